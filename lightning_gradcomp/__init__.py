@@ -1,0 +1,35 @@
+"""Gradient compression for PyTorch Lightning. Importing this registers the strategies: `Trainer(strategy="dgc")`."""
+
+import sys
+from pathlib import Path
+
+from lightning_gradcomp.compressors import DGC, Compressor, NoCompression
+from lightning_gradcomp.registry import entries, register
+
+_BESIDE_PYTHON = Path(sys.argv[0]).parent == Path(sys.executable).parent and Path(sys.argv[0]).stem == "gradcomp"
+_AS_COMMAND = _BESIDE_PYTHON or sys.orig_argv[1:3] == ["-m", "lightning_gradcomp"]
+
+# The command line composes and checks a run, and a process of its own trains it. It answers without torch and
+# Lightning, whose import takes seconds.
+if not _AS_COMMAND:
+    from lightning_gradcomp.averaging import GradientAverager, Stats
+    from lightning_gradcomp.plugin import (
+        CommunicationMonitor,
+        CompressedDDPStrategy,
+        CompressedFabricStrategy,
+        SparsityWarmup,
+    )
+
+__all__ = [
+    "DGC",
+    "CommunicationMonitor",
+    "CompressedDDPStrategy",
+    "CompressedFabricStrategy",
+    "Compressor",
+    "GradientAverager",
+    "NoCompression",
+    "SparsityWarmup",
+    "Stats",
+    "entries",
+    "register",
+]

@@ -1,0 +1,39 @@
+"""What a step cost: bytes over the wire, seconds by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """One step of one rank.
+
+    Args:
+        bytes_sent: bytes of gradients that left this rank (traffic: the topology's factor of N is in it).
+        bytes_received: bytes that arrived.
+        dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent.
+        sparsity: what the schedule asked for, 0 in a dense step.
+        seconds: by phase: compress, exchange, decompress. Host clock.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    dense_bytes: int = 0
+    sparsity: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {"compress": 0.0, "exchange": 0.0, "decompress": 0.0})
+
+    @property
+    def ratio(self) -> float:
+        """Dense traffic over this step's traffic; 1 where nothing is exchanged."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to phase `name`."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - begin

@@ -1,0 +1,46 @@
+"""How messages travel between ranks. Every collective has one shape on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_gradcomp.errors import refusal
+
+
+def dense_traffic(num_bytes: int, world: int) -> int:
+    """Bytes a rank sends when a ring all-reduce averages `num_bytes`: 2 (N-1)/N of them."""
+    return round(2 * (world - 1) / world * num_bytes)
+
+
+class AllGather:
+    """Every rank's message goes to every rank: one collective a step, N-1 copies leave each rank."""
+
+    name = "all_gather"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def exchange(self, message: torch.Tensor) -> torch.Tensor:
+        """The messages of all ranks in rank order, uint8 [N, L], from this rank's, uint8 [L]."""
+        out = message.new_empty(self.group.size() * message.numel())
+        dist.all_gather_into_tensor(out, message, group=self.group)
+        return out.view(self.group.size(), -1)
+
+    def traffic(self, num_bytes: int) -> int:
+        """Bytes that leave each rank when the messages are `num_bytes` long; as many arrive."""
+        return (self.group.size() - 1) * num_bytes
+
+
+def topology(name: str, group: dist.ProcessGroup) -> AllGather:
+    """The topology `name` on `group`.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    if name not in TOPOLOGIES:
+        raise refusal("topology", name, ", ".join(repr(known) for known in TOPOLOGIES))
+    return TOPOLOGIES[name](group)
+
+
+TOPOLOGIES = {"auto": AllGather, "all_gather": AllGather}

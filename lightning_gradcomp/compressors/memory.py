@@ -1,0 +1,120 @@
+"""What is remembered between steps because it was not sent.
+
+A memory is used in three moves a step: `compensate` returns what should be sent now, `forget` takes out what was,
+`commit` makes the step count. A step that is not committed (a rank met a non-finite gradient) leaves the memory as it
+was, to the bit: new values are made in buffers of their own, which commit exchanges for the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.wire import Sparse
+from lightning_gradcomp.lazy import torch
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """How `torch.optim.SGD` treats one parameter, read from its group at every step."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+
+def accumulate_velocity(
+    g: torch.Tensor,
+    u: torch.Tensor,
+    v: torch.Tensor,
+    rule: Momentum,
+    first: bool,
+    u_out: torch.Tensor,
+    v_out: torch.Tensor,
+) -> None:
+    """Momentum correction (Lin et al. 2018, §3.2, eq. 7): u ← m·u + g, v ← v + u; Nesterov: v ← v + g + m·u.
+
+    u is kept in the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so
+    that a momentum changed by a schedule acts as it does in `torch.optim.SGD`, and the two can be exchanged.
+    `first`: no earlier gradient, hence no dampening, as in torch. All tensors 1-D fp32 of one length.
+    """
+    m, damp = rule.momentum, 0.0 if first else rule.dampening
+    torch.mul(u, m, out=u_out).add_(g, alpha=1 - damp)
+    if rule.nesterov:
+        torch.add(v, g, out=v_out).add_(u_out, alpha=m)
+    else:
+        torch.add(v, u_out if m else g, out=v_out)
+
+
+class Velocity:
+    """DGC's memory: momentum u and accumulated velocity v of every compressed parameter, per rank, flat fp32."""
+
+    def __init__(self, layout: Layout, device: torch.device, *, masking: bool) -> None:
+        self.layout, self.masking = layout, masking
+        self.u, self.v, self._u, self._v = (torch.zeros(layout.n, device=device) for _ in range(4))
+        self.started: set[str] = set()
+        self._started = self.started
+        """Parameters whose u holds a momentum: those that had a gradient, or came with a momentum buffer."""
+
+    def compensate(self, g: torch.Tensor, rules: list[Momentum], moving: set[str]) -> torch.Tensor:
+        """The velocity to send from: v + u after this step's gradient g (flat, weight decay already in it).
+
+        Only the parameters named in `moving` take part; one that is new among them starts without dampening.
+        """
+        for (start, stop), name, rule in zip(self.layout.bounds, self.layout.names, rules, strict=True):
+            part = slice(start, stop)
+            if name in moving:
+                first = name not in self.started
+                accumulate_velocity(g[part], self.u[part], self.v[part], rule, first, self._u[part], self._v[part])
+            else:
+                self._u[part], self._v[part] = self.u[part], self.v[part]
+        self._started = self.started | moving
+        return self._v
+
+    def forget(self, sent: Sparse) -> None:
+        """Take what was sent out of v; with momentum factor masking (§3.2, eq. 9) also stop the momentum there."""
+        self._v[sent.indices] -= sent.values
+        if self.masking:
+            self._u[sent.indices] = 0
+
+    @property
+    def coming_momentum(self) -> torch.Tensor:
+        """u as the step that is under way would leave it, flat."""
+        return self._u
+
+    def commit(self) -> None:
+        """Make the step count."""
+        self.u, self._u = self._u, self.u
+        self.v, self._v = self._v, self.v
+        self.started = self._started
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is remembered: nothing was accumulated yet, or all was handed back."""
+        return not self.started
+
+    def adopt(self, name: str, buffer: torch.Tensor) -> None:
+        """Start `name` with the momentum that the optimizer has gathered for it (the same on every rank)."""
+        self.layout.views(self.u)[self.layout.names.index(name)].copy_(buffer)
+        self.started.add(name)
+
+    def clear(self) -> None:
+        """Forget everything, once it has been handed back."""
+        self.u.zero_()
+        self.v.zero_()
+        self.started = set()
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of u and v by parameter name, for the parameters that have any."""
+        return {
+            key: {name: part for name, part in self.layout.split(flat).items() if name in self.started}
+            for key, flat in (("momentum", self.u), ("velocity", self.v))
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replace everything by a `state_dict` of any layout; names that this layout lacks are left out."""
+        device = self.u.device
+        self.u, self.v = (self.layout.join(state[key], device) for key in ("momentum", "velocity"))
+        self.started = set(state["momentum"]) & set(self.layout.names)

@@ -1,0 +1,83 @@
+"""Sparsity as a function of training progress. A schedule is any callable `(epoch, step) -> sparsity` in [0, 1).
+
+Sparsity 0 means dense: everything is sent, by the fastest dense exchange there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_gradcomp.errors import refusal
+
+Schedule = Callable[[int, int], float]
+
+
+def exponential(sparsity: float, periods: int) -> list[float]:
+    """`periods` levels on the way to `sparsity`, the density falling by one factor from each to the next.
+
+    density(i) = ρ^((i + 1) / (periods + 1)); four periods to 99.9 % are, to three digits, the DGC paper's list.
+
+    >>> [round(level, 3) for level in exponential(0.999, 4)]
+    [0.749, 0.937, 0.984, 0.996]
+    """
+    density = 1 - sparsity
+    return [1 - density ** ((period + 1) / (periods + 1)) for period in range(periods)]
+
+
+def linear(sparsity: float, periods: int) -> list[float]:
+    """`periods` equal steps of sparsity on the way to `sparsity`.
+
+    >>> linear(0.8, 3)
+    [0.2, 0.4, 0.6]
+    """
+    return [round(sparsity * (period + 1) / (periods + 1), 12) for period in range(periods)]
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Dense for `dense` periods, then one of `levels` a period, then `final`. A period is an epoch or a step.
+
+    The DGC paper's ramp (Lin et al. 2018, §3.3) is `Ramp((0.75, 0.9375, 0.984375, 0.996), 0.999)`.
+    """
+
+    levels: tuple[float, ...]
+    final: float
+    dense: int = 0
+    by: str = "epoch"
+
+    def __post_init__(self) -> None:
+        for sparsity in (*self.levels, self.final):
+            check_sparsity("sparsity level", sparsity)
+        if self.dense < 0:
+            raise refusal("dense periods", self.dense, "0 or more")
+        if self.by not in ("epoch", "step"):
+            raise refusal("by", self.by, "'epoch' or 'step'")
+
+    def __call__(self, epoch: int, step: int) -> float:
+        period = (epoch if self.by == "epoch" else step) - self.dense
+        if period < 0:
+            return 0.0
+        return self.levels[period] if period < len(self.levels) else self.final
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the sparsity depends on the epoch at all."""
+        return self.by == "epoch" and bool(self.dense or self.levels)
+
+
+def check_sparsity(what: str, sparsity: float) -> float:
+    """`sparsity`, if it lies in [0, 1); ValueError otherwise."""
+    if not 0 <= sparsity < 1:
+        raise refusal(what, sparsity, "0 <= sparsity < 1")
+    return sparsity
+
+
+def as_levels(levels: str | Sequence[float], sparsity: float, periods: int) -> tuple[float, ...]:
+    """The levels of a ramp from `"exponential"`, `"linear"` or a list of sparsities."""
+    if isinstance(levels, str):
+        shapes = {"exponential": exponential, "linear": linear}
+        if levels not in shapes:
+            raise refusal("schedule", levels, "'exponential', 'linear', a list, or a callable (epoch, step)")
+        return tuple(shapes[levels](sparsity, periods))
+    return tuple(levels)

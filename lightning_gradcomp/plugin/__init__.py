@@ -1,0 +1,19 @@
+"""The Lightning layer. Importing it makes every compressor a strategy name of the Trainer and of Fabric."""
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_gradcomp.plugin.callbacks import CommunicationMonitor, SparsityWarmup
+from lightning_gradcomp.plugin.fabric import CompressedFabricStrategy
+from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
+from lightning_gradcomp.registry import Entry, tell
+
+__all__ = ["CommunicationMonitor", "CompressedDDPStrategy", "CompressedFabricStrategy", "SparsityWarmup"]
+
+
+def _name_strategy(entry: Entry) -> None:
+    for registry, cls in ((StrategyRegistry, CompressedDDPStrategy), (STRATEGY_REGISTRY, CompressedFabricStrategy)):
+        registry.register(entry.strategy, cls, description=entry.description, override=True, compressor=entry.name)
+
+
+tell(_name_strategy)

@@ -1,0 +1,138 @@
+"""CommunicationMonitor shows what the exchange costs; SparsityWarmup sets how sparse it is, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_gradcomp.averaging import Stats
+from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
+
+
+class CommunicationMonitor(Callback):
+    """Bytes, ratio, sparsity and milliseconds of every step, in the progress bar and in every logger.
+
+    Everything is rank-local: nothing is exchanged to show it. Logged each step, as this rank saw it:
+    `comm/bytes_sent`, `comm/bytes_received` (traffic, which for all_gather grows with N), `comm/ratio_N<N>` (dense ring
+    all-reduce traffic over it), `comm/sparsity`, and `time/<phase>_ms` for compute, compress, exchange and decompress.
+    In a dense step, exchange is the part that backward did not hide.
+    """
+
+    def check_strategy(self, strategy: Any) -> None:
+        """ValueError for a strategy that has nothing to show."""
+        if not isinstance(strategy, CompressedDDPStrategy):
+            allowed = "a strategy of lightning_gradcomp ('ddp_dense' is plain DDP, measured)"
+            raise refusal("the strategy of CommunicationMonitor", type(strategy).__name__, allowed)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.check_strategy(trainer.strategy)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seen: Stats | None = trainer.strategy.averager.stats
+        self._steps: list[Stats] = []
+        self._compute: list[float] = []
+        self._elapsed = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._begin = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        averager = trainer.strategy.averager
+        self._elapsed += time.perf_counter() - self._begin
+        stats = averager.stats
+        if stats is self._seen:  # gradients are still accumulating
+            return
+        self._seen = stats
+        self._steps.append(stats)
+        self._compute.append(self._elapsed - sum(stats.seconds.values()))
+        self._elapsed = 0.0
+        world = averager.world
+        phases = {"compute": self._compute[-1], **stats.seconds}
+        pl_module.log_dict(
+            {
+                "comm/bytes_sent": float(stats.bytes_sent),
+                "comm/bytes_received": float(stats.bytes_received),
+                f"comm/ratio_N{world}": stats.ratio,
+                "comm/sparsity": stats.sparsity,
+                **{f"time/{phase}_ms": 1e3 * seconds for phase, seconds in phases.items()},
+            }
+        )
+        bar = {"sent_kB": stats.bytes_sent / 1e3, f"ratio(N={world})": stats.ratio}
+        pl_module.log_dict(bar, prog_bar=True, logger=False)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        averager = trainer.strategy.averager
+        self._world = averager.world
+        self._topology = "all_reduce" if averager.compressor.dense else averager.topology.name
+
+    def summary(self) -> dict[str, Any]:
+        """Totals over the fit, of this rank, and the median milliseconds a step by phase."""
+        sent, dense = sum(s.bytes_sent for s in self._steps), sum(s.dense_bytes for s in self._steps)
+        phases = {"compute": self._compute}
+        phases |= {name: [s.seconds[name] for s in self._steps] for name in ("compress", "exchange", "decompress")}
+        return {
+            "world_size": self._world,
+            "topology": self._topology,
+            "steps": len(self._steps),
+            "bytes_sent": sent,
+            "dense_bytes": dense,
+            "ratio": dense / sent if sent else 1.0,
+            "milliseconds": {name: 1e3 * median(values) if values else 0.0 for name, values in phases.items()},
+        }
+
+
+class SparsityWarmup(Callback):
+    """Sets the sparsity by training progress, in place of the compressor's own warm-up.
+
+        SparsityWarmup([0.75, 0.9375, 0.984375, 0.996])          # the DGC paper's, one level an epoch
+        SparsityWarmup("exponential", periods=500, by="step", dense=100)
+
+    The position is the Trainer's epoch (or the count of averaged steps), so it survives a checkpoint. A level that
+    would cost more than a dense step travels dense.
+
+    Args:
+        schedule: "exponential", "linear", a list of sparsities, or a callable (epoch, step) -> sparsity in [0, 1).
+        periods: number of levels of "exponential" and "linear".
+        by: "epoch" or "step": what a level lasts.
+        dense: periods of dense training before the first level.
+    """
+
+    def __init__(
+        self,
+        schedule: str | Sequence[float] | Schedule = "exponential",
+        *,
+        periods: int = 4,
+        by: str = "epoch",
+        dense: int = 0,
+    ) -> None:
+        if periods < 0:
+            raise refusal("SparsityWarmup.periods", periods, "0 or more")
+        if not callable(schedule):
+            Ramp(
+                as_levels(schedule, 0.999, periods), 0.999, dense, by
+            )  # its options are checked here, before any launch
+        self.schedule, self.periods, self.by, self.dense = schedule, periods, by, dense
+
+    def check_strategy(self, strategy: Any) -> None:
+        """ValueError for a strategy whose compressor has no sparsity."""
+        if not hasattr(getattr(strategy, "compressor", None), "sparsity"):
+            compressor = getattr(strategy, "compressor", None)
+            got = type(strategy if compressor is None else compressor).__name__
+            raise refusal("the strategy of SparsityWarmup", got, "one whose compressor has a sparsity, such as 'dgc'")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.check_strategy(trainer.strategy)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        final = strategy.compressor.sparsity
+        if callable(self.schedule):
+            strategy.averager.schedule = self.schedule
+        else:
+            strategy.averager.schedule = Ramp(as_levels(self.schedule, final, self.periods), final, self.dense, self.by)

@@ -1,0 +1,44 @@
+"""DDP's communication hook as a switch: DDP averages dense steps, the averager compressed ones.
+
+Dense steps keep DDP's bucketed all-reduce, overlapped with backward, which is the fastest way to send everything. In a
+compressed step the hook hands the local gradient back, and the averager takes over after backward.
+"""
+
+# No postponed annotations in this file: DDP reads the hook's, and wants the type itself.
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gradcomp.averaging import GradientAverager
+
+
+class DDPSwitch:
+    """The hook of one DDP module. Around each backward call `before_backward`, then `after_backward`."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        # Registered directly: Lightning would do it on CUDA only.
+        ddp.register_comm_hook(None, self._hook)
+        self._dense_step = False
+        self._gradients_ready: float | None = None
+
+    def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.is_last():
+            self._gradients_ready = time.perf_counter()
+        return allreduce_hook(dist.group.WORLD, bucket) if self._dense_step else noop_hook(None, bucket)
+
+    def before_backward(self, averager: GradientAverager) -> None:
+        """Decide who averages the gradients of the coming backward."""
+        self._dense_step, self._gradients_ready = averager.dense_step, None
+
+    def after_backward(self, averager: GradientAverager, grad_scale: float) -> None:
+        """Average, unless DDP has done it, or does not synchronise this backward because gradients accumulate."""
+        if self._gradients_ready is None:
+            return
+        if self._dense_step:
+            averager.after_dense_step(grad_scale=grad_scale, seconds=time.perf_counter() - self._gradients_ready)
+        else:
+            averager.average(grad_scale=grad_scale)

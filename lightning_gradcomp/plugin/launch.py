@@ -1,0 +1,52 @@
+"""Lightning's launchers, asked to check before they start processes.
+
+Private Lightning names used here: `_SubprocessScriptLauncher`, `_MultiProcessingLauncher` (their `launch` is where the
+other processes start) and `_configure_optimizers` (which reads every form that `configure_optimizers` may return).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+
+Check = Callable[[Trainer, LightningModule], None]
+
+
+class _Checked:
+    """A launcher that calls `check(trainer, module)` before it launches a fit."""
+
+    def __init__(self, check: Check, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.check = check
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.check(trainer, trainer.lightning_module)
+        return super().launch(function, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
+
+
+class SubprocessLauncher(_Checked, _SubprocessScriptLauncher):
+    """start_method="popen"."""
+
+
+class MultiProcessingLauncher(_Checked, _MultiProcessingLauncher):
+    """start_method="spawn", "fork" or "forkserver"."""
+
+
+def optimizers_of(module: LightningModule) -> list[torch.optim.Optimizer]:
+    """The optimizers that `module` will make, or [] where it can't make them yet.
+
+    A module may need the Trainer or its configured layers for it, which are not there before the launch; it is then
+    asked again, and checked, when they are. Lightning calls `configure_optimizers` once a fit, so one more call is
+    something it has to bear anyway.
+    """
+    try:
+        return _configure_optimizers(module.configure_optimizers())[0]
+    except Exception:  # whatever the user's code raises is raised again, in full, by the fit itself
+        return []

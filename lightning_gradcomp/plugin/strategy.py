@@ -1,0 +1,159 @@
+"""CompressedDDPStrategy: DDP with another way to average gradients.
+
+DDP wraps the model as always; a switch in its communication hook lets it average dense steps only. Compressed steps
+are averaged after backward, before Lightning's `on_after_backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.takeover import check_optimizer
+from lightning_gradcomp.averaging.topologies import topology as named_topology
+from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin import checkpoint, launch
+from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
+from lightning_gradcomp.registry import build
+
+TAKEN_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+"""Options of DDPStrategy that say how gradients are averaged: that is this strategy's part."""
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    """Data-parallel training whose gradients travel compressed.
+
+        Trainer(strategy=CompressedDDPStrategy(compressor=DGC(sparsity=0.999)), devices=2)
+
+    Args:
+        compressor: a compressor, or its name.
+        topology: "auto" or "all_gather".
+        ddp_options: everything that `DDPStrategy` takes, except the options that say how gradients are averaged.
+
+    Raises:
+        ValueError: an option, a Trainer feature or an optimizer that can't be honoured, before training starts.
+    """
+
+    def __init__(self, compressor: Compressor | str = "dgc", topology: str = "auto", **ddp_options: Any) -> None:
+        for option in TAKEN_OPTIONS:
+            if ddp_options.get(option) is not None:
+                raise refusal(f"CompressedDDPStrategy.{option}", ddp_options[option], "None: the compressor averages")
+        super().__init__(**ddp_options)
+        self.compressor: Compressor = build(compressor)
+        named_topology(topology, None)
+        self.topology = topology
+        self.averager: GradientAverager | None = None
+        """Set while fitting."""
+
+    def _configure_launcher(self) -> None:
+        if self._start_method == "popen":
+            processes = self.cluster_environment, self.num_processes, self.num_nodes
+            self._launcher = launch.SubprocessLauncher(self.check, *processes)
+        else:
+            self._launcher = launch.MultiProcessingLauncher(self.check, self, start_method=self._start_method)
+
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuse what can't be honoured, before other processes are started."""
+        if self.compressor.owns_momentum and trainer.gradient_clip_val is not None:
+            name = type(self.compressor).__name__
+            allowed = f"None: it would clip the sparse average; {name}(clip_norm=...) clips local gradients before"
+            raise refusal(f"Trainer(gradient_clip_val) with {name}", trainer.gradient_clip_val, allowed)
+        self.check_optimizers(launch.optimizers_of(module))
+        for callback in trainer.callbacks:
+            if hasattr(callback, "check_strategy"):
+                callback.check_strategy(self)
+
+    def check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Refuse optimizers whose momentum the compressor would have to own and can't."""
+        if self.compressor.owns_momentum and len(optimizers) > 1:
+            name = type(self.compressor).__name__
+            raise refusal(f"optimizers with {name}", len(optimizers), "1, a torch.optim.SGD")
+        for optimizer in optimizers:
+            check_optimizer(self.compressor, optimizer)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self._switch = DDPSwitch(self.model)
+
+    def setup(self, trainer: Trainer) -> None:
+        self.averager = None
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self.lightning_module is not None
+        self.check_optimizers(self.optimizers)
+        self.averager = GradientAverager(
+            self.lightning_module,
+            self.compressor,
+            optimizer=self.optimizers[0] if self.compressor.owns_momentum else None,
+            topology=self.topology,
+            epoch=trainer.current_epoch,
+        )
+        rank_zero_info(self.averager.describe())
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As `Strategy.backward`, with the averaging before the hooks that look at the gradients."""
+        module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
+        assert module is not None and averager is not None
+        averager.epoch = module.current_epoch
+        self._switch.before_backward(averager)
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self.post_backward(closure_loss)
+        scaler = getattr(precision, "scaler", None)
+        self._switch.after_backward(averager, scaler.get_scale() if scaler else 1.0)
+        return precision.post_backward(closure_loss, module)
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As DDP's; between the closure, which averages, and the end of the step, the momentum is taken over."""
+        assert self.averager is not None
+        averager = self.averager
+        with ExitStack() as until_the_end_of_the_step:
+
+            def closure_then_take_over() -> Any:
+                result = closure()
+                until_the_end_of_the_step.enter_context(averager.taken_over(optimizer))
+                return result
+
+            return super().optimizer_step(optimizer, closure_then_take_over, model, **kwargs)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state as plain DDP would have it: with the momentum that is kept elsewhere meanwhile."""
+        state = super().optimizer_state(optimizer)
+        if checkpoint.collective_allowed(self.averager, self.lightning_module):
+            checkpoint.export_momentum(self.averager, optimizer, state)
+        return state
+
+    def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if "optimizer_states" in checkpoint_ and checkpoint.collective_allowed(self.averager, self.lightning_module):
+            checkpoint_[checkpoint.KEY] = checkpoint.gather(self.averager)
+        super().save_checkpoint(checkpoint_, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint_)
+        assert self.averager is not None
+        checkpoint.restore(self.averager, checkpoint_)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: names come from the registry of compressors. (Inherited, it would claim "ddp" again.)"""
