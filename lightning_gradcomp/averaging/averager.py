@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_gradcomp.averaging.exchange import Exchange, message_bytes
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.message import Message
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.takeover import check_optimizer, clip, hand_back, momentum_taken_over, rules
+from lightning_gradcomp.averaging.takeover import adopt, check_optimizer, decay, hand_back, momentum_taken_over, rules
 from lightning_gradcomp.averaging.topologies import dense_traffic
 from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
@@ -105,9 +106,9 @@ class GradientAverager:
         """Share that the coming step leaves out: the schedule's, or 0 where sparse would cost more than dense."""
         if self.world == 1 or self.schedule is None:
             return 0.0
-        epoch = self.steps // self.steps_per_epoch if self.steps_per_epoch else self.epoch or 0
+        epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
-        if sparsity and self.topology.traffic(self._message(1 - sparsity).num_bytes) < self._dense_traffic():
+        if sparsity and self._traffic(1 - sparsity) < self._dense_traffic():
             return sparsity
         return 0.0
 
@@ -149,9 +150,7 @@ class GradientAverager:
         traffic = self._dense_traffic()
         self.stats = Stats(bytes_sent=traffic, bytes_received=traffic, dense_bytes=traffic)
         self.stats.seconds["exchange"] = seconds
-        clip_norm = getattr(self.compressor, "clip_norm", None)
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.gradients.parameters, clip_norm * grad_scale)
+        self.compressor.clip_average(self.gradients.parameters, grad_scale)
         self.steps += 1
 
     def taken_over(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -178,7 +177,7 @@ class GradientAverager:
         if self.compressor.dense:
             return f"{name}: dense, {self._dense_traffic():,} bytes sent a step (N={self.world}, ring all-reduce)."
         sparsity = self.compressor.sparsity
-        sent = self.topology.traffic(self._message(1 - sparsity).num_bytes)
+        sent = self._traffic(1 - sparsity)
         return (
             f"{name}: {len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
             f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; "
@@ -186,77 +185,60 @@ class GradientAverager:
             f"(N={self.world}, {self.topology.name})."
         )
 
-    def _compensate(self, grad_scale: float) -> tuple[list[bool], torch.Tensor | None]:
-        """Collect the gradients; (where there was one, what should be sent), None if a gradient is not finite."""
-        gradients, layout = self.gradients, self.gradients.layout
+    def _compensate(self, grad_scale: float) -> tuple[bool, list[bool], torch.Tensor]:
+        """Collect the gradients; (whether they are finite, what this rank adds to, what should be sent)."""
+        gradients, memory, names = self.gradients, self.memory, self.gradients.layout.names
         present = gradients.collect(grad_scale)
         if not torch.isfinite(gradients.flat.sum()):
-            return present, None
-        if getattr(self.compressor, "clip_norm", None) is not None:
-            clip(gradients.flat, self.compressor.clip_norm, self.world)
-        had_one = {name for name, has in zip(layout.names, present, strict=False) if has}
-        moving = had_one | self.memory.started
-        for name, parameter in zip(layout.names, gradients.compressed, strict=True):
-            buffer = self.optimizer.state.get(parameter, {}).pop("momentum_buffer", None) if self.optimizer else None
-            if buffer is not None and name not in self.memory.started:
-                self.memory.adopt(name, buffer)
-                moving.add(name)
+            return False, present, torch.zeros_like(gradients.compressed_flat)
+        self.compressor.clip_local(gradients.flat, self.world)
         momenta = rules(self.optimizer, gradients.compressed)
-        for name, (start, stop), parameter, rule in zip(
-            layout.names, layout.bounds, gradients.compressed, momenta, strict=True
-        ):
-            if rule.weight_decay and name in moving:
-                weights = parameter.detach().reshape(-1)
-                gradients.compressed_flat[start:stop].add_(weights, alpha=rule.weight_decay)
-        return present, self.memory.compensate(gradients.compressed_flat, momenta, moving)
+        if self.compressor.owns_momentum:
+            adopt(self.optimizer, gradients.compressed, names, memory)
+        present = [
+            has or more for has, more in zip_longest(present, (n in memory.started for n in names), fillvalue=False)
+        ]
+        moving = {name for name, has in zip(names, present, strict=False) if has}
+        if self.compressor.owns_momentum:
+            views = gradients.layout.views(gradients.compressed_flat)
+            decay(views, gradients.compressed, momenta, [name in moving for name in names])
+        return True, present, memory.compensate(gradients.compressed_flat, momenta, moving)
 
     def _average_compressed(self, density: float, grad_scale: float) -> None:
-        gradients, memory, compressor = self.gradients, self.memory, self.compressor
-        layout, shape = gradients.layout, self._message(density)
-        with self.stats.phase("compress"):
-            present, velocity = self._compensate(grad_scale)
-            if velocity is None:
-                payload, sent = torch.zeros(shape.payload, dtype=torch.uint8, device=gradients.flat.device), None
-            else:
-                payload, sent = compressor.encode(velocity, layout, density)
-            flags = torch.tensor([sent is not None, *self._has_something(present)], device=gradients.flat.device)
-            message = shape.pack(gradients.dense_flat, payload, flags)
-        with self.stats.phase("exchange"):
-            messages = self.topology.exchange(message)
-        with self.stats.phase("decompress"):
-            parts = [shape.unpack(row) for row in messages]
-            finite, *anywhere = torch.stack([flags for _, _, flags in parts]).T.tolist()
-            if all(finite):
-                gradients.flat.zero_()
-                for dense, payload, _ in parts:
-                    gradients.dense_flat.add_(dense)
-                    compressor.decode(payload, layout, density).add_to(gradients.compressed_flat)
-                gradients.flat.div_(self.world)
+        gradients, memory, stats = self.gradients, self.memory, self.stats
+        with stats.phase("compress"):
+            finite, present, outgoing = self._compensate(grad_scale)
+        exchange = Exchange(self.topology, gradients.dense_flat, finite, present, stats)
+        mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange)
+        with stats.phase("decompress"):
+            if exchange.finite:
                 memory.forget(sent)
                 memory.commit()
+                gradients.compressed_flat.copy_(mean)
+                gradients.dense_flat.copy_(exchange.dense_mean)
             else:
                 gradients.flat.fill_(torch.nan)
-            gradients.assign([any(ranks) for ranks in anywhere], grad_scale)
-        self.stats.bytes_sent = self.stats.bytes_received = self.topology.traffic(message.numel())
+            gradients.assign(exchange.anywhere, grad_scale)
 
     def _settle(self, grad_scale: float) -> None:
         """From sparse back to dense: send all that is remembered, and give the optimizer its momentum back."""
-        gradients, memory = self.gradients, self.memory
-        with self.stats.phase("compress"):
-            present, velocity = self._compensate(grad_scale)
-            gradients.compressed_flat.copy_(torch.nan if velocity is None else velocity)
-        with self.stats.phase("exchange"):
-            [momentum], anywhere = self._all_reduce_mean(self._has_something(present), memory.coming_momentum)
-        with self.stats.phase("decompress"):
+        gradients, memory, stats = self.gradients, self.memory, self.stats
+        with stats.phase("compress"):
+            finite, present, outgoing = self._compensate(grad_scale)
+            gradients.compressed_flat.copy_(outgoing if finite else torch.full_like(outgoing, torch.nan))
+        with stats.phase("exchange"):
+            [momentum], anywhere = self._all_reduce_mean(present, memory.coming_momentum)
+        with stats.phase("decompress"):
             if torch.isfinite(gradients.flat.sum()):
                 hand_back(self.optimizer, gradients.compressed, gradients.layout.views(momentum), anywhere)
                 memory.clear()
             gradients.assign(anywhere, grad_scale)
-        traffic = dense_traffic(4 * (gradients.flat.numel() + momentum.numel()), self.world)
-        self.stats.bytes_sent = self.stats.bytes_received = traffic
+        stats.bytes_sent = stats.bytes_received = dense_traffic(
+            4 * (gradients.flat.numel() + momentum.numel()), self.world
+        )
 
     def _all_reduce_mean(self, present: list[bool], *others: torch.Tensor) -> tuple[list[torch.Tensor], list[bool]]:
-        """Average `gradients.flat` in place, and `others`, in one all-reduce; also tell what is present anywhere."""
+        """Average `gradients.flat`, in place, and `others` in one all-reduce; also tell what is present anywhere."""
         flat = self.gradients.flat
         parts = [flat, *others, torch.tensor(present, dtype=flat.dtype, device=flat.device)]
         buffer = torch.cat(parts)
@@ -266,15 +248,10 @@ class GradientAverager:
         flat.copy_(own)
         return means, (anywhere > 0).tolist()
 
-    def _has_something(self, present: list[bool]) -> list[bool]:
-        """Per parameter: whether this rank adds to its average, from a gradient or from what it remembers."""
-        remembered = [name in self.memory.started for name in self.gradients.layout.names]
-        return [has or more for has, more in zip(present, remembered + [False] * len(present), strict=False)]
-
-    def _message(self, density: float) -> Message:
-        gradients = self.gradients
-        payload = self.compressor.payload_bytes(gradients.layout, density)
-        return Message(gradients.dense_layout.n, payload, 1 + len(gradients.parameters))
+    def _traffic(self, density: float) -> int:
+        payload = self.compressor.payload_bytes(self.gradients.layout, density)
+        flags = 1 + len(self.gradients.parameters)
+        return self.topology.traffic(message_bytes(self.gradients.dense_layout.n, payload, flags))
 
     def _dense_traffic(self) -> int:
         return dense_traffic(4 * self.gradients.flat.numel(), self.world)

@@ -29,8 +29,8 @@ class Gradients:
         for name, parameter in named:
             if parameter.is_complex():
                 raise refusal(f"parameter {name!r}", parameter.dtype, "a real floating-point type")
-        taken = [(name, p) for name, p in named if not compressor.dense and compressor.takes(name, tuple(p.shape))]
-        left = [(name, p) for name, p in named if compressor.dense or not compressor.takes(name, tuple(p.shape))]
+        taken = [(name, p) for name, p in named if compressor.takes(name, tuple(p.shape))]
+        left = [(name, p) for name, p in named if not compressor.takes(name, tuple(p.shape))]
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
         self.compressed, self.dense = [p for _, p in taken], [p for _, p in left]
         device = named[0][1].device if named else torch.device("cpu")

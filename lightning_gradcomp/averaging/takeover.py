@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_gradcomp.compressors.memory import Momentum
+from lightning_gradcomp.compressors.memory import Momentum, Velocity
 from lightning_gradcomp.errors import refusal
 
 BLANK = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
@@ -74,14 +74,26 @@ def hand_back(
             optimizer.state[parameter]["momentum_buffer"] = momentum.to(parameter.dtype, copy=True)
 
 
-def clip(flat: torch.Tensor, clip_norm: float, world: int) -> None:
-    """Local gradient clipping (Lin et al. 2018, §3.2): rescale a rank's whole gradient to at most √N · clip_norm.
+def adopt(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Sequence[str], memory: Velocity
+) -> None:
+    """Move the momentum that the optimizer has gathered in dense steps into `memory`, where that has none."""
+    for name, parameter in zip(names, parameters, strict=True):
+        buffer = optimizer.state.get(parameter, {}).pop("momentum_buffer", None)
+        if buffer is not None and name not in memory.started:
+            memory.adopt(name, buffer)
 
-    The mean of N independent gradients has about 1/√N of the norm of one, so √N · clip_norm locally stands in for
-    clip_norm on the average. (The paper's N^(-1/2) is for gradients that were divided by N before.)
-    """
-    limit = world**0.5 * clip_norm
-    flat.mul_(torch.clamp(limit / (flat.norm() + 1e-6), max=1.0))
+
+def decay(
+    gradients: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    rules: Sequence[Momentum],
+    wanted: Sequence[bool],
+) -> None:
+    """Add weight decay to the local `gradients`, in place: inside the momentum it has the strength it has in SGD."""
+    for gradient, parameter, rule, has in zip(gradients, parameters, rules, wanted, strict=True):
+        if rule.weight_decay and has:
+            gradient.add_(parameter.detach(), alpha=rule.weight_decay)
 
 
 def _split(group: dict[str, Any], taken: set[int]) -> list[dict[str, Any]]:

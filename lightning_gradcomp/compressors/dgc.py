@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_gradcomp.compressors.base import Compressor
+from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Velocity
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
@@ -33,7 +33,7 @@ from lightning_gradcomp.registry import register
 
 @register("dgc")
 @dataclass(kw_only=True, slots=True)
-class DGC(Compressor):
+class DGC(Codec):
     """Deep Gradient Compression: the largest 0.1 % of the velocity, with momentum correction (needs SGD).
 
     Args:
@@ -65,6 +65,20 @@ class DGC(Compressor):
     def schedule(self) -> Ramp:
         """Dense epochs, the exponential ramp, then `sparsity`."""
         return Ramp(tuple(exponential(self.sparsity, self.warmup_epochs)), self.sparsity, dense=self.dense_epochs)
+
+    def clip_local(self, gradient: torch.Tensor, world: int) -> None:
+        """Rescale a rank's gradient to a norm of at most √N · clip_norm.
+
+        The mean of N independent gradients has about 1/√N of the norm of one, so √N · clip_norm locally stands in for
+        clip_norm on the average.
+        """
+        if self.clip_norm is not None:
+            gradient.mul_(torch.clamp(world**0.5 * self.clip_norm / (gradient.norm() + 1e-6), max=1.0))
+
+    def clip_average(self, parameters: list[torch.Tensor], grad_scale: float) -> None:
+        """Vanilla clipping at clip_norm."""
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm * grad_scale)
 
     def memory(self, layout: Layout, device: torch.device) -> Velocity:
         """The books for these parameters."""

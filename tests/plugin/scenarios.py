@@ -1,0 +1,176 @@
+"""Runs on every rank of a world: Lightning trainings whose outcomes the tests compare. Prints them as one JSON line.
+
+usage: scenarios.py FOLDER
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import nn
+
+import lightning_gradcomp as lgc
+
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+FOLDER = Path(sys.argv[1])
+
+
+class Net(L.LightningModule):
+    """A small classifier with batch norm, two parameter groups, SGD with momentum and a OneCycle schedule."""
+
+    def __init__(self, nesterov: bool = False) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(8 * 36, 10)
+        self.nesterov = nesterov
+        self.seen: set[tuple] = set()
+
+    def training_step(self, batch, index):
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self.head(self.features(images)), labels)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": self.features.parameters(), "weight_decay": 1e-2},
+            {"params": self.head.parameters(), "momentum": 0.8, "lr": 0.02},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=self.nesterov)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _look(self):
+        groups = self.trainer.optimizers[0].param_groups
+        self.seen.add(tuple((group["momentum"], group["weight_decay"], len(group["params"])) for group in groups))
+
+    def on_train_batch_start(self, *args):
+        self._look()
+
+    def on_train_batch_end(self, *args):
+        self._look()
+
+
+def data() -> torch.utils.data.DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(320, 1, 8, 8, generator=generator)
+    labels = (images.mean((1, 2, 3)) * 30 + 5).long().clamp(0, 9)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 16)
+
+
+def fit(strategy, *, epochs=3, ckpt_path=None, nesterov=False, callbacks=(), **options):
+    """Train from seed 0; returns (trainer, all weights as one vector)."""
+    L.seed_everything(0, verbose=False)
+    net = Net(nesterov)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=WORLD, max_epochs=epochs, logger=False, callbacks=list(callbacks),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(net, data(), ckpt_path=ckpt_path)
+    return trainer, weights(net)
+
+
+def weights(net):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+def apart(a, b):
+    """Largest difference between two weight vectors, over all ranks."""
+    difference = (a - b).abs().max()
+    torch.distributed.all_reduce(difference, op=torch.distributed.ReduceOp.MAX)
+    return difference.item()
+
+
+def sparse(**options):
+    return lgc.CompressedDDPStrategy(compressor=lgc.DGC(sparsity=0.9, warmup_epochs=1, min_elements=32, **options))
+
+
+class Keep(L.Callback):
+    """Keeps what was logged in the last step."""
+
+    def on_train_batch_end(self, trainer, *args):
+        self.logged = {**trainer.logged_metrics, **trainer.progress_bar_metrics}
+
+
+def dense_limit():
+    result = {}
+    for nesterov in (False, True):
+        _, stock = fit("ddp", nesterov=nesterov)
+        _, dense = fit("ddp_dense", nesterov=nesterov)
+        strategy = lgc.CompressedDDPStrategy(compressor=lgc.DGC(sparsity=0))
+        _, nothing_dropped = fit(strategy, nesterov=nesterov)
+        result[f"nesterov={nesterov}"] = [apart(stock, dense), apart(stock, nothing_dropped)]
+    return result
+
+
+def sparse_training():
+    monitor, keep = lgc.CommunicationMonitor(), Keep()
+    trainer, after = fit(sparse(), accumulate_grad_batches=2, callbacks=[monitor, keep])
+    first = after.clone()
+    torch.distributed.broadcast(first, 0)
+    return {
+        "groups_seen": sorted(trainer.lightning_module.seen),
+        "replicas_apart": apart(after, first),
+        "logged": {key: float(value) for key, value in keep.logged.items()},
+        "summary": monitor.summary(),
+    }
+
+
+def warm_up():
+    seen = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            seen.append(trainer.strategy.averager.stats.sparsity)
+
+    by_epoch = lgc.SparsityWarmup([0.8], dense=1)
+    fit(sparse(), callbacks=[by_epoch, Look()])
+    by_step = lgc.SparsityWarmup(lambda epoch, step: 0.0 if step < 5 else 0.95)
+    fit(sparse(), epochs=1, callbacks=[by_step, Look()])
+    return seen
+
+
+def resume():
+    straight, end = fit(sparse(), epochs=4)
+    stopped, _ = fit(sparse(), epochs=2)
+    stopped.save_checkpoint(FOLDER / "dgc.ckpt")
+    stopped.save_checkpoint(FOLDER / "weights.ckpt", weights_only=True)
+    _, resumed = fit(sparse(), epochs=4, ckpt_path=FOLDER / "dgc.ckpt")
+    saved = torch.load(FOLDER / "dgc.ckpt", weights_only=True)
+    ranks = [rank["memory"]["momentum"] for rank in saved["lightning_gradcomp"]["ranks"]]
+    buffers = saved["optimizer_states"][0]["state"]
+    mean = (ranks[0]["features.0.weight"] + ranks[1]["features.0.weight"]) / 2
+    under_ddp, _ = fit("ddp", epochs=4, ckpt_path=FOLDER / "dgc.ckpt")
+    return {
+        "resumed_apart": apart(end, resumed),
+        "ranks_differ": not torch.equal(ranks[0]["features.0.weight"], ranks[1]["features.0.weight"]),
+        "exported_momentum_apart": (mean - buffers[0]["momentum_buffer"]).abs().max().item(),
+        "buffers_in_checkpoint": len([entry for entry in buffers.values() if "momentum_buffer" in entry]),
+        "momentum_in_checkpoint": saved["optimizer_states"][0]["param_groups"][0]["momentum"],
+        "steps_under_ddp": under_ddp.global_step,
+        "state_in_weights_only": "lightning_gradcomp" in torch.load(FOLDER / "weights.ckpt", weights_only=True),
+    }
+
+
+def plain_to_sparse():
+    """A plain DDP checkpoint continues under DGC: in a dense phase exactly, in a sparse one with its momentum."""
+    _, straight = fit("ddp", epochs=3)
+    stopped, _ = fit("ddp", epochs=2)
+    stopped.save_checkpoint(FOLDER / "ddp.ckpt")
+    strategy = lgc.CompressedDDPStrategy(compressor=lgc.DGC(sparsity=0))
+    _, dense = fit(strategy, epochs=3, ckpt_path=FOLDER / "ddp.ckpt")
+    now_sparse, _ = fit(sparse(dense_epochs=0), epochs=3, ckpt_path=FOLDER / "ddp.ckpt")
+    return {"dense_apart": apart(straight, dense), "sparsity": now_sparse.strategy.averager.stats.sparsity}
+
+
+if __name__ == "__main__":
+    WORLD = int(os.environ["WORLD_SIZE"])
+    outcome = {f.__name__: f() for f in (dense_limit, sparse_training, warm_up, resume, plain_to_sparse)}
+    if os.environ["RANK"] == "0":
+        print(json.dumps(outcome))

@@ -1,0 +1,141 @@
+"""The strategy under every launcher, and what is refused before any of them starts a process."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.plugin import launch
+from tests.processes import run
+
+SCRIPT = str(Path(__file__).with_name("user_script.py"))
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (sys.executable, SCRIPT, "DGC"),
+        (sys.executable, SCRIPT, "dgc", "spawn"),
+        (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, "dgc"),
+    ],
+    ids=["popen", "spawn", "torchrun"],
+)
+def test_a_users_script_trains(command):
+    done = run(*command)
+    assert done.returncode == 0, done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+    assert [line.split()[3] for line in lines] == [
+        f"sparsity={level:.3f}" for level in (0, *(1 - 0.001 ** (i / 5) for i in range(1, 6)), 0.999)
+    ]
+    assert all("N=2" in line for line in lines)
+    losses = [float(line.split("loss=")[1]) for line in lines]
+    assert losses[-1] < losses[0]
+
+
+class Net(L.LightningModule):
+    def __init__(self, optimizer):
+        super().__init__()
+        self.layer, self.optimizer = torch.nn.Linear(4, 2), optimizer
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw_then_trainer_needed(parameters):
+    raise RuntimeError("the Trainer is not there yet")
+
+
+class MySGD(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        (torch.optim.AdamW, {"strategy": "dgc"}, r"optimizer of DGC: got 'torch.optim.adamw.AdamW', allowed: torch.optim.SGD"),
+        (lambda p: MySGD(p, lr=0.1), {"strategy": "dgc"}, r"optimizer of DGC: got '.*MySGD'"),
+        (lambda p: [sgd(q) for q in [list(p)] * 2], {"strategy": "dgc"}, r"optimizers with DGC: got 2, allowed: 1"),
+        (sgd, {"strategy": "dgc", "gradient_clip_val": 1.0}, r"gradient_clip_val\) with DGC: got 1.0, .*clip_norm"),
+        (sgd, {"strategy": "ddp_dense", "callbacks": [lgc.SparsityWarmup()]}, r"SparsityWarmup: got 'NoCompression'"),
+    ],
+)
+def test_refused_before_any_process_starts(optimizer, options, message, monkeypatch):
+    def start(*args):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(launch.SubprocessLauncher, "_call_children_scripts", start)
+    trainer = L.Trainer(accelerator="cpu", devices=2, max_epochs=1, **QUIET, **options)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(Net(optimizer), torch.zeros(4, 4))
+
+
+def test_an_optimizer_that_cannot_be_made_before_the_launch_does_not_stop_it(monkeypatch):
+    class Started(Exception):
+        pass
+
+    def start(*args):
+        raise Started
+
+    monkeypatch.setattr(launch.SubprocessLauncher, "_call_children_scripts", start)
+    trainer = L.Trainer(strategy="dgc", accelerator="cpu", devices=2, **QUIET)
+    with pytest.raises(Started):
+        trainer.fit(Net(adamw_then_trainer_needed), torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("option", ["ddp_comm_hook", "ddp_comm_wrapper", "ddp_comm_state", "model_averaging_period"])
+def test_options_that_say_how_to_average_are_refused(option):
+    with pytest.raises(ValueError, match=rf"CompressedDDPStrategy\.{option}: got .*, allowed: None"):
+        lgc.CompressedDDPStrategy(**{option: 1})
+
+
+@pytest.mark.parametrize("cls", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy])
+def test_unknown_names_are_answered_with_the_known(cls):
+    with pytest.raises(ValueError, match=r"compressor: got 'lzma', allowed: .*dgc.*none"):
+        cls(compressor="lzma")
+    with pytest.raises(ValueError, match=r"topology: got 'ring', allowed: 'auto', 'all_gather'"):
+        cls(topology="ring")
+
+
+def test_the_monitor_wants_one_of_our_strategies():
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[lgc.CommunicationMonitor()], **QUIET)
+    with pytest.raises(ValueError, match=r"CommunicationMonitor: got 'SingleDeviceStrategy', .*ddp_dense"):
+        trainer.fit(Net(sgd), torch.zeros(4, 4))
+
+
+def test_every_compressor_is_a_strategy_name_of_trainer_and_fabric():
+    names = {entry.strategy for entry in lgc.entries()}
+    assert {"dgc", "ddp_dense"} <= names
+    assert names <= set(StrategyRegistry) and names <= set(STRATEGY_REGISTRY)
+
+
+def test_one_device_trains_as_without_compression(capsys, caplog):
+    def trained(strategy):
+        L.seed_everything(0, verbose=False)
+        net = Net(sgd)
+        trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=3, **QUIET)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(net, torch.arange(64.0).view(16, 4) / 64)
+        return trainer, net.layer.weight.detach().clone()
+
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        trainer, compressed = trained("dgc")
+    _, plain = trained("auto")
+    assert torch.equal(compressed, plain)
+    assert trainer.strategy.averager.stats.bytes_sent == 0
+    assert "nothing is exchanged" in caplog.text
+    torch.distributed.destroy_process_group()

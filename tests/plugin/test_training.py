@@ -1,0 +1,66 @@
+"""What Lightning trainings on two ranks come to. One run of `scenarios.py` serves all tests here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_world
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    script = str(Path(__file__).with_name("scenarios.py"))
+    output = run_world(2, script, str(tmp_path_factory.mktemp("checkpoints")), timeout=150)
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_ddp_dense_and_dgc_that_drops_nothing_are_ddp(outcome, nesterov):
+    dense, nothing_dropped = outcome["dense_limit"][f"nesterov={nesterov}"]
+    assert dense == 0
+    assert nothing_dropped <= 1e-6
+
+
+def test_optimizer_groups_are_the_users_before_and_after_every_batch(outcome):
+    assert outcome["sparse_training"]["groups_seen"] == [[[0.9, 0.01, 4], [0.8, 0, 2]]]
+
+
+def test_replicas_are_bitwise_equal(outcome):
+    assert outcome["sparse_training"]["replicas_apart"] == 0
+
+
+def test_monitor_logs_bytes_ratio_sparsity_and_phases(outcome):
+    logged, summary = outcome["sparse_training"]["logged"], outcome["sparse_training"]["summary"]
+    assert logged["comm/sparsity"] == pytest.approx(0.9)
+    assert logged["comm/bytes_sent"] == logged["comm/bytes_received"] > 0
+    assert logged["comm/ratio_N2"] == pytest.approx(4 * 2970 / logged["comm/bytes_sent"], rel=0.1)
+    assert all(logged[f"time/{phase}_ms"] > 0 for phase in ("compute", "compress", "exchange", "decompress"))
+    assert logged["sent_kB"] == pytest.approx(logged["comm/bytes_sent"] / 1000)
+    assert summary["steps"] == 15 and summary["world_size"] == 2 and summary["topology"] == "all_gather"
+    assert summary["dense_bytes"] > summary["bytes_sent"] > 0
+
+
+def test_sparsity_follows_the_callback_by_epoch_and_by_step(outcome):
+    by_epoch, by_step = outcome["warm_up"][:30], outcome["warm_up"][30:]
+    assert by_epoch == [0] * 10 + [0.8] * 10 + [0.9] * 10
+    assert by_step == [0] * 5 + [0.95] * 5
+
+
+def test_stop_and_resume_is_the_straight_run(outcome):
+    assert outcome["resume"]["ranks_differ"]
+    assert outcome["resume"]["resumed_apart"] == 0
+
+
+def test_checkpoint_is_also_one_of_plain_ddp(outcome):
+    resume = outcome["resume"]
+    assert resume["exported_momentum_apart"] <= 1e-7
+    assert resume["buffers_in_checkpoint"] == 6
+    assert resume["momentum_in_checkpoint"] == 0.9
+    assert resume["steps_under_ddp"] == 40
+    assert not resume["state_in_weights_only"]
+
+
+def test_plain_ddp_checkpoint_continues(outcome):
+    assert outcome["plain_to_sparse"]["dense_apart"] <= 1e-6
+    assert outcome["plain_to_sparse"]["sparsity"] == pytest.approx(0.9)
