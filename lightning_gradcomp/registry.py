@@ -68,5 +68,6 @@ def build(compressor: Any) -> Any:
                 return entry.cls()
         raise refusal("compressor", compressor, ", ".join(sorted(_TABLE)))
     if not any(isinstance(compressor, entry.cls) for entry in _TABLE.values()):
-        raise refusal("compressor", compressor, f"a registered class's instance, or {', '.join(sorted(_TABLE))}")
+        names = ", ".join(sorted(_TABLE))
+        raise refusal("compressor", compressor, f"an instance of a registered class, or one of {names}")
     return compressor

@@ -104,7 +104,7 @@ class GradientAverager:
     @property
     def sparsity(self) -> float:
         """Share that the coming step leaves out: the schedule's, or 0 where sparse would cost more than dense."""
-        if self.world == 1 or self.schedule is None:
+        if self.world == 1 or self.schedule is None or not self.gradients.compressed:
             return 0.0
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
@@ -166,8 +166,8 @@ class GradientAverager:
         if self.world > 1:
             dist.all_reduce(momentum, group=self.topology.group)
         views = gradients.layout.views(momentum / self.world)
-        started = zip(gradients.layout.names, gradients.compressed, views, strict=True)
-        return {parameter: view.clone() for name, parameter, view in started if name in memory.started}
+        named = zip(gradients.layout.names, gradients.compressed, views, strict=True)
+        return {parameter: view.clone() for name, parameter, view in named if name in memory.started}
 
     def describe(self) -> str:
         """One line for the log: what is compressed, and what a step sends at the final sparsity."""
@@ -189,12 +189,12 @@ class GradientAverager:
         """Collect the gradients; (whether they are finite, what this rank adds to, what should be sent)."""
         gradients, memory, names = self.gradients, self.memory, self.gradients.layout.names
         present = gradients.collect(grad_scale)
+        if self.compressor.owns_momentum:
+            adopt(self.optimizer, gradients.compressed, names, memory)
         if not torch.isfinite(gradients.flat.sum()):
             return False, present, torch.zeros_like(gradients.compressed_flat)
         self.compressor.clip_local(gradients.flat, self.world)
         momenta = rules(self.optimizer, gradients.compressed)
-        if self.compressor.owns_momentum:
-            adopt(self.optimizer, gradients.compressed, names, memory)
         present = [
             has or more for has, more in zip_longest(present, (n in memory.started for n in names), fillvalue=False)
         ]
@@ -213,7 +213,8 @@ class GradientAverager:
         with stats.phase("decompress"):
             if exchange.finite:
                 memory.forget(sent)
-                memory.commit()
+                names = gradients.layout.names
+                memory.commit({name for name, has in zip(names, exchange.anywhere, strict=False) if has})
                 gradients.compressed_flat.copy_(mean)
                 gradients.dense_flat.copy_(exchange.dense_mean)
             else:

@@ -7,7 +7,7 @@ was, to the bit: new values are made in buffers of their own, which commit excha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from lightning_gradcomp.compressors.layout import Layout
@@ -56,7 +56,8 @@ class Velocity:
         self.u, self.v, self._u, self._v = (torch.zeros(layout.n, device=device) for _ in range(4))
         self.started: set[str] = set()
         self._started = self.started
-        """Parameters whose u holds a momentum: those that had a gradient, or came with a momentum buffer."""
+        """Parameters whose u holds a momentum: those that had a gradient on any rank, or came with a momentum buffer.
+        The same on all ranks, as is whatever is decided by it."""
 
     def compensate(self, g: torch.Tensor, rules: list[Momentum], moving: set[str]) -> torch.Tensor:
         """The velocity to send from: v + u after this step's gradient g (flat, weight decay already in it).
@@ -84,11 +85,11 @@ class Velocity:
         """u as the step that is under way would leave it, flat."""
         return self._u
 
-    def commit(self) -> None:
-        """Make the step count."""
+    def commit(self, moved: Set[str] = frozenset()) -> None:
+        """Make the step count. `moved`: what any rank had a gradient for, so that all agree on what is moving."""
         self.u, self._u = self._u, self.u
         self.v, self._v = self._v, self.v
-        self.started = self._started
+        self.started = self._started | moved
 
     @property
     def empty(self) -> bool:

@@ -1,0 +1,140 @@
+"""The numbers are honest: what is reported is what is handed to the collective, and it is never more than dense."""
+
+import pytest
+import torch
+
+from lightning_gradcomp.compressors.schedules import exponential
+from lightning_gradcomp.compressors.selection import count
+from lightning_gradcomp.compressors.wire import index_bytes
+from tests.averaging.workers import SHAPES, Table, averaged, backward, dgc, prescribed_loss
+from tests.threads import checked_collectives, run_ranks
+
+ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def steps_of(world, schedule, steps):
+    """For every rank, and every step of it: the statistics, and (collective, bytes put in) of what was exchanged."""
+
+    def work(rank, group):
+        model, seen = Table(), []
+        optimizer, averager = averaged(model, group, schedule=schedule)
+        for step in range(steps):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            before = len(log[rank])
+            averager.step()
+            seen.append((averager.stats, log[rank][before:]))
+        return seen
+
+    with checked_collectives(world) as log:
+        return run_ranks(world, work)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sparsity", [0.75, 0.9, 0.99])
+def test_a_sparse_step_is_one_gather_and_reports_its_length_times_the_other_ranks(world, sparsity):
+    for rank in steps_of(world, lambda epoch, step: sparsity, 3):
+        for stats, [(collective, length)] in rank:
+            assert collective == "all_gather_into_tensor"
+            assert stats.bytes_sent == stats.bytes_received == (world - 1) * length
+            assert stats.sparsity == sparsity
+
+
+def test_the_message_is_dense_values_payload_and_flags_and_nothing_else():
+    k = count(360, 0.1) + count(300, 0.1)
+    least = 4 * (9 + 10) + 4 * k + index_bytes(660, k)
+    [(_, [(_, length)])] = steps_of(2, lambda epoch, step: 0.9, 1)[0]
+    assert least <= length <= least + 8
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_dense_step_is_one_all_reduce_of_every_gradient_and_reports_a_rings_traffic(world):
+    for rank in steps_of(world, lambda epoch, step: 0.0, 3):
+        for stats, [(collective, length)] in rank:
+            assert collective == "all_reduce"
+            assert 4 * ELEMENTS <= length <= 4 * ELEMENTS + 64
+            ring = round(2 * (world - 1) / world * 4 * ELEMENTS)
+            assert stats.bytes_sent == stats.bytes_received == stats.dense_bytes == ring
+            assert stats.sparsity == 0
+
+
+def test_the_return_to_dense_reports_the_momentum_that_travels_with_it():
+    stats, [(collective, length)] = steps_of(2, lambda epoch, step: 0.9 if step < 2 else 0.0, 3)[0][-1]
+    assert collective == "all_reduce"
+    assert stats.bytes_sent == pytest.approx(length, abs=64)
+    assert stats.bytes_sent > stats.dense_bytes
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_what_would_cost_more_than_dense_goes_dense(world):
+    levels = [0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99]
+
+    def alone(sparsity):
+        return steps_of(world, lambda epoch, step: sparsity, 1)[0][0][0]
+
+    stats = [alone(sparsity) for sparsity in levels]
+    assert all(one.bytes_sent <= one.dense_bytes for one in stats)
+    for level, one in zip(levels, stats, strict=True):
+        assert one.sparsity == (level if one.bytes_sent < one.dense_bytes else 0)
+    assert stats[0].sparsity == 0
+    assert stats[-1].sparsity == 0.99
+    assert stats[-1].ratio == stats[-1].dense_bytes / stats[-1].bytes_sent > 1
+
+
+def test_every_phase_of_a_step_is_timed():
+    for stats, _ in steps_of(2, lambda epoch, step: 0.9, 2)[0]:
+        assert set(stats.seconds) == {"compress", "exchange", "decompress"}
+        assert all(0 < seconds < 10 for seconds in stats.seconds.values())
+
+
+def test_a_schedule_sees_the_epoch_that_steps_make_up_and_the_step():
+    def work(rank, group):
+        model, seen = Table(), []
+        options = {"sparsity": 0.99, "dense_epochs": 1, "warmup_epochs": 2}
+        optimizer, averager = averaged(model, group, dgc(**options), steps_per_epoch=2)
+        for step in range(9):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            averager.step()
+            seen.append(averager.stats.sparsity)
+        return seen
+
+    low, high = exponential(0.99, 2)
+    assert run_ranks(2, work)[0] == [0, 0, low, low, high, high, 0.99, 0.99, 0.99]
+
+
+def test_an_epoch_that_is_set_is_the_epoch():
+    def work(rank, group):
+        model, seen = Table(), []
+        for steps_per_epoch in (None, 2):
+            options = {"steps_per_epoch": steps_per_epoch, "epoch": 0}
+            optimizer, averager = averaged(model, group, dgc(dense_epochs=1), **options)
+            for averager.epoch in (0, 0, 0, 1, 0):
+                backward(model, optimizer, rank, 0, prescribed_loss)
+                averager.step()
+                seen.append(averager.stats.sparsity)
+        return seen
+
+    assert run_ranks(2, work)[0] == [0, 0, 0, 0.9, 0] * 2
+
+
+def test_a_warm_up_in_epochs_that_nobody_counts_is_refused():
+    message = r"steps_per_epoch.*: got None, allowed: steps_per_epoch=.*warmup_epochs=0"
+    for options in ({"dense_epochs": 1}, {"warmup_epochs": 2}):
+        with pytest.raises(ValueError, match=message):
+            averaged(Table(), None, dgc(**options))
+
+
+@pytest.mark.parametrize("wrong", [1.0, -0.1, float("nan")])
+def test_a_schedule_that_leaves_its_range_is_refused_when_it_does(wrong):
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, schedule=lambda epoch, step: wrong)
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        averager.step()
+
+    with pytest.raises(ValueError, match=r"sparsity: got .*, allowed: 0 <= sparsity < 1"):
+        run_ranks(2, work)
+
+
+def test_an_unknown_topology_is_refused():
+    with pytest.raises(ValueError, match=r"topology: got 'star', allowed: .*'auto'.*'all_gather'"):
+        averaged(Table(), None, topology="star")

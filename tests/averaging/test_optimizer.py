@@ -1,0 +1,178 @@
+"""The user's optimizer stays the user's: taken over inside its step, and never seen to be."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_gradcomp.averaging import GradientAverager
+from tests.averaging.workers import Table, averaged, backward, dgc, prescribed_loss, weights
+from tests.threads import run_ranks
+
+KEYS = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
+
+
+def seen(optimizer):
+    """What a scheduler or monitor sees: identities of all the containers, and every value."""
+    identities = [id(optimizer.param_groups)]
+    for group in optimizer.param_groups:
+        identities += [id(group), id(group["params"]), *(id(parameter) for parameter in group["params"])]
+    values = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return identities, values
+
+
+def two_groups(model):
+    first = {"params": [model.kernel, model.small], "weight_decay": 0.1}
+    second = {"params": [model.matrix, model.bias], "momentum": 0.5, "nesterov": True}
+    return torch.optim.SGD([first, second], lr=0.02, momentum=0.9)
+
+
+def on_two_ranks(watch, schedule=lambda epoch, step: 0.9 if 2 <= step < 5 else 0.0):
+    """`watch(optimizer, take_step)` around each of 8 steps: dense, sparse, dense; results of rank 0, one a step."""
+
+    def work(rank, group):
+        model = Table()
+        optimizer = two_groups(model)
+        averager = GradientAverager(model, dgc(), optimizer=optimizer, process_group=group)
+        averager.schedule, results = schedule, []
+        for step in range(8):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            results.append(watch(optimizer, averager.step))
+        return results
+
+    return run_ranks(2, work)[0]
+
+
+def test_the_groups_are_the_same_objects_with_the_same_values_after_every_step():
+    def watch(optimizer, take_step):
+        before = seen(optimizer)
+        take_step()
+        return before, seen(optimizer)
+
+    for before, after in on_two_ranks(watch):
+        assert before == after
+
+
+def test_also_when_the_optimizers_step_raises():
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    def watch(optimizer, take_step):
+        before, hook = seen(optimizer), optimizer.register_step_pre_hook(interrupt)
+        with pytest.raises(Interrupted):
+            take_step()
+        hook.remove()
+        return before, seen(optimizer)
+
+    for before, after in on_two_ranks(watch):
+        assert before == after
+
+
+def test_inside_a_sparse_step_the_optimizer_applies_no_momentum_of_its_own_to_what_was_compressed():
+    def watch(optimizer, take_step):
+        inside = {}
+
+        def look(stepping, *_):
+            for group in stepping.param_groups:
+                rule = tuple(group[key] for key in KEYS)
+                inside.update({tuple(parameter.shape): rule for parameter in group["params"]})
+
+        hook = optimizer.register_step_pre_hook(look)
+        take_step()
+        hook.remove()
+        return inside
+
+    own = {
+        (10, 4, 3, 3): (0.02, 0.9, 0, False, 0.1),
+        (3, 3): (0.02, 0.9, 0, False, 0.1),
+        (12, 25): (0.02, 0.5, 0, True, 0),
+        (10,): (0.02, 0.5, 0, True, 0),
+    }
+    blank = dict.fromkeys([(10, 4, 3, 3), (12, 25)], (0.02, 0, 0, False, 0))
+    steps = on_two_ranks(watch)
+    assert steps[:2] == [own] * 2
+    assert steps[2:5] == [{**own, **blank}] * 3
+    assert steps[-1] == own
+
+
+def test_the_optimizers_state_can_be_saved_and_loaded_at_every_step():
+    def watch(optimizer, take_step):
+        take_step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        return sorted(optimizer.state_dict()["state"])
+
+    def plain(optimizer, take_step):
+        take_step()
+
+    assert all(set(known) <= {0, 1, 2, 3} for known in on_two_ranks(watch))
+    assert on_two_ranks(plain) == [None] * 8
+
+
+def test_a_parameter_that_the_optimizer_does_not_hold_is_averaged_and_left_alone():
+    def work(rank, group):
+        model = Table()
+        optimizer = torch.optim.SGD([model.matrix, model.bias], lr=0.02, momentum=0.9)
+        averager = GradientAverager(model, dgc(), optimizer=optimizer, process_group=group)
+        start = model.kernel.detach().clone()
+        for step in range(3):
+            model.zero_grad()
+            prescribed_loss(model, rank, step).backward()
+            averager.step()
+        assert torch.equal(model.kernel, start)
+        assert model.kernel.grad.any()
+        return model.kernel.grad, weights(model), len(optimizer.state_dict()["param_groups"])
+
+    (grad, values, groups), (other_grad, other_values, _) = run_ranks(2, work)
+    assert torch.equal(grad, other_grad)
+    assert torch.equal(values, other_values)
+    assert groups == 1
+
+
+class SGDSubclass(torch.optim.SGD):
+    """Who knows what its step does."""
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda parameters: None, "None"),
+        (torch.optim.Adam, "Adam"),
+        (torch.optim.AdamW, "AdamW"),
+        (torch.optim.RMSprop, "RMSprop"),
+        (torch.optim.LBFGS, "LBFGS"),
+        (SGDSubclass, "SGDSubclass"),
+        (partial(torch.optim.SGD, maximize=True), "maximize"),
+    ],
+)
+def test_dgc_refuses_an_optimizer_whose_momentum_it_cannot_correct(make, got):
+    model = Table()
+    with pytest.raises(ValueError, match=rf"the optimizer of DGC: got .*{got}.*, allowed: .*SGD"):
+        GradientAverager(model, dgc(), optimizer=make(model.parameters()))
+
+
+def test_a_compressor_without_momentum_takes_any_optimizer_and_average_takes_none():
+    model = Table()
+    GradientAverager(model, "none", optimizer=torch.optim.Adam(model.parameters())).step()
+    averager = GradientAverager(model, "none")
+    averager.average()
+    with pytest.raises(ValueError, match="no optimizer"):
+        averager.step()
+
+
+def test_average_leaves_the_weights_to_the_caller():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group)
+        start = weights(model)
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        own = model.kernel.grad.clone()
+        averager.average()
+        assert torch.equal(weights(model), start)
+        assert not torch.equal(model.kernel.grad, own)
+        return model.kernel.grad
+
+    first, second = run_ranks(2, work)
+    assert torch.equal(first, second)

@@ -1,0 +1,173 @@
+"""Parameters of every kind: frozen, tied, oddly laid out, of low precision, and none to compress."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.averaging.workers import (
+    Table,
+    all_equal,
+    averaged,
+    backward,
+    conv_net,
+    dgc,
+    filled,
+    prescribed_loss,
+    same,
+    seeded,
+    train,
+    train_ddp,
+    weights,
+)
+from tests.threads import run_ranks
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_a_layer_unfrozen_on_the_way_is_averaged_from_then_on(sparsity):
+    def work(rank, group):
+        model = conv_net()
+        model[0].requires_grad_(False)
+        optimizer, averager = averaged(model, group, dgc(sparsity=sparsity))
+        train(model, optimizer, averager, rank, 3)
+        assert torch.equal(model[0].weight, conv_net()[0].weight)
+        model[0].requires_grad_(True)
+        train(model, optimizer, averager, rank, range(3, 10))
+        assert not torch.equal(model[0].weight, conv_net()[0].weight)
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
+def test_a_layer_frozen_for_a_while_finds_its_memory_again():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group)
+        train(model, optimizer, averager, rank, 4, prescribed_loss)
+        before = averager.memory.state_dict()
+        model.kernel.requires_grad_(False)
+        optimizer.zero_grad()
+        frozen = model.kernel.detach().clone()
+        for _ in range(3):
+            optimizer.zero_grad()
+            averager.step()
+        assert torch.equal(model.kernel, frozen)
+        assert torch.equal(averager.state_dict()["memory"]["velocity"]["kernel"], before["velocity"]["kernel"])
+        model.kernel.requires_grad_(True)
+        backward(model, optimizer, rank, 0, lambda *given: 0 * prescribed_loss(*given))
+        averager.step()
+        expected = before["velocity"]["kernel"] + 0.9 * before["momentum"]["kernel"]
+        now = averager.memory.state_dict()["velocity"]["kernel"]
+        kept = now != 0
+        assert 0 < int(kept.sum()) < kept.numel()
+        torch.testing.assert_close(now[kept], expected[kept])
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
+def test_tied_weights_are_one_parameter():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+            self.head = nn.Linear(8, 20, bias=False)
+            self.head.weight = self.embed.weight
+            filled(self)
+
+        def forward(self, tokens, following):
+            return nn.functional.cross_entropy(self.head(self.embed(tokens)), following)
+
+    def token_loss(model, rank, step):
+        tokens = torch.randint(0, 20, (2, 16), generator=seeded(rank, step))
+        return model(tokens[0], tokens[1])
+
+    def ours(sparsity):
+        def work(rank, group):
+            model = Tied()
+            optimizer, averager = averaged(model, group, dgc(sparsity=sparsity))
+            train(model, optimizer, averager, rank, 20, token_loss)
+            assert set(averager.memory.state_dict()["velocity"]) <= {"embed.weight"}
+            assert model.head.weight is model.embed.weight
+            return weights(model)
+
+        return run_ranks(2, work)
+
+    def ddp(rank, group):
+        model = Tied()
+        train_ddp(model, averaged(model, group)[0], group, rank, 20, token_loss)
+        return weights(model)
+
+    assert float((ours(0.0)[0] - run_ranks(2, ddp)[0]).abs().max()) <= 1e-6
+    assert all_equal(ours(0.9))
+
+
+def test_channels_last_weights_train_to_the_same_bits_and_keep_their_layout():
+    def run(memory_format):
+        def work(rank, group):
+            model = Table()
+            model.kernel.data = model.kernel.data.to(memory_format=memory_format)
+            optimizer, averager = averaged(model, group, nesterov=True, weight_decay=0.1)
+            train(model, optimizer, averager, rank, 10, prescribed_loss)
+            assert model.kernel.is_contiguous(memory_format=memory_format)
+            return weights(model), averager.memory.state_dict()
+
+        return run_ranks(2, work)
+
+    for (got, memory), (expected, other) in zip(run(torch.channels_last), run(torch.contiguous_format), strict=True):
+        assert torch.equal(got, expected)
+        assert same(memory, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_of_another_precision_have_memories_in_fp32(dtype):
+    sparsities = [0.0] * 2 + [0.9] * 6 + [0.0] * 2
+
+    def work(rank, group):
+        model = Table().to(dtype)
+        optimizer, averager = averaged(model, group, None, lambda epoch, step: sparsities[step], weight_decay=0.1)
+        for step in range(10):
+            train(model, optimizer, averager, rank, range(step, step + 1), prescribed_loss)
+            parts = averager.memory.state_dict()["velocity"]
+            assert all(part.dtype == torch.float32 for part in parts.values())
+            assert bool(parts) == (2 <= step < 8)
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {dtype}
+        assert optimizer.state[model.kernel]["momentum_buffer"].dtype == dtype
+        return weights(model)
+
+    results = run_ranks(2, work)
+    assert all_equal(results)
+    assert bool(torch.isfinite(results[0]).all())
+
+
+def test_a_model_with_nothing_to_compress_trains_as_in_ddp():
+    def net():
+        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    def loss(model, rank, step):
+        return model(torch.randn(8, 6, generator=seeded(rank, step))).square().mean()
+
+    def ours(rank, group):
+        model = filled(net())
+        train(model, *averaged(model, group), rank, 10, loss)
+        return weights(model)
+
+    def ddp(rank, group):
+        model = filled(net())
+        train_ddp(model, averaged(model, group)[0], group, rank, 10, loss)
+        return weights(model)
+
+    got = run_ranks(2, ours)
+    assert all_equal(got)
+    assert float((got[0] - run_ranks(2, ddp)[0]).abs().max()) <= 1e-6
+
+
+def test_excluded_parameters_travel_whole():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, dgc(exclude=["ker*"]))
+        train(model, optimizer, averager, rank, 3, prescribed_loss)
+        return set(averager.memory.state_dict()["velocity"]), model.kernel.grad
+
+    (names, grad), _ = run_ranks(2, work)
+    assert names == {"matrix"}
+    assert bool((grad != 0).all())

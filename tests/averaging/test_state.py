@@ -1,0 +1,119 @@
+"""Stopping and going on is the same as not stopping."""
+
+import io
+
+import pytest
+import torch
+
+from tests.averaging.workers import Table, all_equal, averaged, conv_net, dgc, prescribed_loss, same, train, weights
+from tests.threads import run_ranks
+
+STOPS = {"dense": 3, "first sparse": 5, "sparse": 9, "last sparse": 15, "dense again": 16, "dense later": 18}
+
+
+def schedule(epoch, step):
+    return 0.0 if step < 5 or step >= 15 else 0.9
+
+
+def make(group, rank):
+    model = conv_net()
+    compressor = dgc(clip_norm=5.0)
+    return model, *averaged(model, group, compressor, schedule, nesterov=True, weight_decay=0.01)
+
+
+def stored(*parts):
+    """What `torch.load` makes of a checkpoint of these, without running code from it."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in parts], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_is_the_straight_run_to_the_bit(world, stop):
+    def straight(rank, group):
+        model, optimizer, averager = make(group, rank)
+        train(model, optimizer, averager, rank, 20)
+        return weights(model), averager.memory.state_dict()
+
+    def resumed(rank, group):
+        first = make(group, rank)
+        train(*first, rank, stop)
+        second = make(group, rank)
+        for part, state in zip(second, stored(*first), strict=True):
+            part.load_state_dict(state)
+        train(*second, rank, range(stop, 20))
+        return weights(second[0]), second[2].memory.state_dict()
+
+    for (got, memory), (expected, other) in zip(run_ranks(world, resumed), run_ranks(world, straight), strict=True):
+        assert torch.equal(got, expected)
+        assert same(memory, other)
+
+
+def test_a_saved_state_does_not_change_while_training_goes_on():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group)
+        train(model, optimizer, averager, rank, 3, prescribed_loss)
+        state = averager.state_dict()
+        before = stored(averager)[0]
+        train(model, optimizer, averager, rank, 3, prescribed_loss)
+        assert same(state["memory"], before["memory"])
+        assert not same(averager.state_dict()["memory"], before["memory"])
+
+    run_ranks(2, work)
+
+
+def test_a_state_of_another_shape_is_refused_by_name():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group)
+        train(model, optimizer, averager, rank, 1, prescribed_loss)
+        state = averager.state_dict()
+        state["memory"]["velocity"]["matrix"] = torch.zeros(3, 3)
+        with pytest.raises(ValueError, match=r"'matrix': got shape \(3, 3\), allowed: \(12, 25\)"):
+            averager.load_state_dict(state)
+
+    run_ranks(2, work)
+
+
+def test_a_memory_loaded_into_a_new_averager_replaces_what_was_there():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group)
+        train(model, optimizer, averager, rank, 2, prescribed_loss)
+        state = averager.state_dict()
+        train(model, optimizer, averager, rank, range(2, 6), prescribed_loss)
+        averager.load_state_dict(state)
+        assert same(averager.state_dict()["memory"], state["memory"])
+        train(model, optimizer, averager, rank, range(6, 8), prescribed_loss)
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
+def test_plain_sgd_takes_over_after_a_return_to_dense_and_the_averager_takes_over_from_plain_sgd():
+    """The momentum is where torch keeps it whenever training is dense, so either may go on from the other's state."""
+
+    def ours(rank, group, steps):
+        model = Table()
+        optimizer, averager = averaged(model, group, dgc(momentum_masking=False), schedule)
+        train(model, optimizer, averager, rank, steps, prescribed_loss)
+        return model, optimizer
+
+    def handed_over(rank, group):
+        source, source_optimizer = ours(rank, group, 17)
+        model = Table()
+        optimizer, averager = averaged(model, group, "none")
+        for part, state in zip((model, optimizer), stored(source, source_optimizer), strict=True):
+            part.load_state_dict(state)
+        train(model, optimizer, averager, rank, range(17, 20), prescribed_loss)
+        return weights(model)
+
+    def straight(rank, group):
+        return weights(ours(rank, group, 20)[0])
+
+    got, expected = run_ranks(2, handed_over), run_ranks(2, straight)
+    assert all_equal(got)
+    assert torch.equal(got[0], expected[0])

@@ -1,0 +1,136 @@
+"""Parameters that some ranks do not use, or none does: every rank still takes part in every exchange."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.averaging.workers import (
+    Table,
+    all_equal,
+    averaged,
+    backward,
+    dgc,
+    filled,
+    prescribed_loss,
+    seeded,
+    train,
+    train_ddp,
+    weights,
+)
+from tests.threads import checked_collectives, run_ranks
+
+
+class Branches(nn.Module):
+    """Rank 0 uses the first branch, the others the second; nobody uses the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(12, 10)
+        self.branches = nn.ModuleList(nn.Linear(10, 8) for _ in range(3))
+        filled(self)
+
+    def forward(self, x, branch):
+        return self.branches[branch](torch.tanh(self.trunk(x))).square().mean()
+
+
+def own_branch_loss(model, rank, step):
+    return model(torch.randn(5, 12, generator=seeded(rank, step)), int(rank > 0))
+
+
+def first_branch_loss(model, rank, step):
+    return model(torch.randn(5, 12, generator=seeded(rank, step)), 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True, "weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_at_sparsity_0_unused_parameters_are_as_in_ddp(world, options):
+    def ours(rank, group):
+        model = Branches()
+        train(model, *averaged(model, group, dgc(sparsity=0.0), **options), rank, 20, own_branch_loss)
+        return weights(model)
+
+    def ddp(rank, group):
+        model = Branches()
+        optimizer, _ = averaged(model, group, **options)
+        train_ddp(model, optimizer, group, rank, 20, own_branch_loss, find_unused_parameters=True)
+        return weights(model)
+
+    got, expected = run_ranks(world, ours), run_ranks(world, ddp)
+    assert all_equal(got)
+    assert float((got[0] - expected[0]).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_parameter_unused_on_some_ranks_gets_its_average_on_all_and_one_unused_on_all_gets_none(world):
+    def work(rank, group):
+        model = Branches()
+        start = model.branches[2].weight.detach().clone()
+        optimizer, averager = averaged(model, group)
+        for step in range(6):
+            backward(model, optimizer, rank, step, own_branch_loss)
+            assert (model.branches[0].weight.grad is None) == (rank > 0)
+            averager.step()
+            assert all(p.grad is not None for branch in model.branches[:2] for p in branch.parameters())
+            assert all(p.grad is None for p in model.branches[2].parameters())
+        assert torch.equal(model.branches[2].weight, start)
+        assert not torch.equal(model.branches[0].weight, Branches().branches[0].weight)
+        return weights(model)
+
+    assert all_equal(run_ranks(world, work))
+
+
+def test_a_parameter_that_is_no_longer_used_still_sends_what_is_remembered_of_it():
+    def work(rank, group):
+        model = Branches()
+        optimizer, averager = averaged(model, group, momentum=0.0)
+        for step in range(30):
+            loss = own_branch_loss if step < 3 else first_branch_loss
+            train(model, optimizer, averager, rank, range(step, step + 1), loss)
+            if step == 2:
+                remembered = averager.memory.state_dict()["velocity"].get("branches.1.weight", torch.zeros(1)).any()
+                assert bool(remembered) == (rank > 0)
+        left = averager.memory.state_dict()["velocity"].get("branches.1.weight", torch.zeros(1))
+        return weights(model), bool(left.any())
+
+    (first, left), (second, other_left) = run_ranks(2, work)
+    assert torch.equal(first, second)
+    assert not left
+    assert not other_left
+
+
+def test_ranks_that_used_none_of_the_compressed_parameters_return_to_dense_with_the_others():
+    """Every rank must then do the same collective, also one that has nothing to remember."""
+
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, schedule=lambda epoch, step: 0.9 if step < 2 else 0.0)
+        for step in range(4):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            if rank == 1:
+                model.kernel.grad = model.matrix.grad = None
+            averager.step()
+        return weights(model)
+
+    with checked_collectives(2):
+        assert all_equal(run_ranks(2, work))
+
+
+def test_weight_decay_keeps_its_strength_on_parameters_that_some_ranks_do_not_use():
+    """As in DDP, where it acts once on the averaged gradient. Sparse steps, then a dense one that sends the rest."""
+    decay, learning_rate, steps = 0.5, 1e-3, 20
+    sparsities = [0.75] * (steps - 1) + [0.0]
+
+    def work(rank, group):
+        model = Table()
+        start = model.kernel.detach().clone()
+        options = {"lr": learning_rate, "momentum": 0.0, "weight_decay": decay}
+        optimizer, averager = averaged(model, group, None, lambda epoch, step: sparsities[step], **options)
+        for _ in range(steps):
+            backward(model, optimizer, rank, 0, lambda *given: 0 * prescribed_loss(*given))
+            if rank == 1:
+                model.kernel.grad = None
+            averager.step()
+        return float(((start - model.kernel.detach()) / start).mean())
+
+    decayed = 1 - (1 - learning_rate * decay) ** steps
+    assert run_ranks(2, work)[0] == pytest.approx(decayed, rel=0.1)

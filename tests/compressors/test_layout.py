@@ -1,0 +1,68 @@
+"""Flat buffers and named tensors are two views of the same numbers."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gradcomp.compressors.layout import Layout
+
+CPU = torch.device("cpu")
+
+
+def conv_and_linear():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(7, 5))
+    return Layout.of(model.named_parameters())
+
+
+def test_parameters_lie_end_to_end_in_the_models_order():
+    layout = conv_and_linear()
+    assert layout.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert layout.sizes == [108, 4, 35, 5]
+    assert layout.bounds == [(0, 108), (108, 112), (112, 147), (147, 152)]
+    assert layout.n == 152
+
+
+def test_split_and_join_undo_each_other():
+    layout = conv_and_linear()
+    flat = torch.arange(152.0)
+    parts = layout.split(flat)
+    assert tuple(parts) == layout.names
+    assert tuple(tuple(part.shape) for part in parts.values()) == layout.shapes
+    assert torch.equal(layout.join(parts, CPU), flat)
+
+
+def test_parts_are_copies_and_views_are_not():
+    layout = conv_and_linear()
+    flat = torch.zeros(152)
+    layout.split(flat)["0.weight"].fill_(1)
+    assert not flat.any()
+    layout.views(flat)[1].fill_(1)
+    assert flat.nonzero().squeeze(1).tolist() == [108, 109, 110, 111]
+
+
+def test_missing_names_are_zero_and_foreign_names_are_left_out():
+    layout = conv_and_linear()
+    flat = layout.join({"2.bias": torch.ones(5), "elsewhere": torch.ones(9)}, CPU)
+    assert torch.equal(flat, torch.cat([torch.zeros(147), torch.ones(5)]))
+
+
+def test_joined_buffers_are_fp32_whatever_comes_in():
+    layout = Layout(("a",), ((2, 2),))
+    assert layout.join({"a": torch.ones(2, 2, dtype=torch.bfloat16)}, CPU).dtype == torch.float32
+
+
+def test_channels_last_parts_keep_their_place():
+    layout = Layout(("a",), ((2, 3, 4, 4),))
+    part = torch.arange(96.0).view(2, 3, 4, 4)
+    assert torch.equal(layout.join({"a": part.to(memory_format=torch.channels_last)}, CPU), torch.arange(96.0))
+
+
+def test_a_wrong_shape_is_refused_by_name_and_shape():
+    with pytest.raises(ValueError, match=r"state of '2.weight': got shape \(7, 5\), allowed: \(5, 7\)"):
+        conv_and_linear().join({"2.weight": torch.zeros(7, 5)}, CPU)
+
+
+def test_scalars_and_nothing_at_all_have_layouts():
+    assert Layout(("s",), ((),)).bounds == [(0, 1)]
+    empty = Layout.of([])
+    assert (empty.n, empty.bounds, empty.split(torch.zeros(0))) == (0, [], {})

@@ -1,0 +1,86 @@
+"""Sparsity as a function of progress: at the start, on the way, and for good."""
+
+from itertools import pairwise
+
+import pytest
+
+from lightning_gradcomp.compressors import DGC
+from lightning_gradcomp.compressors.schedules import Ramp, as_levels, check_sparsity, exponential, linear
+
+PAPER = (0.75, 0.9375, 0.984375, 0.996)
+
+
+def over_epochs(schedule, epochs):
+    return [schedule(epoch, 1000 * epoch) for epoch in range(epochs)]
+
+
+def test_the_papers_ramp_is_one_level_an_epoch_and_then_the_final_sparsity():
+    ramp = Ramp(PAPER, 0.999)
+    assert over_epochs(ramp, 7) == [*PAPER, 0.999, 0.999, 0.999]
+
+
+def test_dense_epochs_come_before_the_ramp():
+    ramp = Ramp(PAPER, 0.999, dense=2)
+    assert over_epochs(ramp, 8) == [0, 0, *PAPER, 0.999, 0.999]
+
+
+def test_a_ramp_by_steps_counts_steps_alone():
+    ramp = Ramp((0.5, 0.75), 0.9, dense=1, by="step")
+    assert [ramp(99, step) for step in range(5)] == [0, 0.5, 0.75, 0.9, 0.9]
+    assert not ramp.counts_epochs
+
+
+def test_a_constant_needs_no_epochs():
+    assert not Ramp((), 0.99).counts_epochs
+    assert Ramp((), 0.99)(0, 0) == 0.99
+    assert Ramp((), 0.99, dense=1).counts_epochs
+    assert Ramp((0.5,), 0.99).counts_epochs
+
+
+def test_four_exponential_levels_to_999_are_the_papers_list():
+    assert exponential(0.999, 4) == pytest.approx(PAPER, abs=1.5e-3)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("periods", [0, 1, 4, 9])
+def test_exponential_levels_divide_the_density_by_one_factor_each_and_end_one_factor_short(sparsity, periods):
+    densities = [1.0, *(1 - level for level in exponential(sparsity, periods)), 1 - sparsity]
+    factors = [after / before for before, after in pairwise(densities)]
+    assert len(densities) == periods + 2
+    assert factors == pytest.approx([factors[0]] * (periods + 1))
+
+
+def test_linear_levels_are_equal_steps_that_end_one_step_short():
+    assert linear(0.8, 3) == pytest.approx([0.2, 0.4, 0.6])
+    assert linear(0.8, 0) == []
+
+
+def test_levels_are_named_or_listed():
+    assert as_levels("exponential", 0.999, 4) == tuple(exponential(0.999, 4))
+    assert as_levels("linear", 0.8, 3) == tuple(linear(0.8, 3))
+    assert as_levels([0.1, 0.2], 0.999, 4) == (0.1, 0.2)
+    with pytest.raises(ValueError, match="schedule: got 'cubic', allowed: 'exponential', 'linear'"):
+        as_levels("cubic", 0.9, 3)
+
+
+def test_dgc_is_dense_then_warms_up_exponentially_then_holds():
+    schedule = DGC(sparsity=0.99, warmup_epochs=3, dense_epochs=2).schedule()
+    assert over_epochs(schedule, 7) == [0, 0, *exponential(0.99, 3), 0.99, 0.99]
+    assert DGC(sparsity=0.99, warmup_epochs=0, dense_epochs=0).schedule()(0, 0) == 0.99
+
+
+@pytest.mark.parametrize("wrong", [1, 1.0, -0.1, 2, float("nan"), float("inf")])
+def test_a_sparsity_outside_its_range_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"x: got .*, allowed: 0 <= sparsity < 1"):
+        check_sparsity("x", wrong)
+    with pytest.raises(ValueError, match="sparsity level"):
+        Ramp((0.5, wrong), 0.9)
+    with pytest.raises(ValueError, match="sparsity level"):
+        Ramp((), wrong)
+
+
+def test_a_ramp_refuses_what_it_cannot_count():
+    with pytest.raises(ValueError, match="dense periods: got -1, allowed: 0 or more"):
+        Ramp((), 0.9, dense=-1)
+    with pytest.raises(ValueError, match="by: got 'batch', allowed: 'epoch' or 'step'"):
+        Ramp((), 0.9, by="batch")
