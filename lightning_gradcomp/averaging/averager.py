@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging.exchange import Exchange, message_bytes
+from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.takeover import adopt, check_optimizer, decay, hand_back, momentum_taken_over, rules
+from lightning_gradcomp.averaging.takeover import check_optimizer, momentum_taken_over
 from lightning_gradcomp.averaging.topologies import dense_traffic
 from lightning_gradcomp.averaging.topologies import topology as named_topology
-from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors.base import Codec, Compressor
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
@@ -66,8 +66,8 @@ class GradientAverager:
         check_optimizer(self.compressor, optimizer)
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
-        self.world = process_group.size() if process_group else 1
         self.topology = named_topology(topology, process_group)
+        self.world = self.topology.world
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.schedule: Schedule | None = self.compressor.schedule()
         """Sparsity as a function of (epoch, step); may be replaced at any time."""
@@ -83,13 +83,15 @@ class GradientAverager:
         self.stats = Stats()
         """What the last step cost."""
         self._taken_over = False
-        self._parked: dict[str, dict[str, torch.Tensor]] = {}  # state of parameters that are frozen just now
-        self._lay_out()
+        self.gradients = Gradients(model, self.compressor)
+        self._compression: Compression | None = None
+        if isinstance(self.compressor, Codec):
+            self._compression = Compression(self.compressor, self.gradients, self.topology, optimizer)
 
-    def _lay_out(self) -> None:
-        self.gradients = Gradients(self.model, self.compressor)
-        layout, device = self.gradients.layout, self.gradients.flat.device
-        self.memory = None if self.compressor.dense else self.compressor.memory(layout, device)
+    @property
+    def memory(self) -> Any:
+        """What this rank has not sent yet; None for a baseline, which sends everything."""
+        return self._compression and self._compression.memory
 
     def step(self) -> None:
         """Average the gradients, then step the optimizer, which applies no momentum that was applied already."""
@@ -104,18 +106,18 @@ class GradientAverager:
     @property
     def sparsity(self) -> float:
         """Share that the coming step leaves out: the schedule's, or 0 where sparse would cost more than dense."""
-        if self.world == 1 or self.schedule is None or not self.gradients.compressed:
+        if self.world == 1 or self.schedule is None or self._compression is None or not self.gradients.compressed:
             return 0.0
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
-        if sparsity and self._traffic(1 - sparsity) < self._dense_traffic():
+        if sparsity and self._compression.traffic(1 - sparsity) < self._dense_traffic():
             return sparsity
         return 0.0
 
     @property
     def dense_step(self) -> bool:
         """Whether the coming step is an ordinary dense average, which DDP may as well do, overlapped with backward."""
-        return self.sparsity == 0 and (self.memory is None or self.memory.empty)
+        return self.sparsity == 0 and (self._compression is None or self._compression.memory.empty)
 
     def average(self, *, grad_scale: float = 1.0) -> None:
         """Replace every `p.grad` by its average over the ranks, as the compressor sends it. A collective call.
@@ -126,21 +128,24 @@ class GradientAverager:
             grad_scale: the loss scale that is in the gradients; what is remembered is free of it.
         """
         if self.gradients.stale:
-            self._carry_over()
+            self.gradients = Gradients(self.model, self.compressor)
+            if self._compression:
+                self._compression.lay_out(self.gradients)
         if self.dense_step:
-            present = self.gradients.collect(1.0)
             stats = Stats()
+            present = self.gradients.collect(1.0)
             with stats.phase("exchange"):
-                _, anywhere = self._all_reduce_mean(present)
+                _, anywhere = all_reduce_mean(self.topology, self.gradients.flat, present)
             self.gradients.assign(anywhere, 1.0)
             self.after_dense_step(grad_scale=grad_scale, seconds=stats.seconds["exchange"])
             return
+        assert self._compression is not None
         sparsity = self.sparsity
         self.stats = Stats(dense_bytes=self._dense_traffic(), sparsity=sparsity)
         if sparsity:
-            self._average_compressed(1 - sparsity, grad_scale)
+            self._compression.average(1 - sparsity, grad_scale, self.stats)
         else:
-            self._settle(grad_scale)
+            self._compression.settle(grad_scale, self.stats)
         self._taken_over = self.compressor.owns_momentum
         self.steps += 1
 
@@ -157,125 +162,27 @@ class GradientAverager:
         """For the length of `optimizer.step()`: no momentum or weight decay where the average already holds them."""
         return momentum_taken_over(optimizer, self.gradients.compressed) if self._taken_over else nullcontext()
 
-    def momentum_buffers(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
-        memory, gradients = self.memory, self.gradients
-        if memory is None or memory.empty:
-            return {}
-        momentum = memory.u.clone()
-        if self.world > 1:
-            dist.all_reduce(momentum, group=self.topology.group)
-        views = gradients.layout.views(momentum / self.world)
-        named = zip(gradients.layout.names, gradients.compressed, views, strict=True)
-        return {parameter: view.clone() for name, parameter, view in named if name in memory.started}
-
     def describe(self) -> str:
         """One line for the log: what is compressed, and what a step sends at the final sparsity."""
-        gradients, name = self.gradients, type(self.compressor).__name__
+        name = type(self.compressor).__name__
         if self.world == 1:
             return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
-        if self.compressor.dense:
+        if self._compression is None:
             return f"{name}: dense, {self._dense_traffic():,} bytes sent a step (N={self.world}, ring all-reduce)."
-        sparsity = self.compressor.sparsity
-        sent = self._traffic(1 - sparsity)
-        return (
-            f"{name}: {len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
-            f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; "
-            f"at sparsity {sparsity:g} {sent:,} bytes sent a step against {self._dense_traffic():,} dense "
-            f"(N={self.world}, {self.topology.name})."
-        )
-
-    def _compensate(self, grad_scale: float) -> tuple[bool, list[bool], torch.Tensor]:
-        """Collect the gradients; (whether they are finite, what this rank adds to, what should be sent)."""
-        gradients, memory, names = self.gradients, self.memory, self.gradients.layout.names
-        present = gradients.collect(grad_scale)
-        if self.compressor.owns_momentum:
-            adopt(self.optimizer, gradients.compressed, names, memory)
-        if not torch.isfinite(gradients.flat.sum()):
-            return False, present, torch.zeros_like(gradients.compressed_flat)
-        self.compressor.clip_local(gradients.flat, self.world)
-        momenta = rules(self.optimizer, gradients.compressed)
-        present = [
-            has or more for has, more in zip_longest(present, (n in memory.started for n in names), fillvalue=False)
-        ]
-        moving = {name for name, has in zip(names, present, strict=False) if has}
-        if self.compressor.owns_momentum:
-            views = gradients.layout.views(gradients.compressed_flat)
-            decay(views, gradients.compressed, momenta, [name in moving for name in names])
-        return True, present, memory.compensate(gradients.compressed_flat, momenta, moving)
-
-    def _average_compressed(self, density: float, grad_scale: float) -> None:
-        gradients, memory, stats = self.gradients, self.memory, self.stats
-        with stats.phase("compress"):
-            finite, present, outgoing = self._compensate(grad_scale)
-        exchange = Exchange(self.topology, gradients.dense_flat, finite, present, stats)
-        mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange)
-        with stats.phase("decompress"):
-            if exchange.finite:
-                memory.forget(sent)
-                names = gradients.layout.names
-                memory.commit({name for name, has in zip(names, exchange.anywhere, strict=False) if has})
-                gradients.compressed_flat.copy_(mean)
-                gradients.dense_flat.copy_(exchange.dense_mean)
-            else:
-                gradients.flat.fill_(torch.nan)
-            gradients.assign(exchange.anywhere, grad_scale)
-
-    def _settle(self, grad_scale: float) -> None:
-        """From sparse back to dense: send all that is remembered, and give the optimizer its momentum back."""
-        gradients, memory, stats = self.gradients, self.memory, self.stats
-        with stats.phase("compress"):
-            finite, present, outgoing = self._compensate(grad_scale)
-            gradients.compressed_flat.copy_(outgoing if finite else torch.full_like(outgoing, torch.nan))
-        with stats.phase("exchange"):
-            [momentum], anywhere = self._all_reduce_mean(present, memory.coming_momentum)
-        with stats.phase("decompress"):
-            if torch.isfinite(gradients.flat.sum()):
-                hand_back(self.optimizer, gradients.compressed, gradients.layout.views(momentum), anywhere)
-                memory.clear()
-            gradients.assign(anywhere, grad_scale)
-        stats.bytes_sent = stats.bytes_received = dense_traffic(
-            4 * (gradients.flat.numel() + momentum.numel()), self.world
-        )
-
-    def _all_reduce_mean(self, present: list[bool], *others: torch.Tensor) -> tuple[list[torch.Tensor], list[bool]]:
-        """Average `gradients.flat`, in place, and `others` in one all-reduce; also tell what is present anywhere."""
-        flat = self.gradients.flat
-        parts = [flat, *others, torch.tensor(present, dtype=flat.dtype, device=flat.device)]
-        buffer = torch.cat(parts)
-        if self.world > 1:
-            dist.all_reduce(buffer, group=self.topology.group)
-        own, *means, anywhere = (buffer / self.world).split([part.numel() for part in parts])
-        flat.copy_(own)
-        return means, (anywhere > 0).tolist()
-
-    def _traffic(self, density: float) -> int:
-        payload = self.compressor.payload_bytes(self.gradients.layout, density)
-        flags = 1 + len(self.gradients.parameters)
-        return self.topology.traffic(message_bytes(self.gradients.dense_layout.n, payload, flags))
+        return f"{name}: {self._compression.describe()}, against {self._dense_traffic():,} dense (N={self.world})."
 
     def _dense_traffic(self) -> int:
         return dense_traffic(4 * self.gradients.flat.numel(), self.world)
 
-    def _carry_over(self) -> None:
-        """A parameter was frozen or unfrozen: lay out anew, by name; what is frozen keeps its state aside."""
-        state = self._full_memory()
-        self._lay_out()
-        self._load_memory(state)
-
-    def _full_memory(self) -> dict[str, dict[str, torch.Tensor]]:
-        state = self.memory.state_dict() if self.memory else {}
-        return {key: {**self._parked.get(key, {}), **parts} for key, parts in state.items()}
-
-    def _load_memory(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        if self.memory and state:
-            self.memory.load_state_dict(state)
-            here = self.gradients.layout.names
-            self._parked = {key: {n: t for n, t in parts.items() if n not in here} for key, parts in state.items()}
+    def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
+        if self._compression is None or not self.compressor.owns_momentum:
+            return {}
+        return self._compression.momentum_buffers()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name and plain numbers; `torch.load(weights_only=True)` reads it."""
-        return {"steps": self.steps, "memory": self._full_memory()}
+        return {"steps": self.steps, "memory": self._compression.state_dict() if self._compression else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace this rank's state.
@@ -284,4 +191,5 @@ class GradientAverager:
             ValueError: a tensor whose shape is not its parameter's.
         """
         self.steps = state["steps"]
-        self._load_memory(state["memory"])
+        if self._compression and state["memory"]:
+            self._compression.load_state_dict(state["memory"])

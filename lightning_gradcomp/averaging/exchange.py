@@ -9,6 +9,7 @@ it. Lengths follow from the layout and the density, so they are the same on all 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.topologies import AllGather
@@ -63,3 +64,16 @@ class Exchange:
             self.finite = bool(flags[:, 0].all())
             self.anywhere = flags[:, 1:].any(0).tolist()
         return [row[begin:end] for row in messages]
+
+
+def all_reduce_mean(
+    topology: AllGather, flat: torch.Tensor, present: list[bool], *others: torch.Tensor
+) -> tuple[list[torch.Tensor], list[bool]]:
+    """Average `flat`, in place, and `others` over the ranks in one all-reduce; also tell what is present anywhere."""
+    parts = [flat, *others, torch.tensor(present, dtype=flat.dtype, device=flat.device)]
+    buffer = torch.cat(parts)
+    if topology.world > 1:
+        dist.all_reduce(buffer, group=topology.group)
+    own, *means, anywhere = (buffer / topology.world).split([part.numel() for part in parts])
+    flat.copy_(own)
+    return means, (anywhere > 0).tolist()

@@ -32,7 +32,8 @@ class Gradients:
         taken = [(name, p) for name, p in named if compressor.takes(name, tuple(p.shape))]
         left = [(name, p) for name, p in named if not compressor.takes(name, tuple(p.shape))]
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
-        self.compressed, self.dense = [p for _, p in taken], [p for _, p in left]
+        self.compressed: list[nn.Parameter] = [p for _, p in taken]
+        self.dense: list[nn.Parameter] = [p for _, p in left]
         device = named[0][1].device if named else torch.device("cpu")
         self.flat = torch.zeros(self.layout.n + self.dense_layout.n, device=device)
         self.compressed_flat, self.dense_flat = self.flat[: self.layout.n], self.flat[self.layout.n :]
@@ -48,7 +49,7 @@ class Gradients:
         return self.trainable_now() != self._trainable
 
     @property
-    def parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> list[nn.Parameter]:
         """The compressed parameters, then the dense ones."""
         return self.compressed + self.dense
 

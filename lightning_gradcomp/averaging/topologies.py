@@ -18,22 +18,23 @@ class AllGather:
 
     name = "all_gather"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self.world = group.size() if group else 1
 
     def exchange(self, message: torch.Tensor) -> torch.Tensor:
         """The messages of all ranks in rank order, uint8 [N, L], from this rank's, uint8 [L]."""
-        out = message.new_empty(self.group.size() * message.numel())
+        out = message.new_empty(self.world * message.numel())
         dist.all_gather_into_tensor(out, message, group=self.group)
-        return out.view(self.group.size(), -1)
+        return out.view(self.world, -1)
 
     def traffic(self, num_bytes: int) -> int:
         """Bytes that leave each rank when the messages are `num_bytes` long; as many arrive."""
-        return (self.group.size() - 1) * num_bytes
+        return (self.world - 1) * num_bytes
 
 
-def topology(name: str, group: dist.ProcessGroup) -> AllGather:
-    """The topology `name` on `group`.
+def topology(name: str, group: dist.ProcessGroup | None) -> AllGather:
+    """The topology `name` on `group`; None is a world of one, where nothing travels.
 
     Raises:
         ValueError: a name that is not known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -28,9 +29,6 @@ class Compressor:
     owns_momentum: ClassVar[bool] = False
     """Whether momentum and weight decay of `torch.optim.SGD` are computed here, before the exchange."""
 
-    dense: ClassVar[bool] = False
-    """Whether nothing is ever compressed: a baseline."""
-
     min_elements: int = 1024
     exclude: list[str] = field(default_factory=list)
 
@@ -41,7 +39,7 @@ class Compressor:
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the parameter `name` of this shape is compressed."""
         excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
-        return not self.dense and len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
+        return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
 
     def schedule(self) -> Schedule | None:
         """Sparsity as a function of (epoch, step), 0 in dense phases; None: always dense."""
@@ -50,21 +48,25 @@ class Compressor:
     def clip_local(self, gradient: torch.Tensor, world: int) -> None:
         """Clip a rank's whole gradient (flat, in place) before it is accumulated, on `world` ranks."""
 
-    def clip_average(self, parameters: list[torch.Tensor], grad_scale: float) -> None:
+    def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
         """Clip the averaged gradients of a dense step, which hold the loss scale `grad_scale`."""
 
 
+@dataclass(kw_only=True, slots=True)
 class Codec(Compressor):
     """A compressor whose payload every rank can decode by itself.
 
     A subclass is a dataclass with `encode`, `decode`, `payload_bytes` and `memory`.
     """
 
-    __slots__ = ()
-
     def memory(self, layout: Layout, device: torch.device) -> Any:
         """Books for what is not sent of these parameters."""
         raise TypeError(f"{type(self).__name__} has no memory()")
+
+    @property
+    def final_sparsity(self) -> float:
+        """The sparsity once every warm-up is over."""
+        raise TypeError(f"{type(self).__name__} has no final_sparsity")
 
     def payload_bytes(self, layout: Layout, density: float) -> int:
         """Length of what `encode` makes. It depends on nothing else, so it is the same on every rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.registry import register
@@ -14,4 +13,6 @@ from lightning_gradcomp.registry import register
 class NoCompression(Compressor):
     """No compression: DDP's own overlapped fp32 all-reduce, measured like the rest."""
 
-    dense: ClassVar[bool] = True
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Nothing is compressed."""
+        return False

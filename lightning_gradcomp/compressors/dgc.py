@@ -17,6 +17,7 @@ Where the paper and its authors' code (github.com/synxlin/deep-gradient-compress
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,6 +63,11 @@ class DGC(Codec):
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise refusal("DGC.clip_norm", self.clip_norm, "None or a number above 0")
 
+    @property
+    def final_sparsity(self) -> float:
+        """`sparsity`."""
+        return self.sparsity
+
     def schedule(self) -> Ramp:
         """Dense epochs, the exponential ramp, then `sparsity`."""
         return Ramp(tuple(exponential(self.sparsity, self.warmup_epochs)), self.sparsity, dense=self.dense_epochs)
@@ -75,7 +81,7 @@ class DGC(Codec):
         if self.clip_norm is not None:
             gradient.mul_(torch.clamp(world**0.5 * self.clip_norm / (gradient.norm() + 1e-6), max=1.0))
 
-    def clip_average(self, parameters: list[torch.Tensor], grad_scale: float) -> None:
+    def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
         """Vanilla clipping at clip_norm."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm * grad_scale)
@@ -89,11 +95,11 @@ class DGC(Codec):
         k = _total(layout, density)
         return 4 * k + index_bytes(layout.n, k)
 
-    def encode(self, velocity: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse]:
+    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse]:
         """The k largest velocities of each tensor: as a payload (uint8), and as they were sent."""
-        chosen = [select(velocity[a:b], count(b - a, density)) + a for a, b in layout.bounds]
+        chosen = [select(flat[a:b], count(b - a, density)) + a for a, b in layout.bounds]
         indices = torch.cat(chosen)
-        sent = Sparse(indices, velocity[indices])
+        sent = Sparse(indices, flat[indices])
         return torch.cat([sent.values.view(torch.uint8), pack_indices(indices, layout.n)]), sent
 
     def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sparse:

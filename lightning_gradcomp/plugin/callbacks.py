@@ -9,10 +9,17 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_gradcomp.averaging import Stats
+from lightning_gradcomp.averaging import GradientAverager, Stats
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
+
+
+def averager_of(trainer: Trainer) -> GradientAverager:
+    """The averager of a fit that is under way."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, CompressedDDPStrategy) and strategy.averager is not None
+    return strategy.averager
 
 
 class CommunicationMonitor(Callback):
@@ -34,16 +41,18 @@ class CommunicationMonitor(Callback):
         self.check_strategy(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seen: Stats | None = trainer.strategy.averager.stats
+        self._seen: Stats | None = averager_of(trainer).stats
         self._steps: list[Stats] = []
         self._compute: list[float] = []
         self._elapsed = 0.0
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._begin = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        averager = trainer.strategy.averager
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        averager = averager_of(trainer)
         self._elapsed += time.perf_counter() - self._begin
         stats = averager.stats
         if stats is self._seen:  # gradients are still accumulating
@@ -67,9 +76,9 @@ class CommunicationMonitor(Callback):
         pl_module.log_dict(bar, prog_bar=True, logger=False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        averager = trainer.strategy.averager
+        averager = averager_of(trainer)
         self._world = averager.world
-        self._topology = "all_reduce" if averager.compressor.dense else averager.topology.name
+        self._topology = "all_reduce" if averager.memory is None else averager.topology.name
 
     def summary(self) -> dict[str, Any]:
         """Totals over the fit, of this rank, and the median milliseconds a step by phase."""
@@ -130,9 +139,9 @@ class SparsityWarmup(Callback):
         self.check_strategy(trainer.strategy)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        final = strategy.compressor.sparsity
+        averager = averager_of(trainer)
+        final = getattr(averager.compressor, "sparsity")  # noqa: B009 - check_strategy has found it
         if callable(self.schedule):
-            strategy.averager.schedule = self.schedule
+            averager.schedule = self.schedule
         else:
-            strategy.averager.schedule = Ramp(as_levels(self.schedule, final, self.periods), final, self.dense, self.by)
+            averager.schedule = Ramp(as_levels(self.schedule, final, self.periods), final, self.dense, self.by)

@@ -17,9 +17,9 @@ from lightning_gradcomp.registry import entries
 KEY = "lightning_gradcomp"
 
 
-def collective_allowed(averager: GradientAverager | None, module: LightningModule | None) -> bool:
-    """Whether all ranks are here to gather: not after an interruption, which may have hit one rank alone."""
-    if averager is None or module is None:
+def in_step(module: LightningModule | None) -> bool:
+    """Whether all ranks are here to gather: not after an interruption, which may have hit one of them alone."""
+    if module is None:
         return False
     if module.trainer.state.status == TrainerStatus.INTERRUPTED:
         rank_zero_warn("Interrupted: this checkpoint holds the model, without what the ranks had not sent yet.")

@@ -22,23 +22,32 @@ class DDPSwitch:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         # Registered directly: Lightning would do it on CUDA only.
         ddp.register_comm_hook(None, self._hook)
-        self._dense_step = False
+        self._ddp = ddp
+        self._known_to_ddp = {id(parameter) for parameter in ddp.parameters() if parameter.requires_grad}
+        self._by_ddp = False
         self._gradients_ready: float | None = None
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
             self._gradients_ready = time.perf_counter()
-        return allreduce_hook(dist.group.WORLD, bucket) if self._dense_step else noop_hook(None, bucket)
+        if self._by_ddp:
+            return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+        return noop_hook(None, bucket)
 
     def before_backward(self, averager: GradientAverager) -> None:
-        """Decide who averages the gradients of the coming backward."""
-        self._dense_step, self._gradients_ready = averager.dense_step, None
+        """Decide who averages the gradients of the coming backward.
+
+        A parameter that was frozen when DDP wrapped the model is unknown to it for good, and would drift apart.
+        """
+        trainable = {id(parameter) for parameter in self._ddp.parameters() if parameter.requires_grad}
+        self._by_ddp = averager.dense_step and trainable <= self._known_to_ddp
+        self._gradients_ready = None
 
     def after_backward(self, averager: GradientAverager, grad_scale: float) -> None:
         """Average, unless DDP has done it, or does not synchronise this backward because gradients accumulate."""
         if self._gradients_ready is None:
             return
-        if self._dense_step:
+        if self._by_ddp:
             averager.after_dense_step(grad_scale=grad_scale, seconds=time.perf_counter() - self._gradients_ready)
         else:
             averager.average(grad_scale=grad_scale)

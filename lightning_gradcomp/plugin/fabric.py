@@ -75,6 +75,7 @@ class CompressedFabricStrategy(DDPStrategy):
         self._switch.after_backward(averager, scaler.get_scale() if scaler else 1.0)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        assert isinstance(optimizer, torch.optim.Optimizer)
         with self._averager().taken_over(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
 

@@ -47,6 +47,6 @@ def optimizers_of(module: LightningModule) -> list[torch.optim.Optimizer]:
     something it has to bear anyway.
     """
     try:
-        return _configure_optimizers(module.configure_optimizers())[0]
+        return _configure_optimizers(module.configure_optimizers())[0]  # type: ignore[arg-type]
     except Exception:  # whatever the user's code raises is raised again, in full, by the fit itself
         return []

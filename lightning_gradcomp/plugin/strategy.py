@@ -22,7 +22,8 @@ from lightning_gradcomp.averaging.takeover import check_optimizer
 from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin import checkpoint, launch
+from lightning_gradcomp.plugin import launch
+from lightning_gradcomp.plugin.checkpoint import KEY, export_momentum, gather, in_step, restore
 from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
 from lightning_gradcomp.registry import build
 
@@ -69,7 +70,7 @@ class CompressedDDPStrategy(DDPStrategy):
             allowed = f"None: it would clip the sparse average; {name}(clip_norm=...) clips local gradients before"
             raise refusal(f"Trainer(gradient_clip_val) with {name}", trainer.gradient_clip_val, allowed)
         self.check_optimizers(launch.optimizers_of(module))
-        for callback in trainer.callbacks:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "check_strategy"):
                 callback.check_strategy(self)
 
@@ -140,19 +141,19 @@ class CompressedDDPStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state as plain DDP would have it: with the momentum that is kept elsewhere meanwhile."""
         state = super().optimizer_state(optimizer)
-        if checkpoint.collective_allowed(self.averager, self.lightning_module):
-            checkpoint.export_momentum(self.averager, optimizer, state)
+        if self.averager is not None and in_step(self.lightning_module):
+            export_momentum(self.averager, optimizer, state)
         return state
 
-    def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if "optimizer_states" in checkpoint_ and checkpoint.collective_allowed(self.averager, self.lightning_module):
-            checkpoint_[checkpoint.KEY] = checkpoint.gather(self.averager)
-        super().save_checkpoint(checkpoint_, filepath, storage_options)
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if "optimizer_states" in checkpoint and self.averager is not None and in_step(self.lightning_module):
+            checkpoint[KEY] = gather(self.averager)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint_)
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
-        checkpoint.restore(self.averager, checkpoint_)
+        restore(self.averager, checkpoint)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
