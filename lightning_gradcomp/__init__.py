@@ -3,7 +3,20 @@
 import sys
 from pathlib import Path
 
-from lightning_gradcomp.compressors import DGC, Compressor, NoCompression
+from lightning_gradcomp.compressors import (
+    BF16,
+    DGC,
+    FP16,
+    Codec,
+    Compressor,
+    GradientDropping,
+    Lossy,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    TernGrad,
+    TwoBit,
+)
 from lightning_gradcomp.registry import entries, register
 
 _BESIDE_PYTHON = Path(sys.argv[0]).parent == Path(sys.executable).parent and Path(sys.argv[0]).stem == "gradcomp"
@@ -21,15 +34,24 @@ if not _AS_COMMAND:
     )
 
 __all__ = [
+    "BF16",
     "DGC",
+    "FP16",
+    "Codec",
     "CommunicationMonitor",
     "CompressedDDPStrategy",
     "CompressedFabricStrategy",
     "Compressor",
     "GradientAverager",
+    "GradientDropping",
+    "Lossy",
     "NoCompression",
+    "OneBit",
+    "PowerSGD",
     "SparsityWarmup",
     "Stats",
+    "TernGrad",
+    "TwoBit",
     "entries",
     "register",
 ]

@@ -21,7 +21,7 @@ from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.takeover import check_optimizer, momentum_taken_over
 from lightning_gradcomp.averaging.topologies import dense_traffic
 from lightning_gradcomp.averaging.topologies import topology as named_topology
-from lightning_gradcomp.compressors.base import Codec, Compressor
+from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
@@ -71,21 +71,14 @@ class GradientAverager:
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.schedule: Schedule | None = self.compressor.schedule()
         """Sparsity as a function of (epoch, step); may be replaced at any time."""
-        if (
-            epoch is None
-            and steps_per_epoch is None
-            and isinstance(self.schedule, Ramp)
-            and self.schedule.counts_epochs
-        ):
-            allowed = "steps_per_epoch=len(loader), or a compressor without warm-up (warmup_epochs=0, dense_epochs=0)"
-            raise refusal("steps_per_epoch, with a warm-up that counts epochs", None, allowed)
         self.epoch, self.steps = epoch, 0
+        self._check_epochs_are_counted()
         self.stats = Stats()
         """What the last step cost."""
         self._taken_over = False
         self.gradients = Gradients(model, self.compressor)
         self._compression: Compression | None = None
-        if isinstance(self.compressor, Codec):
+        if isinstance(self.compressor, Lossy):
             self._compression = Compression(self.compressor, self.gradients, self.topology, optimizer)
 
     @property
@@ -103,11 +96,18 @@ class GradientAverager:
         with self.taken_over(self.optimizer):
             self.optimizer.step()
 
+    def _check_epochs_are_counted(self) -> None:
+        counts_epochs = isinstance(self.schedule, Ramp) and self.schedule.counts_epochs
+        if counts_epochs and self.epoch is None and self.steps_per_epoch is None:
+            allowed = "steps_per_epoch=len(loader), or a compressor without warm-up (warmup_epochs=0, dense_epochs=0)"
+            raise refusal("steps_per_epoch, with a warm-up that counts epochs", None, allowed)
+
     @property
     def sparsity(self) -> float:
         """Share that the coming step leaves out: the schedule's, or 0 where sparse would cost more than dense."""
         if self.world == 1 or self.schedule is None or self._compression is None or not self.gradients.compressed:
             return 0.0
+        self._check_epochs_are_counted()
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
         if sparsity and self._compression.traffic(1 - sparsity) < self._dense_traffic():
@@ -135,13 +135,15 @@ class GradientAverager:
             stats = Stats()
             present = self.gradients.collect(1.0)
             with stats.phase("exchange"):
-                _, anywhere = all_reduce_mean(self.topology, self.gradients.flat, present)
+                [mean], anywhere = all_reduce_mean(self.topology, [self.gradients.flat], present, self.compressor.wire)
+            self.gradients.flat.copy_(mean)
             self.gradients.assign(anywhere, 1.0)
             self.after_dense_step(grad_scale=grad_scale, seconds=stats.seconds["exchange"])
             return
         assert self._compression is not None
         sparsity = self.sparsity
-        self.stats = Stats(dense_bytes=self._dense_traffic(), sparsity=sparsity)
+        has_sparsity = hasattr(self.compressor, "sparsity")
+        self.stats = Stats(dense_bytes=self._dense_traffic(), sparsity=sparsity if has_sparsity else 0.0)
         if sparsity:
             self._compression.average(1 - sparsity, grad_scale, self.stats)
         else:
@@ -152,8 +154,9 @@ class GradientAverager:
     def after_dense_step(self, *, grad_scale: float = 1.0, seconds: float = 0.0) -> None:
         """Book a dense step; DDP may have done the averaging, in `seconds` that backward did not hide."""
         self._taken_over = False
-        traffic = self._dense_traffic()
-        self.stats = Stats(bytes_sent=traffic, bytes_received=traffic, dense_bytes=traffic)
+        dense = self._dense_traffic()
+        sent = dense * self.compressor.wire.itemsize // 4
+        self.stats = Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
         self.stats.seconds["exchange"] = seconds
         self.compressor.clip_average(self.gradients.parameters, grad_scale)
         self.steps += 1
@@ -168,7 +171,8 @@ class GradientAverager:
         if self.world == 1:
             return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
         if self._compression is None:
-            return f"{name}: dense, {self._dense_traffic():,} bytes sent a step (N={self.world}, ring all-reduce)."
+            sent = self._dense_traffic() * self.compressor.wire.itemsize // 4
+            return f"{name}: {sent:,} bytes sent a step (N={self.world}, ring all-reduce)."
         return f"{name}: {self._compression.describe()}, against {self._dense_traffic():,} dense (N={self.world})."
 
     def _dense_traffic(self) -> int:
@@ -176,9 +180,7 @@ class GradientAverager:
 
     def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
         """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
-        if self._compression is None or not self.compressor.owns_momentum:
-            return {}
-        return self._compression.momentum_buffers()
+        return self._compression.momentum_buffers() if self._compression else {}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name and plain numbers; `torch.load(weights_only=True)` reads it."""

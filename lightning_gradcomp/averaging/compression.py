@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import zip_longest
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean, message_bytes
@@ -15,9 +13,16 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.takeover import adopt, decay, hand_back, rules
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
-from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.compressors.memory import Velocity
+from lightning_gradcomp.errors import refusal
 
 State = dict[str, dict[str, torch.Tensor]]
+
+
+def all_finite(flat: torch.Tensor) -> bool:
+    """Whether there is no NaN or infinity in `flat`. A finite sum tells at a third of the cost; a large one may lie."""
+    return bool(torch.isfinite(flat.sum()) or torch.isfinite(flat).all())
 
 
 class Compression:
@@ -31,34 +36,41 @@ class Compression:
     """
 
     def __init__(
-        self, compressor: Codec, gradients: Gradients, topology: AllGather, optimizer: torch.optim.Optimizer | None
+        self, compressor: Lossy, gradients: Gradients, topology: AllGather, optimizer: torch.optim.Optimizer | None
     ) -> None:
         self.compressor, self.topology, self.optimizer = compressor, topology, optimizer
         self._parked: State = {}  # of parameters that are frozen just now
+        self._take(gradients)
+
+    def _take(self, gradients: Gradients) -> None:
         self.gradients = gradients
-        self.memory: Any = compressor.memory(gradients.layout, gradients.flat.device)
+        self.memory = self.compressor.memory(gradients.layout, gradients.flat.device, self.topology.rank)
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients; the state follows by name."""
         state = self.state_dict()
-        self.gradients = gradients
-        self.memory = self.compressor.memory(gradients.layout, gradients.flat.device)
+        self._take(gradients)
         self.load_state_dict(state)
 
     def traffic(self, density: float) -> int:
         """Bytes that a compressed step sends."""
-        payload = self.compressor.payload_bytes(self.gradients.layout, density)
-        return self.topology.traffic(
-            message_bytes(self.gradients.dense_layout.n, payload, 1 + len(self.gradients.parameters))
-        )
+        dense, flags = self.gradients.dense_layout.n, 1 + len(self.gradients.parameters)
+        total = 0
+        for how, payload in self.compressor.messages(self.gradients.layout, density):
+            if how == "gather":
+                total += self.topology.traffic(message_bytes(dense, payload, flags))
+            else:
+                total += dense_traffic(payload + 4 * (dense + flags), self.topology.world)
+            dense = flags = 0  # they travel with the first
+        return total
 
     def _compensate(self, grad_scale: float) -> tuple[bool, list[bool], torch.Tensor]:
         """Collect the gradients; (whether they are finite, what this rank adds to, what should be sent)."""
         gradients, memory, names = self.gradients, self.memory, self.gradients.layout.names
         present = gradients.collect(grad_scale)
-        if self.optimizer and self.compressor.owns_momentum:
+        if self.optimizer and isinstance(memory, Velocity):
             adopt(self.optimizer, gradients.compressed, names, memory)
-        if not torch.isfinite(gradients.flat.sum()):
+        if not all_finite(gradients.flat):
             return False, present, torch.zeros_like(gradients.compressed_flat)
         self.compressor.clip_local(gradients.flat, self.topology.world)
         momenta = rules(self.optimizer, gradients.compressed)
@@ -66,7 +78,7 @@ class Compression:
             has or more for has, more in zip_longest(present, (n in memory.started for n in names), fillvalue=False)
         ]
         moving = {name for name, has in zip(names, present, strict=False) if has}
-        if self.compressor.owns_momentum:
+        if isinstance(memory, Velocity):
             views = gradients.layout.views(gradients.compressed_flat)
             decay(views, gradients.compressed, momenta, [name in moving for name in names])
         return True, present, memory.compensate(gradients.compressed_flat, momenta, moving)
@@ -74,10 +86,11 @@ class Compression:
     def describe(self) -> str:
         """What is compressed, and what a step sends once the warm-up is over."""
         gradients, sparsity = self.gradients, self.compressor.final_sparsity
+        at_sparsity = f"at sparsity {sparsity:g} " if hasattr(self.compressor, "sparsity") else ""
         return (
             f"{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
             f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; "
-            f"at sparsity {sparsity:g} {self.traffic(1 - sparsity):,} bytes sent a step by {self.topology.name}"
+            f"{at_sparsity}{self.traffic(1 - sparsity):,} bytes sent a step"
         )
 
     def average(self, density: float, grad_scale: float, stats: Stats) -> None:
@@ -86,7 +99,7 @@ class Compression:
         with stats.phase("compress"):
             finite, present, outgoing = self._compensate(grad_scale)
         exchange = Exchange(self.topology, gradients.dense_flat, finite, present, stats)
-        mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange)
+        mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
         with stats.phase("decompress"):
             if exchange.finite:
                 memory.forget(sent)
@@ -104,26 +117,26 @@ class Compression:
         with stats.phase("compress"):
             finite, present, outgoing = self._compensate(grad_scale)
             gradients.compressed_flat.copy_(outgoing if finite else torch.full_like(outgoing, torch.nan))
+        flats = [gradients.flat, memory.coming_momentum] if isinstance(memory, Velocity) else [gradients.flat]
         with stats.phase("exchange"):
-            [momentum], anywhere = all_reduce_mean(self.topology, gradients.flat, present, memory.coming_momentum)
+            [mean, *momentum], anywhere = all_reduce_mean(self.topology, flats, present)
         with stats.phase("decompress"):
-            if torch.isfinite(gradients.flat.sum()):
-                hand_back(self.optimizer, gradients.compressed, gradients.layout.views(momentum), anywhere)
+            gradients.flat.copy_(mean)
+            if all_finite(mean):
+                if self.optimizer and momentum:
+                    hand_back(self.optimizer, gradients.compressed, gradients.layout.views(momentum[0]), anywhere)
                 memory.clear()
             gradients.assign(anywhere, grad_scale)
-        stats.bytes_sent = stats.bytes_received = dense_traffic(
-            4 * (gradients.flat.numel() + momentum.numel()), self.topology.world
-        )
+        traffic = dense_traffic(4 * sum(flat.numel() for flat in flats), self.topology.world)
+        stats.bytes_sent = stats.bytes_received = traffic
 
     def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
         """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
         memory, gradients = self.memory, self.gradients
-        if memory.empty:
+        if not isinstance(memory, Velocity) or memory.empty:
             return {}
-        momentum = memory.u.clone()
-        if self.topology.world > 1:
-            dist.all_reduce(momentum, group=self.topology.group)
-        views = gradients.layout.views(momentum / self.topology.world)
+        [momentum], _ = all_reduce_mean(self.topology, [memory.u], [])
+        views = gradients.layout.views(momentum)
         named = zip(gradients.layout.names, gradients.compressed, views, strict=True)
         return {parameter: view.clone() for name, parameter, view in named if name in memory.started}
 
@@ -132,7 +145,16 @@ class Compression:
         return {key: {**self._parked.get(key, {}), **parts} for key, parts in self.memory.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replace everything that is remembered."""
+        """Replace everything that is remembered; what belongs to a frozen parameter is kept until it trains again.
+
+        Raises:
+            ValueError: something is remembered of a parameter that is no longer compressed, or has another shape.
+        """
+        for name in self.gradients.dense_layout.names:
+            if any(name in parts for parts in state.values()):
+                raise refusal(
+                    "min_elements or exclude", f"options that leave {name!r} dense", "those of the checkpoint"
+                )
         self.memory.load_state_dict(state)
         here = self.gradients.layout.names
         self._parked = {key: {n: t for n, t in parts.items() if n not in here} for key, parts in state.items()}

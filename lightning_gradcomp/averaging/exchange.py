@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.topologies import AllGather
+from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
 from lightning_gradcomp.compressors.wire import pack_bits, unpack_bits
 
 
@@ -42,17 +42,17 @@ class Exchange:
         """Whether every rank's gradient is finite."""
         self.anywhere = present
         """Per parameter: whether any rank has something."""
+        self._carried = False
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's payload (uint8 [p], one length) in rank order."""
+        """Every rank's payload (uint8 [p], one length) in rank order; the rest of the message comes with it."""
         with self.stats.phase("compress"):
             parts = torch.cat([self._dense.view(torch.uint8), payload, pack_bits(self._flags)])
             length = message_bytes(self._dense.numel(), payload.numel(), self._flags.numel())
             message = torch.nn.functional.pad(parts, (0, length - parts.numel()))
         with self.stats.phase("exchange"):
             messages = self.topology.exchange(message)
-        self.stats.bytes_sent += self.topology.traffic(length)
-        self.stats.bytes_received += self.topology.traffic(length)
+        self._book(self.topology.traffic(length))
         with self.stats.phase("decompress"):
             begin = 4 * self._dense.numel()
             end = begin + payload.numel()
@@ -65,15 +65,52 @@ class Exchange:
             self.anywhere = flags[:, 1:].any(0).tolist()
         return [row[begin:end] for row in messages]
 
+    def mean(self, flat: torch.Tensor) -> torch.Tensor:
+        """The mean of `flat` (fp32 [n]) over the ranks; the rest of the message travels with the first call."""
+        with self.stats.phase("exchange"):
+            if self._carried:
+                [mean], _ = all_reduce_mean(self.topology, [flat], [])
+                self._book(dense_traffic(4 * flat.numel(), self.topology.world))
+                return mean
+            # not finite: 1, so that it adds up to something; a sum of "finite" would have to be compared with N
+            flags = [not self.finite, *self._flags[1:].tolist()]
+            dense = self._dense if self.finite else torch.zeros_like(self._dense)
+            [mean, self.dense_mean], (spoiled, *self.anywhere) = all_reduce_mean(self.topology, [flat, dense], flags)
+            self.finite, self._carried = not spoiled, True
+            self._book(dense_traffic(4 * (flat.numel() + dense.numel() + len(flags)), self.topology.world))
+            return mean
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each of `values` (fp32 [m]) over the ranks. Carries nothing else."""
+        with self.stats.phase("exchange"):
+            largest = values.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.group)
+            self._book(dense_traffic(4 * values.numel(), self.topology.world))
+            return largest
+
+    def _book(self, traffic: int) -> None:
+        self.stats.bytes_sent += traffic
+        self.stats.bytes_received += traffic
+
 
 def all_reduce_mean(
-    topology: AllGather, flat: torch.Tensor, present: list[bool], *others: torch.Tensor
+    topology: AllGather, tensors: list[torch.Tensor], present: list[bool], wire: torch.dtype = torch.float32
 ) -> tuple[list[torch.Tensor], list[bool]]:
-    """Average `flat`, in place, and `others` over the ranks in one all-reduce; also tell what is present anywhere."""
-    parts = [flat, *others, torch.tensor(present, dtype=flat.dtype, device=flat.device)]
-    buffer = torch.cat(parts)
+    """The means of flat `tensors` over the ranks, in one all-reduce that also tells what is `present` on any rank.
+
+    With a 16-bit `wire`, elements too large for it travel as its largest number; infinities stay what they are.
+    """
+    parts = [*tensors, torch.tensor(present, dtype=torch.float32, device=tensors[0].device)]
+    buffer = narrow(torch.cat(parts) / topology.world, wire)
     if topology.world > 1:
         dist.all_reduce(buffer, group=topology.group)
-    own, *means, anywhere = (buffer / topology.world).split([part.numel() for part in parts])
-    flat.copy_(own)
+    *means, anywhere = buffer.float().split([part.numel() for part in parts])
     return means, (anywhere > 0).tolist()
+
+
+def narrow(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    """`values` as `wire`, which finite ones fit into: what is too large becomes its largest number."""
+    if wire == torch.float32:
+        return values
+    largest = torch.finfo(wire).max
+    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).to(wire)

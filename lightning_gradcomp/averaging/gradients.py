@@ -29,8 +29,9 @@ class Gradients:
         for name, parameter in named:
             if parameter.is_complex():
                 raise refusal(f"parameter {name!r}", parameter.dtype, "a real floating-point type")
-        taken = [(name, p) for name, p in named if compressor.takes(name, tuple(p.shape))]
-        left = [(name, p) for name, p in named if not compressor.takes(name, tuple(p.shape))]
+        chosen = compressor.choose({name: tuple(p.shape) for name, p in named})
+        taken = [(name, p) for name, p in named if name in chosen]
+        left = [(name, p) for name, p in named if name not in chosen]
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
         self.compressed: list[nn.Parameter] = [p for _, p in taken]
         self.dense: list[nn.Parameter] = [p for _, p in left]

@@ -63,14 +63,12 @@ def momentum_taken_over(optimizer: torch.optim.Optimizer, parameters: Sequence[t
 
 
 def hand_back(
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     parameters: Sequence[torch.Tensor],
     momenta: Sequence[torch.Tensor],
     moved: Sequence[bool],
 ) -> None:
     """Give the optimizer the momentum buffers of the `parameters` that have `moved`, where it uses momentum."""
-    if optimizer is None:
-        return
     for parameter, momentum, has, rule in zip(parameters, momenta, moved, rules(optimizer, parameters), strict=False):
         if has and rule.momentum:
             optimizer.state[parameter]["momentum_buffer"] = momentum.to(parameter.dtype, copy=True)

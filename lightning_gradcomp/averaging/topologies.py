@@ -21,6 +21,7 @@ class AllGather:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.world = group.size() if group else 1
+        self.rank = group.rank() if group else 0
 
     def exchange(self, message: torch.Tensor) -> torch.Tensor:
         """The messages of all ranks in rank order, uint8 [N, L], from this rank's, uint8 [L]."""

@@ -1,7 +1,25 @@
 """What is sent, and what is remembered. Importing this package registers every compressor."""
 
-from lightning_gradcomp.compressors.base import Compressor
-from lightning_gradcomp.compressors.baselines import NoCompression
+from lightning_gradcomp.compressors.base import Codec, Compressor, Lossy
+from lightning_gradcomp.compressors.baselines import BF16, FP16, NoCompression
 from lightning_gradcomp.compressors.dgc import DGC
+from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
+from lightning_gradcomp.compressors.onebit import OneBit
+from lightning_gradcomp.compressors.powersgd import PowerSGD
+from lightning_gradcomp.compressors.terngrad import TernGrad
+from lightning_gradcomp.compressors.twobit import TwoBit
 
-__all__ = ["DGC", "Compressor", "NoCompression"]
+__all__ = [
+    "BF16",
+    "DGC",
+    "FP16",
+    "Codec",
+    "Compressor",
+    "GradientDropping",
+    "Lossy",
+    "NoCompression",
+    "OneBit",
+    "PowerSGD",
+    "TernGrad",
+    "TwoBit",
+]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.schedules import Schedule
+from lightning_gradcomp.compressors.memory import Memory
+from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
+from lightning_gradcomp.compressors.wire import Everything, Sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 
@@ -29,6 +32,11 @@ class Compressor:
     owns_momentum: ClassVar[bool] = False
     """Whether momentum and weight decay of `torch.optim.SGD` are computed here, before the exchange."""
 
+    @property
+    def wire(self) -> torch.dtype:
+        """What dense steps send."""
+        return torch.float32
+
     min_elements: int = 1024
     exclude: list[str] = field(default_factory=list)
 
@@ -40,6 +48,10 @@ class Compressor:
         """Whether the parameter `name` of this shape is compressed."""
         excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
         return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
+
+    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """The names, of all trainable parameters in the model's order, that are compressed."""
+        return {name for name, shape in shapes.items() if self.takes(name, shape)}
 
     def schedule(self) -> Schedule | None:
         """Sparsity as a function of (epoch, step), 0 in dense phases; None: always dense."""
@@ -53,42 +65,81 @@ class Compressor:
 
 
 @dataclass(kw_only=True, slots=True)
-class Codec(Compressor):
-    """A compressor whose payload every rank can decode by itself.
+class Lossy(Compressor, ABC):
+    """A compressor that sends less than everything, and has books for the rest.
 
-    A subclass is a dataclass with `encode`, `decode`, `payload_bytes` and `memory`.
+    Args:
+        warmup_epochs: epochs of dense training before the compression begins.
     """
 
-    def memory(self, layout: Layout, device: torch.device) -> Any:
-        """Books for what is not sent of these parameters."""
-        raise TypeError(f"{type(self).__name__} has no memory()")
+    warmup_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        super(Lossy, self).__post_init__()
+        if self.warmup_epochs < 0:
+            raise refusal(f"{type(self).__name__}.warmup_epochs", self.warmup_epochs, "0 or more")
 
     @property
     def final_sparsity(self) -> float:
-        """The sparsity once every warm-up is over."""
-        raise TypeError(f"{type(self).__name__} has no final_sparsity")
+        """The sparsity once the warm-up is over; `COMPRESSED` where there is no such thing."""
+        return COMPRESSED
 
+    def schedule(self) -> Schedule:
+        """Dense while warming up, then compressed."""
+        return Ramp((), self.final_sparsity, dense=self.warmup_epochs)
+
+    @abstractmethod
+    def memory(self, layout: Layout, device: torch.device, rank: int) -> Memory:
+        """Books for what is not sent of these parameters."""
+
+    @abstractmethod
+    def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
+        """What a step exchanges, in order: ("gather" or "mean", bytes of this rank's payload)."""
+
+    @abstractmethod
+    def average(
+        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Any
+    ) -> tuple[torch.Tensor, Sparse | Everything]:
+        """The average of what all ranks sent of their `flat`, bitwise the same on each, and what this rank sent.
+
+        Args:
+            flat: what should be sent, fp32 [n]; zeros where this rank's gradient is not finite.
+            density: 1 - sparsity of this step.
+            exchange: its collectives; one of them has to be used, since the uncompressed gradients travel with it.
+            memory: the books, to read; the caller keeps them.
+        """
+
+
+@dataclass(kw_only=True, slots=True)
+class Codec(Lossy):
+    """A compressor whose payload every rank can decode by itself: `memory`, `payload_bytes`, `encode`, `decode`."""
+
+    @abstractmethod
     def payload_bytes(self, layout: Layout, density: float) -> int:
         """Length of what `encode` makes. It depends on nothing else, so it is the same on every rank."""
-        raise TypeError(f"{type(self).__name__} has no payload_bytes()")
 
-    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Any]:
+    @abstractmethod
+    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse | Everything]:
         """The payload (uint8) of a flat fp32 tensor, and what it decodes to."""
-        raise TypeError(f"{type(self).__name__} has no encode()")
 
-    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Any:
-        """What a payload says: an object with `add_to(flat)`."""
-        raise TypeError(f"{type(self).__name__} has no decode()")
+    @abstractmethod
+    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sparse | Everything:
+        """What a payload says."""
+
+    def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
+        """One gather of payloads."""
+        return [("gather", self.payload_bytes(layout, density))]
 
     def average(
-        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange
-    ) -> tuple[torch.Tensor, Any]:
-        """The average of what all ranks sent of their `flat`, bitwise the same on each, and what this one sent."""
+        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Any
+    ) -> tuple[torch.Tensor, Sparse | Everything]:
+        """Encode, gather, decode and add in rank order."""
         with exchange.stats.phase("compress"):
             payload, sent = self.encode(flat, layout, density)
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
             mean = torch.zeros_like(flat)
-            for payload in payloads:
-                self.decode(payload, layout, density).add_to(mean)
+            for rank, payload in enumerate(payloads):
+                own = rank == exchange.topology.rank  # `sent` is what that payload decodes to
+                (sent if own else self.decode(payload, layout, density)).add_to(mean)
             return mean.div_(len(payloads)), sent

@@ -1,18 +1,42 @@
-"""The dense exchange that compression is measured against."""
+"""Dense exchanges: what compression is measured against."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lightning_gradcomp.compressors.base import Compressor
+from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
+
+
+@dataclass(kw_only=True, slots=True)
+class _Dense(Compressor):
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Nothing is compressed."""
+        return False
 
 
 @register("none", strategy="ddp_dense")
 @dataclass(kw_only=True, slots=True)
-class NoCompression(Compressor):
+class NoCompression(_Dense):
     """No compression: DDP's own overlapped fp32 all-reduce, measured like the rest."""
 
-    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Nothing is compressed."""
-        return False
+
+@register("fp16", strategy="ddp_fp16")
+@dataclass(kw_only=True, slots=True)
+class FP16(_Dense):
+    """Gradients travel and are added in fp16. What is too large for it travels as its largest number, 65504."""
+
+    @property
+    def wire(self) -> torch.dtype:
+        return torch.float16
+
+
+@register("bf16", strategy="ddp_bf16")
+@dataclass(kw_only=True, slots=True)
+class BF16(_Dense):
+    """Gradients travel and are added in bfloat16, which has fp32's range and 8 bits of precision."""
+
+    @property
+    def wire(self) -> torch.dtype:
+        return torch.bfloat16

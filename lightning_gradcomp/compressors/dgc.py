@@ -25,8 +25,8 @@ from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Velocity
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
-from lightning_gradcomp.compressors.selection import count, select
-from lightning_gradcomp.compressors.wire import Sparse, index_bytes, pack_indices, unpack_indices
+from lightning_gradcomp.compressors.selection import count_each, select_each
+from lightning_gradcomp.compressors.wire import Sparse, pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
@@ -49,17 +49,16 @@ class DGC(Codec):
     owns_momentum: ClassVar[bool] = True
 
     sparsity: float = 0.999
-    warmup_epochs: int = 4
     dense_epochs: int = 1
+    warmup_epochs: int = 4
     momentum_masking: bool = True
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         super(DGC, self).__post_init__()
         check_sparsity("DGC.sparsity", self.sparsity)
-        for option in ("warmup_epochs", "dense_epochs"):
-            if getattr(self, option) < 0:
-                raise refusal(f"DGC.{option}", getattr(self, option), "0 or more")
+        if self.dense_epochs < 0:
+            raise refusal("DGC.dense_epochs", self.dense_epochs, "0 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise refusal("DGC.clip_norm", self.clip_norm, "None or a number above 0")
 
@@ -86,28 +85,20 @@ class DGC(Codec):
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm * grad_scale)
 
-    def memory(self, layout: Layout, device: torch.device) -> Velocity:
+    def memory(self, layout: Layout, device: torch.device, rank: int) -> Velocity:
         """The books for these parameters."""
         return Velocity(layout, device, masking=self.momentum_masking)
 
     def payload_bytes(self, layout: Layout, density: float) -> int:
         """Length of what `encode` makes: fp32 values, then indices."""
-        k = _total(layout, density)
-        return 4 * k + index_bytes(layout.n, k)
+        return sparse_bytes(layout.n, count_each(layout, density))
 
     def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse]:
         """The k largest velocities of each tensor: as a payload (uint8), and as they were sent."""
-        chosen = [select(flat[a:b], count(b - a, density)) + a for a, b in layout.bounds]
-        indices = torch.cat(chosen)
+        indices = select_each(flat, layout, density)
         sent = Sparse(indices, flat[indices])
-        return torch.cat([sent.values.view(torch.uint8), pack_indices(indices, layout.n)]), sent
+        return pack_sparse(sent, layout.n), sent
 
     def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sparse:
         """What a rank sent, from its payload."""
-        k = _total(layout, density)
-        return Sparse(unpack_indices(payload[4 * k :], layout.n, k), payload[: 4 * k].view(torch.float32))
-
-
-def _total(layout: Layout, density: float) -> int:
-    """Entries sent of all tensors together."""
-    return sum(count(size, density) for size in layout.sizes)
+        return unpack_sparse(payload, layout.n, count_each(layout, density))

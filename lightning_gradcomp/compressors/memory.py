@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.wire import Sparse
+from lightning_gradcomp.compressors.wire import Everything, Sparse
 from lightning_gradcomp.lazy import torch
 
 
@@ -48,21 +48,90 @@ def accumulate_velocity(
         torch.add(v, u_out if m else g, out=v_out)
 
 
-class Velocity:
+class Memory:
+    """Nothing is remembered: for what loses nothing on average."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.started: set[str] = set()
+        """Parameters that something is remembered of: those that had a gradient on any rank. The same on all ranks, as
+        is whatever is decided by it."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is remembered: nothing was accumulated yet, or all was handed back."""
+        return not self.started
+
+    def compensate(self, g: torch.Tensor, rules: list[Momentum], moving: set[str]) -> torch.Tensor:
+        """What to send for this step's gradient g (flat fp32 [n]).
+
+        Args:
+            rules: how SGD would treat each parameter, for a memory that owns the momentum.
+            moving: the parameters that take part.
+        """
+        return g
+
+    def forget(self, sent: Sparse | Everything) -> None:
+        """Take out what was sent."""
+
+    def commit(self, moved: Set[str] = frozenset()) -> None:
+        """Make the step count. `moved`: what any rank had a gradient for, so that all agree on what is moving."""
+
+    def clear(self) -> None:
+        """Forget everything, once it has been handed back."""
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Kind -> parameter name -> tensor: copies."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replace everything by a `state_dict` of any layout; names that this layout lacks are left out."""
+
+
+class Residual(Memory):
+    """Error feedback: what was not sent is added to the next gradient (Seide et al. 2014; Aji & Heafield 2017)."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        super().__init__(layout, device)
+        self.residual, self._residual = torch.zeros(layout.n, device=device), torch.zeros(layout.n, device=device)
+
+    def compensate(self, g: torch.Tensor, rules: list[Momentum], moving: set[str]) -> torch.Tensor:
+        """The residual and the gradient."""
+        return torch.add(self.residual, g, out=self._residual)
+
+    def forget(self, sent: Sparse | Everything) -> None:
+        sent.take_from(self._residual)
+
+    def commit(self, moved: Set[str] = frozenset()) -> None:
+        self.residual, self._residual = self._residual, self.residual
+        self.started = self.started | (moved & set(self.layout.names))
+
+    def clear(self) -> None:
+        self.residual.zero_()
+        self.started = set()
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        parts = self.layout.split(self.residual)
+        return {"residual": {name: part for name, part in parts.items() if name in self.started}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self.residual = self.layout.join(state["residual"], self.device)
+        self.started = set(state["residual"]) & set(self.layout.names)
+
+
+class Velocity(Memory):
     """DGC's memory: momentum u and accumulated velocity v of every compressed parameter, per rank, flat fp32."""
 
     def __init__(self, layout: Layout, device: torch.device, *, masking: bool) -> None:
-        self.layout, self.masking = layout, masking
+        super().__init__(layout, device)
+        self.masking = masking
         self.u, self.v, self._u, self._v = (torch.zeros(layout.n, device=device) for _ in range(4))
-        self.started: set[str] = set()
         self._started = self.started
-        """Parameters whose u holds a momentum: those that had a gradient on any rank, or came with a momentum buffer.
-        The same on all ranks, as is whatever is decided by it."""
 
     def compensate(self, g: torch.Tensor, rules: list[Momentum], moving: set[str]) -> torch.Tensor:
-        """The velocity to send from: v + u after this step's gradient g (flat, weight decay already in it).
+        """The velocity to send from: v + u after this step's gradient g, with weight decay already in it.
 
-        Only the parameters named in `moving` take part; one that is new among them starts without dampening.
+        A parameter that is new among those `moving` starts without dampening.
         """
         for (start, stop), name, rule in zip(self.layout.bounds, self.layout.names, rules, strict=True):
             part = slice(start, stop)
@@ -74,11 +143,11 @@ class Velocity:
         self._started = self.started | moving
         return self._v
 
-    def forget(self, sent: Sparse) -> None:
+    def forget(self, sent: Sparse | Everything) -> None:
         """Take what was sent out of v; with momentum factor masking (§3.2, eq. 9) also stop the momentum there."""
-        self._v[sent.indices] -= sent.values
+        sent.take_from(self._v)
         if self.masking:
-            self._u[sent.indices] = 0
+            sent.zero(self._u)
 
     @property
     def coming_momentum(self) -> torch.Tensor:
@@ -86,15 +155,9 @@ class Velocity:
         return self._u
 
     def commit(self, moved: Set[str] = frozenset()) -> None:
-        """Make the step count. `moved`: what any rank had a gradient for, so that all agree on what is moving."""
         self.u, self._u = self._u, self.u
         self.v, self._v = self._v, self.v
         self.started = self._started | moved
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is remembered: nothing was accumulated yet, or all was handed back."""
-        return not self.started
 
     def adopt(self, name: str, buffer: torch.Tensor) -> None:
         """Start `name` with the momentum that the optimizer has gathered for it (the same on every rank)."""
@@ -102,20 +165,16 @@ class Velocity:
         self.started.add(name)
 
     def clear(self) -> None:
-        """Forget everything, once it has been handed back."""
         self.u.zero_()
         self.v.zero_()
         self.started = set()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of u and v by parameter name, for the parameters that have any."""
         return {
             key: {name: part for name, part in self.layout.split(flat).items() if name in self.started}
             for key, flat in (("momentum", self.u), ("velocity", self.v))
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replace everything by a `state_dict` of any layout; names that this layout lacks are left out."""
-        device = self.u.device
-        self.u, self.v = (self.layout.join(state[key], device) for key in ("momentum", "velocity"))
+        self.u, self.v = (self.layout.join(state[key], self.device) for key in ("momentum", "velocity"))
         self.started = set(state["momentum"]) & set(self.layout.names)

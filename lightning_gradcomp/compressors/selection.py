@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.lazy import torch
 
 SAMPLE_AT_LEAST = 65_536
@@ -25,6 +26,16 @@ def count(n: int, density: float) -> int:
     (2360, 1, 1)
     """
     return max(1, math.ceil(round(n * density, 6)))
+
+
+def select_each(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
+    """Flat indices (int64, ascending) of the `count(size, density)` largest entries of each tensor of `layout`."""
+    return torch.cat([select(flat[a:b], count(b - a, density)) + a for a, b in layout.bounds])
+
+
+def count_each(layout: Layout, density: float) -> int:
+    """How many indices `select_each` finds."""
+    return sum(count(size, density) for size in layout.sizes)
 
 
 def select(x: torch.Tensor, k: int) -> torch.Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightning_gradcomp.lazy import torch
 
 
@@ -23,6 +25,33 @@ class Sparse:
     def add_to(self, flat: torch.Tensor) -> None:
         """flat[indices] += values. Indices are distinct, so the result does not depend on any order."""
         flat.index_add_(0, self.indices, self.values)
+
+    def take_from(self, flat: torch.Tensor) -> None:
+        """flat[indices] -= values."""
+        flat[self.indices] -= self.values
+
+    def zero(self, flat: torch.Tensor) -> None:
+        """flat[indices] = 0."""
+        flat[self.indices] = 0
+
+
+@dataclass(frozen=True)
+class Everything:
+    """A value for each element of a flat buffer, fp32 [n]."""
+
+    values: torch.Tensor
+
+    def add_to(self, flat: torch.Tensor) -> None:
+        """flat += values."""
+        flat.add_(self.values)
+
+    def take_from(self, flat: torch.Tensor) -> None:
+        """flat -= values."""
+        flat.sub_(self.values)
+
+    def zero(self, flat: torch.Tensor) -> None:
+        """flat = 0."""
+        flat.zero_()
 
 
 def low_bits(n: int, k: int) -> int:
@@ -64,8 +93,25 @@ def unpack_indices(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
     return (high << low) + (low_part << shifts).sum(1)
 
 
+def pack_sparse(entries: Sparse, n: int) -> torch.Tensor:
+    """uint8 payload of `entries` of a buffer of n: fp32 values, then the indices."""
+    return torch.cat([entries.values.view(torch.uint8), pack_indices(entries.indices, n)])
+
+
+def unpack_sparse(payload: torch.Tensor, n: int, k: int) -> Sparse:
+    """The k entries that `pack_sparse` wrote."""
+    return Sparse(unpack_indices(payload[4 * k :], n, k), payload[: 4 * k].view(torch.float32))
+
+
+def sparse_bytes(n: int, k: int) -> int:
+    """Length of what `pack_sparse` makes of k entries of a buffer of n."""
+    return 4 * k + index_bytes(n, k)
+
+
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """One byte from every eight of the 0/1 uint8 tensor `bits`, first bit lowest; the last byte is filled with 0."""
+    if not bits.is_cuda:  # numpy's is many times faster on the CPU than torch's shifts
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
     return (padded * weights).sum(1, dtype=torch.uint8)
@@ -73,5 +119,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 def unpack_bits(packed: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` bits of `packed` as a 0/1 uint8 tensor."""
+    if not packed.is_cuda:
+        return torch.from_numpy(np.unpackbits(packed.numpy(), count=length, bitorder="little"))
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:length]

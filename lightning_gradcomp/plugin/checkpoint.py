@@ -66,9 +66,15 @@ def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer
 
 
 def _mean(memories: list[dict[str, dict[str, torch.Tensor]]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Entry by entry; a rank that lacks an entry remembers 0 of it."""
-    keys = {(kind, name) for memory in memories for kind, parts in memory.items() for name in parts}
-    mean: dict[str, dict[str, torch.Tensor]] = {kind: {} for memory in memories for kind in memory}
+    """Entry by entry; a rank that lacks an entry remembers 0 of it. What is no number (a generator) is left out."""
+    kinds = {
+        kind
+        for memory in memories
+        for kind, parts in memory.items()
+        if all(part.is_floating_point() for part in parts.values())
+    }
+    keys = {(kind, name) for memory in memories for kind in kinds for name in memory[kind]}
+    mean: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
     for kind, name in sorted(keys):
         present = [memory[kind][name] for memory in memories if name in memory[kind]]
         mean[kind][name] = torch.stack(present).sum(0) / len(memories)

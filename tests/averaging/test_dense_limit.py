@@ -30,7 +30,7 @@ OPTIONS = {
     "dampening": {"dampening": 0.2},
     "weight decay": {"weight_decay": 0.05},
     "no momentum": {"momentum": 0.0},
-    "nesterov and weight decay": {"nesterov": True, "weight_decay": 0.05},
+    "all": {"nesterov": True, "weight_decay": 0.05},
 }
 
 
@@ -92,8 +92,7 @@ class Run:
         assert float((got[0] - expected[0]).abs().max()) <= tolerance
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "options"), [(2, o) for o in OPTIONS.values()] + [(3, OPTIONS["all"])], ids=str)
 def test_at_sparsity_0_the_weights_are_ddps(world, options):
     Run(world, optimizer=sgd(**options)).assert_alike(dgc(sparsity=0.0))
 
@@ -142,8 +141,10 @@ def sparse_for_a_while(epoch, step):
     return 0.9 if 10 <= step < 30 or 35 <= step < 38 else 0.0
 
 
-@pytest.mark.parametrize("options", [options for options in OPTIONS.values() if "weight_decay" not in options], ids=str)
-@pytest.mark.parametrize("world", [2, 3])
+LINEAR = [options for options in OPTIONS.values() if "weight_decay" not in options]
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, o) for o in LINEAR] + [(3, OPTIONS["nesterov"])], ids=str)
 def test_a_sparse_phase_only_postpones_once_all_is_sent_the_weights_are_sgds(world, options):
     """True where gradients do not depend on the weights and momentum is not masked: then everything is linear."""
     run = Run(world, Table, prescribed_loss, sgd(**options))

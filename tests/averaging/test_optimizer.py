@@ -176,3 +176,26 @@ def test_average_leaves_the_weights_to_the_caller():
 
     first, second = run_ranks(2, work)
     assert torch.equal(first, second)
+
+
+def test_a_loss_scale_never_enters_what_is_remembered():
+    def run(scales):
+        def work(rank, group):
+            model = Table()
+            schedule = [0.0, 0.9, 0.9, 0.9, 0.0, 0.0].__getitem__
+            compressor = dgc(clip_norm=30.0)
+            optimizer, averager = averaged(model, group, compressor, lambda epoch, step: schedule(step))
+            for step, scale in enumerate(scales):
+                optimizer.zero_grad()
+                (scale * prescribed_loss(model, rank, step)).backward()
+                averager.average(grad_scale=scale)
+                for parameter in model.parameters():
+                    parameter.grad /= scale
+                with averager.taken_over(optimizer):
+                    optimizer.step()
+            return weights(model)
+
+        return run_ranks(2, work)[0]
+
+    plain = run([1.0] * 6)
+    torch.testing.assert_close(run([65536.0, 65536.0, 1024.0, 2.0, 65536.0, 512.0]), plain, rtol=1e-6, atol=1e-6)

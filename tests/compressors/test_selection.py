@@ -50,7 +50,7 @@ def test_exactly_k_distinct_indices_whose_values_are_those_of_topk(kind, n):
 @pytest.mark.parametrize("n", [3000, LONG])
 def test_a_sampled_search_finds_what_an_exact_one_finds(kind, n):
     magnitude = tensors(n)[kind].abs().numpy()
-    for k in (1, n // 1000, n // 100, n // 10):
+    for k in (1, n // 1000, n // 100, n // 10, 202):  # at 202 the sample meets the period, and nothing else
         np.testing.assert_array_equal(sampled(magnitude, k), exact(magnitude, k))
 
 

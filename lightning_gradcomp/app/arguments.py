@@ -1,0 +1,64 @@
+"""Mistakes on the command line that Hydra would answer without saying what is allowed, or with a traceback."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+
+from lightning_gradcomp.app.compose import choices
+from lightning_gradcomp.app.config import OPTIMIZERS, Data, Logger, Model, Trainer
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.registry import entries
+
+OVERRIDE = re.compile(r"(?P<root>\w+)(\.(?P<option>\w+)[\w.]*)?=(?P<value>.*)")  # without +, ~, and Hydra's rarer forms
+SWITCHES = ("-m", "--multirun", "-r", "--run", "--resolve")  # flags without a value; no word stands after the others
+ONE_CLASS = {"model": Model, "data": Data, "trainer": Trainer, "logger": Logger}
+OWN_CONFIG = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """(flags with their values, all other words). Hydra understands them in this order, but not always mixed."""
+    flags: list[str] = []
+    words: list[str] = []
+    is_value = False
+    for argument in arguments:
+        (flags if is_value or argument.startswith("-") else words).append(argument)
+        is_value = argument.startswith("-") and "=" not in argument and argument not in SWITCHES
+    return flags, words
+
+
+def check(flags: list[str], words: list[str]) -> None:
+    """ValueError for a bare word, an unknown group or option, and a group without a choice."""
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            groups = ", ".join(f"{group}={'|'.join(names)}" for group, names in choices().items())
+            raise refusal("argument", word, f"{groups}; any option, such as trainer.max_epochs=5; --help")
+    if any(flag.split("=")[0] in OWN_CONFIG for flag in flags):
+        return  # the user's own groups and options are for Hydra to know
+    overrides = [found for word in words if (found := OVERRIDE.fullmatch(word))]
+    chosen = {override["root"]: override["value"] for override in overrides if not override["option"]}
+    groups = choices()
+    for override in overrides:
+        root, option, value = override["root"], override["option"], override["value"]
+        if root == "hydra":
+            continue
+        if root not in groups and root != "seed":
+            raise refusal(root, value, ", ".join([*groups, "seed"]))
+        if option and option not in (allowed := _options(root, chosen.get(root))):
+            raise refusal(f"{root}.{option}", value, ", ".join(allowed) or f"{root} alone, which has no options")
+        if root in groups and not option and value in ("", "null"):
+            raise refusal(root, value, ", ".join(groups[root]))
+
+
+def _options(group: str, choice: str | None) -> list[str]:
+    """The options of `group`: of the class that `choice` names, of all its classes where it doesn't name one."""
+    classes: Mapping[str, type] = {}
+    if group == "compressor":
+        classes = {entry.name: entry.cls for entry in entries()}
+    elif group == "optimizer":
+        classes = OPTIMIZERS
+    elif group in ONE_CLASS:
+        classes = {group: ONE_CLASS[group]}
+    meant = [classes[choice]] if choice in classes else classes.values()
+    return list(dict.fromkeys(field.name for cls in meant for field in fields(cls)))

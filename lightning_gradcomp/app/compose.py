@@ -1,0 +1,70 @@
+"""Hydra's side of a run: where the YAML is, which choices there are, and from a composed config to a checked `Run`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_gradcomp.app.config import OPTIMIZERS, Run
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.registry import entries
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped(folder: str, package: Path = PACKAGE) -> Path:
+    """`conf` or `recipes`: beside the package in a checkout, where people edit them; inside it in a wheel."""
+    return (package.parent if (package.parent / "pyproject.toml").exists() else package) / folder
+
+
+def register() -> None:
+    """Tell Hydra what no file in conf/ holds: the types, the compressors (the dataclass is the config), the recipes."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Run)
+    for name, optimizer in OPTIMIZERS.items():
+        store.store(group="hydra/schema", name=name, node=optimizer)  # hydra/...: groups that --help leaves out
+    for entry in entries():
+        store.store(group="compressor", name=entry.name, node=entry.cls)
+    for path in shipped("recipes").glob("*.yaml"):
+        store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
+
+
+def choices() -> dict[str, list[str]]:
+    """Group -> names to choose from, as far as they are ours: a folder of the user's (--config-dir) may add to them."""
+    found = {path.name: [option.stem for option in path.glob("*.yaml")] for path in shipped("conf").iterdir()}
+    found["compressor"] = [entry.name for entry in entries()]
+    found["recipe"] = [path.stem for path in shipped("recipes").glob("*.yaml")]
+    return {group: sorted(names) for group, names in sorted(found.items()) if names}
+
+
+def checked(config: DictConfig) -> Run:
+    """The run that `config` describes.
+
+    Raises:
+        ValueError: an option that is unknown (Hydra lets `+group.option=1` pass), missing, or refused by its class.
+    """
+    _refuse_extra("", config)
+    try:
+        for field in fields(Run):
+            if isinstance(node := config[field.name], DictConfig):
+                _refuse_extra(f"{field.name}.", node)
+        run = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(run, Run)
+    return run
+
+
+def _refuse_extra(prefix: str, node: DictConfig) -> None:
+    cls = OmegaConf.get_type(node)
+    assert cls is not None  # Run and its groups are dataclasses
+    allowed = [field.name for field in fields(cls)]
+    values: Any = OmegaConf.to_container(node)
+    for option in values:
+        if option not in allowed:
+            raise refusal(f"{prefix}{option}", values[option], ", ".join(allowed))

@@ -1,0 +1,1 @@
+"""Images by name, and how the ranks share them."""

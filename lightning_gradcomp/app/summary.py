@@ -1,0 +1,97 @@
+"""What a run came to: summary.json with everything needed to judge and repeat it, and a short form to print."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_gradcomp.app.classifier import Classifier
+from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.runfile import named
+
+PACKAGES = ("lightning-gradcomp", "torch", "lightning", "torchvision", "scikit-learn", "hydra-core")
+
+
+def collect(
+    run: Run, trainer: L.Trainer, classifier: Classifier, communication: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    """Result, costs and conditions of a finished run, ready for JSON. `seconds`: wall time of the fit."""
+    best = trainer.checkpoint_callback  # the first of the two
+    assert isinstance(best, ModelCheckpoint) and best.best_model_score is not None
+    return {
+        "val_acc": classifier.correct / classifier.images,
+        "val_correct": classifier.correct,
+        "val_images": classifier.images,
+        "best_val_acc": best.best_model_score.item(),
+        "epochs": trainer.current_epoch,
+        "wall_seconds": seconds,
+        "communication": communication,
+        "config": named(run),
+        "device": torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU",
+        "devices_per_node": trainer.num_devices,
+        "nodes": trainer.num_nodes,
+        "cpu_cores": os.cpu_count(),
+        "threads_per_process": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "packages": {package: _version(package) for package in PACKAGES},
+    }
+
+
+def write(result: dict[str, Any], folder: Path) -> None:
+    """Write summary.json."""
+    (folder / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def table(result: dict[str, Any], folder: Path) -> str:
+    """The short form: accuracy, bytes, time, files."""
+    config, communication = result["config"], result["communication"]
+    epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] > 1)}"
+    title = (
+        f"{config['model']['name']} on {config['data']['name']}, compressor {config['compressor']['name']}, "
+        f"{epochs} in {result['wall_seconds']:.0f} s on {result['device']}"
+    )
+    phases = communication["milliseconds"]
+    rows = {
+        "validation accuracy": f"{result['val_acc']:.2%} ({result['val_correct']} of {result['val_images']} images)",
+        "bytes sent": _sent(communication),
+        "time per step": f"{sum(phases.values()):.0f} ms (medians): "
+        + ", ".join(f"{name} {ms:.1f}" for name, ms in phases.items()),
+        "files": f"{folder}{os.sep}",
+    }
+    return "\n".join(["", title, *(f"  {name:<21}{text}" for name, text in rows.items())])
+
+
+def _sent(communication: dict[str, Any]) -> str:
+    world, sent, dense = (communication[key] for key in ("world_size", "bytes_sent", "dense_bytes"))
+    if world == 1:
+        return "none: one process has nobody to exchange with"
+    how = f"N = {world}, {communication['topology']}"
+    return f"{human(sent)} a rank; dense {human(dense)}, ratio {communication['ratio']:.1f} ({how})"
+
+
+def human(size: float) -> str:
+    """A number of bytes for people.
+
+    >>> human(999), human(44_700_000)
+    ('999 B', '44.7 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout that was put on the path instead of being installed
+        return None

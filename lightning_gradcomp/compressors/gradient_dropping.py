@@ -1,0 +1,70 @@
+"""Gradient dropping: Aji and Heafield, EMNLP 2017, arXiv 1704.05021.
+
+The largest entries of residual + gradient are sent, the others stay in the residual. The momentum is not corrected, so
+the optimizer is any: it sees the sparse average as its gradient. The paper finds one threshold for all parameters
+("global") as good as one for each matrix where layer normalisation keeps their gradients at one scale, and worse
+without; it samples 0.1 % of the entries to guess it. Here the k largest are exact (see selection.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.memory import Residual
+from lightning_gradcomp.compressors.schedules import check_sparsity
+from lightning_gradcomp.compressors.selection import count, count_each, select, select_each
+from lightning_gradcomp.compressors.wire import Sparse, pack_sparse, sparse_bytes, unpack_sparse
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.lazy import torch
+from lightning_gradcomp.registry import register
+
+
+@register("gradient_dropping")
+@dataclass(kw_only=True, slots=True)
+class GradientDropping(Codec):
+    """Gradient dropping: the largest 1 % of residual + gradient; for any optimizer.
+
+    Args:
+        sparsity: share that is not sent, in [0, 1). The paper uses 0.99.
+        scope: "global" finds the largest entries of all tensors together, "tensor" of each tensor.
+        warmup_epochs: dense epochs before the dropping begins (the authors' Marian begins with 100 dense steps).
+    """
+
+    sparsity: float = 0.99
+    scope: str = "global"
+    warmup_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        super(GradientDropping, self).__post_init__()
+        check_sparsity("GradientDropping.sparsity", self.sparsity)
+        if self.scope not in ("global", "tensor"):
+            raise refusal("GradientDropping.scope", self.scope, "'global' or 'tensor'")
+
+    @property
+    def final_sparsity(self) -> float:
+        """`sparsity`."""
+        return self.sparsity
+
+    def memory(self, layout: Layout, device: torch.device, rank: int) -> Residual:
+        """A residual of every compressed parameter."""
+        return Residual(layout, device)
+
+    def _count(self, layout: Layout, density: float) -> int:
+        return count(layout.n, density) if self.scope == "global" else count_each(layout, density)
+
+    def payload_bytes(self, layout: Layout, density: float) -> int:
+        """fp32 values and indices."""
+        return sparse_bytes(layout.n, self._count(layout, density))
+
+    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse]:
+        """The largest entries: as a payload (uint8), and as they were sent."""
+        one_for_all = self.scope == "global"
+        indices = select(flat, count(layout.n, density)) if one_for_all else select_each(flat, layout, density)
+        sent = Sparse(indices, flat[indices])
+        return pack_sparse(sent, layout.n), sent
+
+    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sparse:
+        """What a rank sent, from its payload."""
+        return unpack_sparse(payload, layout.n, self._count(layout, density))

@@ -1,0 +1,110 @@
+"""1-bit SGD: Seide, Fu, Droppo, Li, Yu, Interspeech 2014.
+
+Each element of residual + gradient is sent as one bit, and each group of elements with the two values that the bits
+stand for: the means of the elements on either side of a threshold. The paper has one group a column, which is one
+unit's fan-in (a row of PyTorch's weight), and threshold 0; its authors' CNTK also has the mean as threshold. Groups of
+512 are the default here: with one scale for elements of different size the error stays larger than the gradient.
+Groups never span two parameters. A group of zeros decodes to exactly 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.memory import Residual
+from lightning_gradcomp.compressors.wire import Everything, pack_bits, unpack_bits
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.lazy import torch
+from lightning_gradcomp.registry import register
+
+
+def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits (bool [groups, size]) and their two values (fp32 [groups, 2]: of bit 0, of bit 1) of v [groups, size].
+
+    "zero": bit = v ≥ 0, the values are the means of either side, 0 for an empty one. "mean": bit = v ≥ μ, the values
+    are μ ± mean|v - μ|. Both keep each group's sum: Σ decoded = Σ v.
+    """
+    if threshold == "mean":
+        mean = v.mean(1, keepdim=True)
+        deviation = (v - mean).abs().mean(1, keepdim=True)
+        return v >= mean, torch.cat([mean - deviation, mean + deviation], 1)
+    bits = v >= 0
+    ones = bits.sum(1)
+    total_of_ones = (v * bits).sum(1)
+    total_of_zeros = (v * ~bits).sum(1)
+    return bits, torch.stack([total_of_zeros / (v.shape[1] - ones).clamp(min=1), total_of_ones / ones.clamp(min=1)], 1)
+
+
+@register("onebit")
+@dataclass(kw_only=True, slots=True)
+class OneBit(Codec):
+    """1-bit SGD: a sign for each element, two means for each group, error feedback; for any optimizer.
+
+    Args:
+        groups: "block" (of `group_size` consecutive elements), "column" (a unit's fan-in, as in the paper) or "tensor".
+        group_size: elements of a block; 512 costs 1.125 bits an element.
+        threshold: "zero" or "mean".
+        warmup_epochs: dense epochs before the quantisation begins (the paper begins with unquantised data too).
+    """
+
+    groups: str = "block"
+    group_size: int = 512
+    threshold: str = "zero"
+    warmup_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        super(OneBit, self).__post_init__()
+        if self.groups not in ("block", "column", "tensor"):
+            raise refusal("OneBit.groups", self.groups, "'block', 'column' or 'tensor'")
+        if self.threshold not in ("zero", "mean"):
+            raise refusal("OneBit.threshold", self.threshold, "'zero' or 'mean'")
+        if self.group_size < 1:
+            raise refusal("OneBit.group_size", self.group_size, "1 or more")
+
+    def memory(self, layout: Layout, device: torch.device, rank: int) -> Residual:
+        """A residual of every compressed parameter."""
+        return Residual(layout, device)
+
+    def _pieces(self, layout: Layout) -> list[tuple[int, int, int]]:
+        """(start, groups, size) of runs of equal groups: each tensor's full groups, then its shorter last one."""
+        pieces = []
+        for (start, stop), shape in zip(layout.bounds, layout.shapes, strict=True):
+            n = stop - start
+            size = min(n, {"block": self.group_size, "column": n // shape[0], "tensor": n}[self.groups])
+            pieces.append((start, n // size, size))
+            if n % size:
+                pieces.append((stop - n % size, 1, n % size))
+        return pieces
+
+    def payload_bytes(self, layout: Layout, density: float) -> int:
+        """Two fp32 a group, a bit an element."""
+        return 8 * sum(groups for _, groups, _ in self._pieces(layout)) + (layout.n + 7) // 8
+
+    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Everything]:
+        """The means of all groups and the bits of all elements."""
+        bits = torch.empty(layout.n, dtype=torch.bool, device=flat.device)
+        means, decoded = [], torch.empty_like(flat)
+        for start, groups, size in self._pieces(layout):
+            piece = slice(start, start + groups * size)
+            piece_bits, pair = quantise(flat[piece].view(groups, size), self.threshold)
+            bits[piece] = piece_bits.view(-1)
+            torch.where(piece_bits, pair[:, 1:], pair[:, :1], out=decoded[piece].view(groups, size))
+            means.append(pair)
+        payload = torch.cat([torch.cat(means).view(-1).view(torch.uint8), pack_bits(bits.view(torch.uint8))])
+        return payload, Everything(decoded)
+
+    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Everything:
+        """What a rank sent, from its payload: its own means, never recomputed."""
+        pieces = self._pieces(layout)
+        length = 8 * sum(groups for _, groups, _ in pieces)
+        means = payload[:length].view(torch.float32).view(-1, 2)
+        bits = unpack_bits(payload[length:], layout.n).bool()
+        decoded = torch.empty(layout.n, device=payload.device)
+        first = 0
+        for start, groups, size in pieces:
+            piece, pair = slice(start, start + groups * size), means[first : first + groups]
+            torch.where(bits[piece].view(groups, size), pair[:, 1:], pair[:, :1], out=decoded[piece].view(groups, size))
+            first += groups
+        return Everything(decoded)

@@ -1,0 +1,139 @@
+"""PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2.
+
+Each gradient, seen as a matrix M [out, rest], travels as two thin factors: P = M Q, averaged and orthonormalised, then
+Q = Mᵀ P, averaged. The result is P Qᵀ. Averages of factors are factors of the average, so both travel by all-reduce,
+packed into one each, and bytes don't grow with the number of ranks. Q of one step is the query of the next.
+
+The error that is fed back is local: M - P Q_localᵀ, as in the paper's Algorithm 2. The authors' code, and torch's hook,
+subtract the averaged P Qᵀ instead. Training is the same either way, but that error walks off at random: it keeps
+each rank's difference from the mean for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.memory import Residual
+from lightning_gradcomp.compressors.wire import Everything
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.lazy import torch
+from lightning_gradcomp.registry import register
+
+if TYPE_CHECKING:
+    from lightning_gradcomp.averaging.exchange import Exchange
+
+
+def orthonormal(p: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis (fp32 [m, r], r ≤ m) that spans the columns of p, completed where p is short of rank.
+
+    Householder QR, which neither divides by a column's length nor cares whether it is 0. Columns are brought to one
+    scale first, so that tiny gradients don't underflow.
+    """
+    scale = p.abs().max()
+    return torch.linalg.qr(p / torch.where(scale > 0, scale, 1))[0]
+
+
+def query(name: str, rows: int, rank: int, device: torch.device) -> torch.Tensor:
+    """The first Q [rows, rank] of a parameter: normal numbers from its name, so the same on every rank."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    return torch.randn(rows, rank, generator=generator).to(device)
+
+
+class Factors(Residual):
+    """The residual, and the query Q of each matrix, the same on all ranks."""
+
+    def __init__(self, layout: Layout, device: torch.device, rank: int) -> None:
+        super().__init__(layout, device)
+        rows = (prod(shape[1:]) for shape in layout.shapes)
+        self.queries = [query(name, m, rank, device) for name, m in zip(layout.names, rows, strict=True)]
+        self.coming_queries = self.queries
+
+    def commit(self, moved: Set[str] = frozenset()) -> None:
+        super().commit(moved)
+        self.queries = self.coming_queries
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        queries = {name: q.clone() for name, q in zip(self.layout.names, self.queries, strict=True)}
+        return {**super().state_dict(), "query": queries}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        super().load_state_dict(state)
+        for i, (name, q) in enumerate(zip(self.layout.names, self.queries, strict=True)):
+            if name in state["query"]:
+                if state["query"][name].shape != q.shape:
+                    got, allowed = tuple(state["query"][name].shape), tuple(q.shape)
+                    raise ValueError(f"query of {name!r}: got shape {got}, allowed: {allowed}")
+                self.queries[i] = state["query"][name].to(self.device)
+        self.coming_queries = self.queries
+
+
+@register("powersgd")
+@dataclass(kw_only=True, slots=True)
+class PowerSGD(Lossy):
+    """PowerSGD: low-rank factors, two all-reduces a step, error feedback; for any optimizer.
+
+    Args:
+        rank: r, columns of the factors. The paper uses 1 to 4; more is closer to the gradient.
+        warm_start: begin each step's power iteration where the last one ended.
+        min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
+        warmup_epochs: dense epochs before the compression begins. The paper has none.
+    """
+
+    rank: int = 2
+    warm_start: bool = True
+    min_compression: float = 2.0
+
+    def __post_init__(self) -> None:
+        super(PowerSGD, self).__post_init__()
+        if self.rank < 1:
+            raise refusal("PowerSGD.rank", self.rank, "1 or more")
+        if not self.min_compression >= 1:
+            raise refusal("PowerSGD.min_compression", self.min_compression, "1 or more")
+
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """As for every compressor; and the factors must be `min_compression` times smaller than the matrix."""
+        if not super(PowerSGD, self).takes(name, shape):
+            return False
+        out, rest = shape[0], prod(shape[1:])
+        small = (out + rest) * self.rank * self.min_compression < out * rest
+        return small and self.rank <= min(out, rest)
+
+    def memory(self, layout: Layout, device: torch.device, rank: int) -> Factors:
+        """Residuals and queries."""
+        return Factors(layout, device, self.rank)
+
+    def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
+        """All P's in one all-reduce, all Q's in another."""
+        out = sum(shape[0] for shape in layout.shapes)
+        rest = sum(prod(shape[1:]) for shape in layout.shapes)
+        return [("mean", 4 * self.rank * out), ("mean", 4 * self.rank * rest)]
+
+    def average(
+        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Factors
+    ) -> tuple[torch.Tensor, Everything]:
+        """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P; the average is P Qᵀ, what was sent P Q_localᵀ."""
+        stats, r = exchange.stats, self.rank
+        matrices = [flat[a:b].view(shape[0], -1) for (a, b), shape in zip(layout.bounds, layout.shapes, strict=True)]
+        with stats.phase("compress"):
+            ps = [m @ q for m, q in zip(matrices, memory.queries, strict=True)]
+        packed = exchange.mean(torch.cat([p.reshape(-1) for p in ps]))
+        with stats.phase("compress"):
+            parts = packed.split([p.numel() for p in ps])
+            ps = [orthonormal(part.view(-1, r)) for part in parts]
+            local = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
+        packed = exchange.mean(torch.cat([q.reshape(-1) for q in local]))
+        with stats.phase("decompress"):
+            qs = [part.view(-1, r) for part in packed.split([q.numel() for q in local])]
+            mean, sent = torch.empty_like(flat), torch.empty_like(flat)
+            for (a, b), p, q, own in zip(layout.bounds, ps, qs, local, strict=True):
+                torch.mm(p, q.T, out=mean[a:b].view(p.shape[0], -1))
+                torch.mm(p, own.T, out=sent[a:b].view(p.shape[0], -1))
+            if self.warm_start:
+                memory.coming_queries = [q.clone() for q in qs]
+            return mean, Everything(sent)

@@ -1,0 +1,155 @@
+"""TernGrad: Wen, Xu, Yan, Wu, Wang, Chen, Li, NeurIPS 2017, arXiv 1705.07878.
+
+Each element becomes -s, 0 or +s at random, so that its expectation is what it was: sign(g) · s with probability |g|/s,
+where s is the tensor's largest magnitude. Gradients are clipped at c standard deviations first, since s decides the
+variance (§3, "gradient clipping"). All ranks share the largest s ("scaler sharing"), so that their sum is a multiple of
+one number. There is no error feedback: the rounding is unbiased. (What clipping cuts off is not; `error_feedback`
+remembers both.)
+
+The authors' published code sets s = c·σ without clipping first, and sends floats. Here: the paper's rule, and five
+ternary digits in a byte, 1.6 bits an element against the ideal log2(3) = 1.585.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.memory import Residual
+from lightning_gradcomp.compressors.wire import Everything, Sparse
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.lazy import torch
+from lightning_gradcomp.registry import register
+
+if TYPE_CHECKING:
+    from lightning_gradcomp.averaging.exchange import Exchange
+
+DIGITS = 5
+"""Ternary digits in a byte: 3^5 = 243."""
+
+
+def clipped(g: torch.Tensor, c: float) -> torch.Tensor:
+    """g (fp32 [n]) within ±c standard deviations (of the population, around its mean); as it is for c = 0."""
+    if c == 0:
+        return g
+    limit = c * float(g.std(correction=0))
+    return g.clamp(-limit, limit)
+
+
+def ternarise(g: torch.Tensor, s: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """-1, 0 or 1 (int8 [n]) with expectation g / s, for g (fp32 [n]) within ±s; 0 where s is 0."""
+    draws = torch.rand(g.shape, generator=generator, device=g.device)
+    return (draws * s < g.abs()).to(torch.int8) * g.sign().to(torch.int8)
+
+
+def pack(t: torch.Tensor) -> torch.Tensor:
+    """Five digits of t (int8 [n], each -1, 0 or 1) in a byte, the first lowest: uint8 [ceil(n / 5)]."""
+    digits = torch.nn.functional.pad(t + 1, (0, -t.numel() % DIGITS)).to(torch.uint8).view(-1, DIGITS)
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=t.device)
+    return (digits * powers).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
+    """The first n digits that `pack` wrote, as fp32."""
+    powers = torch.tensor([1, 3, 9, 27, 81], device=packed.device)
+    table = (torch.arange(3**DIGITS, device=packed.device).unsqueeze(1) // powers % 3 - 1).float()
+    return table[packed.int()].view(-1)[:n]
+
+
+class Draws(Residual):
+    """This rank's generator of random numbers, never the global one; and a residual where that is wanted."""
+
+    def __init__(self, layout: Layout, device: torch.device, seed: int, error_feedback: bool) -> None:
+        super().__init__(layout if error_feedback else Layout((), ()), device)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.error_feedback = error_feedback
+
+    def compensate(self, g: torch.Tensor, rules: list, moving: set[str]) -> torch.Tensor:
+        return super().compensate(g, rules, moving) if self.error_feedback else g
+
+    def forget(self, sent: Sparse | Everything) -> None:
+        if self.error_feedback:
+            super().forget(sent)
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {**super().state_dict(), "generator": {"state": self.generator.get_state()}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        super().load_state_dict(state)
+        if "generator" in state:  # not where the number of ranks has changed
+            self.generator.set_state(state["generator"]["state"])
+
+
+@register("terngrad")
+@dataclass(kw_only=True, slots=True)
+class TernGrad(Lossy):
+    """TernGrad: -s, 0 or +s for each element, unbiased; for any optimizer.
+
+    Args:
+        clip_sigma: standard deviations at which each tensor's gradient is clipped first; 0 is not at all.
+        share_scaler: all ranks use the largest s of each tensor, found in one small exchange a step.
+        error_feedback: remember what clipping and rounding changed, and add it to the next gradient.
+        dense_last_layer: leave the model's last matrix uncompressed, as the authors' code does by default.
+        seed: of the draws; each rank has its own generator, from seed and rank, which checkpoints hold.
+        warmup_epochs: dense epochs before the quantisation begins.
+    """
+
+    clip_sigma: float = 2.5
+    share_scaler: bool = True
+    error_feedback: bool = False
+    dense_last_layer: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super(TernGrad, self).__post_init__()
+        if not 0 <= self.clip_sigma < float("inf"):
+            raise refusal("TernGrad.clip_sigma", self.clip_sigma, "0 or more")
+        if self.seed < 0:
+            raise refusal("TernGrad.seed", self.seed, "0 or more")
+
+    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        chosen = [name for name, shape in shapes.items() if self.takes(name, shape)]
+        return set(chosen[:-1] if self.dense_last_layer else chosen)
+
+    def memory(self, layout: Layout, device: torch.device, rank: int) -> Draws:
+        """A generator, and a residual with `error_feedback`."""
+        return Draws(layout, device, self.seed * 1_000_003 + rank, self.error_feedback)
+
+    def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
+        """The scalers, where they are shared, then scalers and digits."""
+        payload = 4 * len(layout.sizes) + -(-layout.n // DIGITS)
+        return [("gather", payload), *([("mean", 4 * len(layout.sizes))] if self.share_scaler else [])]
+
+    def average(
+        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Draws
+    ) -> tuple[torch.Tensor, Everything]:
+        """Clip, agree on the scalers, ternarise, gather."""
+        with exchange.stats.phase("compress"):
+            gradients = [clipped(flat[a:b], self.clip_sigma) for a, b in layout.bounds]
+            scalers = torch.stack([g.abs().max() for g in gradients])
+        if self.share_scaler:
+            scalers = exchange.maximum(scalers)
+        with exchange.stats.phase("compress"):
+            before = memory.generator.get_state()
+            pairs = zip(gradients, scalers, strict=True)
+            digits = torch.cat([ternarise(g, s, memory.generator) for g, s in pairs])
+            payload = torch.cat([scalers.view(torch.uint8), pack(digits)])
+        payloads = exchange.gather(payload)
+        if not exchange.finite:
+            memory.generator.set_state(before)  # the step doesn't count
+        with exchange.stats.phase("decompress"):
+            sent, mean = self.decode(payload, layout), torch.zeros_like(flat)
+            for rank, row in enumerate(payloads):
+                (sent if rank == exchange.topology.rank else self.decode(row, layout)).add_to(mean)
+            return mean.div_(len(payloads)), sent
+
+    def decode(self, payload: torch.Tensor, layout: Layout) -> Everything:
+        """What a rank sent, from its payload."""
+        begin = 4 * len(layout.sizes)
+        values = unpack(payload[begin:], layout.n)
+        for s, (a, b) in zip(payload[:begin].view(torch.float32), layout.bounds, strict=True):
+            values[a:b] *= s
+        return Everything(values)

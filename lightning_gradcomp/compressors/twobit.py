@@ -1,0 +1,104 @@
+"""2-bit quantisation with threshold and residual, as in MXNet's kvstore (src/kvstore/gradient_compression).
+
+Element by element, with r the residual plus the gradient: r ≥ t sends code 11 and takes t from r; r ≤ -t sends 10 and
+adds t; anything between sends 00. Both comparisons are inclusive. MXNet's order of bits: four elements a byte, the
+first in the top two bits, each tensor padded to four bytes.
+
+MXNet's t = 0.5 is in units of gradients summed over the batch. PyTorch's losses are means over it, whose gradients are
+smaller by the batch size, so 0.5 would send nothing for hundreds of steps. `threshold="auto"` takes 1.5 · mean|r| of
+each tensor at each step, and sends that t along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.memory import Residual
+from lightning_gradcomp.compressors.wire import Everything
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.lazy import torch
+from lightning_gradcomp.registry import register
+
+AUTO = 1.5
+"""`auto` takes this many times the mean magnitude."""
+
+
+def packed_bytes(n: int) -> int:
+    """Bytes of n codes: 16 in each 4-byte word."""
+    return (n + 15) // 16 * 4
+
+
+def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The codes of r (fp32 [n]) at threshold t (fp32 scalar): uint8 [packed_bytes(n)] in MXNet's order."""
+    bits = torch.zeros(packed_bytes(r.numel()) * 4, 2, dtype=torch.uint8, device=r.device)
+    up, down = r >= t, r <= -t
+    bits[: r.numel(), 0] = up | down
+    bits[: r.numel(), 1] = up
+    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=r.device)
+    if r.is_cuda:
+        return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(bits.view(-1).numpy()))
+
+
+def unpack(packed: torch.Tensor, n: int, t: torch.Tensor) -> torch.Tensor:
+    """The values (fp32 [n], each +t, -t or 0) that `pack` wrote."""
+    shifts = torch.tensor([6, 4, 2, 0], device=packed.device)
+    codes = (torch.arange(256, device=packed.device).unsqueeze(1) >> shifts) & 3  # of every byte there is
+    values = torch.stack([torch.zeros_like(t), torch.zeros_like(t), -t, t])[codes]
+    return values[packed.int()].view(-1)[:n]
+
+
+@register("twobit")
+@dataclass(kw_only=True, slots=True)
+class TwoBit(Codec):
+    """2-bit threshold quantisation with residual (MXNet); for any optimizer.
+
+    Args:
+        threshold: "auto" (1.5 times the mean magnitude of each tensor, at each step), or a number above 0: MXNet's
+            rule, in units of the gradient; MXNet's own default, 0.5, is meant for gradients summed over a batch.
+        warmup_epochs: dense epochs before the quantisation begins.
+    """
+
+    threshold: Any = "auto"  # "auto" or a number; the command line's types have no union of the two
+
+    def __post_init__(self) -> None:
+        super(TwoBit, self).__post_init__()
+        number = isinstance(self.threshold, (int, float)) and not isinstance(self.threshold, bool)
+        if self.threshold != "auto" and not (number and 0 < self.threshold < float("inf")):
+            raise refusal("TwoBit.threshold", self.threshold, "'auto' or a number above 0")
+
+    def memory(self, layout: Layout, device: torch.device, rank: int) -> Residual:
+        """A residual of every compressed parameter."""
+        return Residual(layout, device)
+
+    def _threshold(self, r: torch.Tensor) -> torch.Tensor:
+        if self.threshold != "auto":
+            return r.new_tensor(self.threshold)
+        # A tensor of zeros has mean magnitude 0, at which every element would send ±0.
+        return torch.clamp(AUTO * r.abs().mean(), min=torch.finfo(torch.float32).tiny)
+
+    def payload_bytes(self, layout: Layout, density: float) -> int:
+        """An fp32 threshold a tensor, two bits an element."""
+        return sum(4 + packed_bytes(size) for size in layout.sizes)
+
+    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Everything]:
+        """The thresholds of all tensors, then the codes of each."""
+        thresholds = torch.stack([self._threshold(flat[a:b]) for a, b in layout.bounds])
+        codes = [pack(flat[a:b], t) for (a, b), t in zip(layout.bounds, thresholds, strict=True)]
+        payload = torch.cat([thresholds.view(torch.uint8), *codes])
+        return payload, self.decode(payload, layout, density)
+
+    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Everything:
+        """What a rank sent, from its payload."""
+        begin = 4 * len(layout.sizes)
+        thresholds = payload[:begin].view(torch.float32)
+        parts = []
+        for n, t in zip(layout.sizes, thresholds, strict=True):
+            parts.append(unpack(payload[begin : begin + packed_bytes(n)], n, t))
+            begin += packed_bytes(n)
+        return Everything(torch.cat(parts))

@@ -1,0 +1,133 @@
+"""What the command answers at once: help, wrong options, and all of it without torch."""
+
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_gradcomp.app import cli
+from tests.app.command import ROOT, gradcomp
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["compressor=lzma"], "Could not find 'compressor/lzma'\n\nAvailable options in 'compressor':\n\t"),
+        (["compressor.sparsity=1.5"], "gradcomp: DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1\n"),
+        (
+            ["compressor.sparsty=0.9"],
+            "gradcomp: compressor.sparsty: got '0.9', allowed: min_elements, exclude",
+        ),
+        (["compressor.sparsity=high"], "Value 'high' of type 'str' could not be converted to Float"),
+        (["optimizer=adamw", "compressor=dgc"], "gradcomp: optimizer with compressor=dgc: got 'adamw', allowed: sgd"),
+        (["+compressor.foo=1"], "gradcomp: compressor.foo: got 1, allowed: min_elements"),
+        (["compresor=dgc"], "gradcomp: compresor: got 'dgc', allowed: compressor, data"),
+        (["foo"], "gradcomp: argument: got 'foo', allowed: compressor="),
+        (["logger=null"], "gradcomp: logger: got 'null', allowed: csv, none, tensorboard"),
+        (["compressor=none,dgc"], "To sweep over it, add --multirun"),
+        (["-m", "compressor.sparsity=2,0.9"], "gradcomp: DGC.sparsity: got 2.0"),
+    ],
+)
+def test_a_wrong_option_is_answered_with_a_sentence(arguments, sentence, tmp_path):
+    answer = gradcomp(tmp_path, *arguments)
+    assert answer.returncode == 1
+    assert sentence in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not [path for path in tmp_path.rglob("config.yaml") if path.parent.name != ".hydra"]  # no run was handed on
+
+
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["compressor.sparsity=1.5"], ["--help"], ["foo"]])
+def test_neither_torch_nor_lightning_is_imported_for_an_answer(arguments, tmp_path):
+    imported = gradcomp(tmp_path, *arguments, PYTHONPROFILEIMPORTTIME="1").stderr
+    modules = {line.rsplit("|", 1)[-1].strip() for line in imported.splitlines() if line.startswith("import time:")}
+    assert "lightning_gradcomp.compressors.dgc" in modules and "omegaconf" in modules
+    assert not modules & {"torch", "lightning", "lightning.pytorch", "torchvision", "sklearn"}
+
+
+def test_the_answer_comes_within_a_second(tmp_path):
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        gradcomp(tmp_path, "compressor.sparsity=1.5")
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1  # the least: other processes may have the cores
+
+
+def test_help_is_short_and_shows_the_choices(tmp_path):
+    text = gradcomp(tmp_path, "--help").stdout
+    assert text.count("\n  gradcomp ") == 4
+    for line in (
+        "recipe: digits",
+        "model: resnet18, resnet50",
+        "logger: csv, none, tensorboard",
+        "optimizer: adamw, sgd",
+    ):
+        assert line in text.splitlines()
+    assert "sparsity: 0.999" not in text and len(text.splitlines()) < 30
+
+
+def test_tab_completion_knows_groups_and_options(tmp_path):
+    def complete(typed: str) -> list[str]:
+        line = f"gradcomp {typed}"
+        result = gradcomp(tmp_path, "-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_CWORD="1")
+        return result.stdout.split()
+
+    assert "compressor=dgc" in complete("compressor=")
+    assert "compressor.sparsity=" in complete("compressor.spars")
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    for module in ("hydra", "sklearn"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(sys, "argv", ["gradcomp"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert str(ended.value) == (
+        "gradcomp: needs the extra 'recipes': pip install 'lightning-gradcomp[recipes]' "
+        "(missing: hydra-core, scikit-learn)"
+    )
+
+
+def test_other_ranks_leave_nothing_in_the_folder(tmp_path):
+    rank = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    refused = ["trainer.devices=2", "compressor.sparsity=1.5"]
+    assert gradcomp(tmp_path, *refused, RANK="1", LOCAL_RANK="1", **rank).returncode == 1
+    assert list(tmp_path.iterdir()) == []
+    assert gradcomp(tmp_path, *refused, RANK="0", LOCAL_RANK="0", **rank).returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_sweep_is_refused_where_the_ranks_are_started_elsewhere(tmp_path):
+    answer = gradcomp(tmp_path, "-m", "compressor=none,dgc", RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    assert answer.returncode == 1 and "allowed: one run for each start" in answer.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_works_as_a_wheel_lays_it_out(tmp_path):
+    package = tmp_path / "site-packages" / "lightning_gradcomp"
+    shutil.copytree(ROOT / "lightning_gradcomp", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("conf", "recipes"):
+        shutil.copytree(ROOT / folder, package / folder)
+    recipe = package / "recipes" / "digits.yaml"
+    (package / "recipes" / "other.yaml").write_text(recipe.read_text() + "seed: 17\n")  # only this copy has it
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    answer = gradcomp(elsewhere, "recipe=other", "--cfg", "job", package=package.parent)
+    assert answer.returncode == 0 and "seed: 17" in answer.stdout and "sparsity: 0.999" in answer.stdout
+
+
+def test_the_users_own_recipes_are_found(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nseed: 23\ntrainer: {max_epochs: 3}\n")
+    answer = gradcomp(tmp_path, "-cd", ".", "recipe=mine", "--cfg", "job")
+    assert "seed: 23" in answer.stdout and "max_epochs: 3" in answer.stdout
+
+
+def test_the_installed_script_is_the_same_command():
+    script = shutil.which("gradcomp", path=str(ROOT.parent)) or shutil.which("gradcomp", path=sys.prefix + "/bin")
+    if script is None:
+        pytest.skip("the package is not installed")
+    answer = subprocess.run([script, "foo"], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1 and "got 'foo'" in answer.stderr

@@ -1,0 +1,53 @@
+"""Which arguments are stopped before Hydra sees them, and which are left to it."""
+
+import pytest
+
+from lightning_gradcomp.app.arguments import check, split
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "compressor=none seed=4",
+        "-m compressor=none,dgc trainer.devices=1,2",
+        "--cfg job -p compressor",
+        "-sc install=bash",
+        "seed=1 --resolve --cfg=job",
+        "--config-dir elsewhere --config-name mine anything=goes",
+        "compressor=none,dgc compressor.sparsity=0.9",
+        "hydra.run.dir=there ~recipe +compressor.new=1 ++seed=2",
+        "compressor.exclude=[a.*,b=c]",
+        "hydra/job_logging=stdout",
+    ],
+)
+def test_left_to_hydra(line):
+    check(*split(line.split()))
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("dgc", "argument: got 'dgc', allowed: compressor="),
+        ("seed=1 report", "argument: got 'report'"),
+        ("--cfg=job report", "argument: got 'report'"),
+        ("-m report", "argument: got 'report'"),
+        ("optimiser=sgd", "optimiser: got 'sgd', allowed: compressor, data"),
+        ("trainer.epochs=3", "trainer.epochs: got '3', allowed: max_epochs, devices"),
+        ("compressor=none compressor.sparsity=0.9", "compressor.sparsity: got '0.9', allowed: min_elements, exclude"),
+        ("optimizer=adamw optimizer.momentum=0.9", "optimizer.momentum: got '0.9', allowed: lr, weight_decay"),
+        ("seed.x=1", "seed.x: got '1', allowed: seed alone"),
+        ("model=", "model: got '', allowed: resnet18, resnet50"),
+    ],
+)
+def test_stopped(line, sentence):
+    with pytest.raises(ValueError) as refused:
+        check(*split(line.split()))
+    assert str(refused.value).startswith(sentence)
+
+
+def test_flags_go_first_with_their_values():
+    line = "a=1 -m b=2 --cfg job ~c --config-dir=d -p e f=3"
+    flags, words = split(line.split())
+    assert flags == ["-m", "--cfg", "job", "--config-dir=d", "-p", "e"]
+    assert words == ["a=1", "b=2", "~c", "f=3"]

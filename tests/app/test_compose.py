@@ -1,0 +1,105 @@
+"""Config composition: every recipe, every compressor, and the way to the training process and back."""
+
+from dataclasses import fields
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_gradcomp.app import runfile
+from lightning_gradcomp.app.compose import checked, choices, register, shipped
+from lightning_gradcomp.app.config import SGD, AdamW, Run
+from lightning_gradcomp.compressors import DGC, NoCompression
+from lightning_gradcomp.registry import entries
+
+
+def run_of(*overrides: str) -> Run:
+    register()
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        return checked(compose("train", overrides=list(overrides)))
+
+
+def test_without_arguments_it_is_the_digits_recipe():
+    run = run_of()
+    assert run == run_of("recipe=digits")
+    assert (run.model.name, run.data.name, run.data.batch_size, run.seed) == ("resnet18", "digits", 64, 0)
+    assert run.compressor == DGC(sparsity=0.999, dense_epochs=1, warmup_epochs=4)
+    assert run.optimizer == SGD(lr=0.05, momentum=0.9, nesterov=False, weight_decay=5e-4, warmup_steps=20)
+    assert (run.trainer.max_epochs, run.trainer.devices) == (10, "auto")
+
+
+@pytest.mark.parametrize("recipe", choices()["recipe"])
+@pytest.mark.parametrize("compressor", ["dgc", "none"])
+def test_every_recipe_takes_another_compressor(recipe, compressor):
+    run = run_of(f"recipe={recipe}", f"compressor={compressor}", "optimizer=sgd")
+    assert type(run.compressor) is {"dgc": DGC, "none": NoCompression}[compressor]
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
+def test_every_compressor_is_a_choice_with_its_own_defaults(entry):
+    assert run_of(f"compressor={entry.name}").compressor == entry.cls()
+
+
+@pytest.mark.parametrize("group", ["model", "data", "optimizer", "trainer", "logger"])
+def test_every_choice_of_every_group_composes(group):
+    for choice in choices()[group]:
+        assert isinstance(run_of(f"{group}={choice}", "compressor=none"), Run)
+
+
+def test_options_reach_the_compressor_with_their_types():
+    run = run_of("compressor.sparsity=0.5", "compressor.exclude=[head.*]", "compressor.clip_norm=2")
+    assert run.compressor == DGC(sparsity=0.5, exclude=["head.*"], clip_norm=2.0)
+
+
+def test_adamw_fits_a_compressor_that_leaves_momentum_alone():
+    assert isinstance(run_of("optimizer=adamw", "compressor=none").optimizer, AdamW)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("compressor=none", "optimizer=adamw", "seed=3"), ("compressor.clip_norm=1.5", "trainer.devices=3")],
+)
+def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_path):
+    run = run_of(*overrides)
+    runfile.save(run, tmp_path)
+    assert runfile.load(tmp_path) == run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["+compressor.foo=1"], "compressor.foo: got 1, allowed: min_elements, exclude"),
+        (["+optimizer.foo=1"], "optimizer.foo: got 1, allowed: lr, weight_decay"),
+        (["+foo=1"], "foo: got 1, allowed: seed, model"),
+        (["compressor.sparsity=1.5"], "DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1"),
+        (["optimizer=adamw"], "optimizer with compressor=dgc: got 'adamw', allowed: sgd"),
+        (["optimizer.lr=-1"], "optimizer.lr: got -1.0, allowed: 0 or more"),
+        (["optimizer.momentum=1"], "optimizer.momentum: got 1.0"),
+        (["optimizer.nesterov=true", "optimizer.momentum=0"], "optimizer.nesterov: got True, allowed: false without"),
+        (["trainer.devices=0"], "trainer.devices: got 0, allowed: auto, or a number from 1"),
+        (["trainer.devices=two"], "trainer.devices: got 'two'"),
+        (["trainer.num_nodes=1.5"], "trainer.num_nodes: got 1.5"),
+        (["trainer.precision=8"], "trainer.precision: got '8', allowed: 32-true"),
+        (["trainer.accelerator=tpu"], "trainer.accelerator: got 'tpu', allowed: auto, cpu, cuda"),
+        (["trainer.limit_train_batches=0"], "trainer.limit_train_batches: got 0"),
+        (["model.name=vgg"], "model.name: got 'vgg', allowed: resnet18, resnet50"),
+        (["data.name=mnist"], "data.name: got 'mnist', allowed: digits"),
+        (["logger.name=paper"], "logger.name: got 'paper', allowed: csv"),
+        (["seed=-1"], "seed: got -1"),
+        (["~optimizer"], "optimizer: Missing mandatory value"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides, sentence):
+    with pytest.raises(ValueError) as refused:
+        run_of(*overrides)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_every_part_of_a_run_is_a_choice_or_the_seed():
+    assert {field.name for field in fields(Run)} == {*choices(), "seed"} - {"recipe"}
+
+
+def test_configs_beside_the_package_in_a_checkout_and_inside_it_in_a_wheel(tmp_path):
+    package = tmp_path / "lightning_gradcomp"
+    assert shipped("conf", package) == package / "conf"
+    (tmp_path / "pyproject.toml").touch()
+    assert shipped("conf", package) == tmp_path / "conf"

@@ -1,0 +1,180 @@
+"""The parts of a training process: data, model, schedule, devices, lines that are dropped."""
+
+import logging
+import math
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gradcomp.app import devices, ranks, summary
+from lightning_gradcomp.app.config import SGD, AdamW, Trainer
+from lightning_gradcomp.app.data.digits import digits
+from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.app.models.resnet import resnet
+from lightning_gradcomp.app.quiet import quiet
+from lightning_gradcomp.app.schedule import build
+
+
+def test_the_split_is_fixed_stratified_and_disjoint():
+    train, val = digits()
+    assert [tuple(tensor.shape) for tensor in train.tensors] == [(1437, 1, 8, 8), (1437,)]
+    assert [tuple(tensor.shape) for tensor in val.tensors] == [(360, 1, 8, 8), (360,)]
+    shares = torch.bincount(val.tensors[1]) / torch.bincount(torch.cat([train.tensors[1], val.tensors[1]]))
+    assert shares.shape == (10,) and torch.all((shares - 360 / 1797).abs() < 0.005)
+    assert len(torch.cat([train.tensors[0], val.tensors[0]]).unique(dim=0)) == 1797  # no image is in both
+    torch.manual_seed(5)
+    assert all(torch.equal(a, b) for a, b in zip(val.tensors, digits()[1].tensors, strict=True))
+    assert abs(train.tensors[0].mean()) < 1e-5 and abs(train.tensors[0].std() - 1) < 1e-5
+
+
+def rank_data(rank: int, world: int, **options) -> SharedImages:
+    data = SharedImages(*digits(), batch_size=60, ranks=world, seed=options.get("seed", 0))
+    data.trainer = SimpleNamespace(world_size=world, global_rank=rank)
+    return data
+
+
+def test_three_ranks_share_the_training_images_evenly_and_the_validation_images_exactly():
+    shares = [rank_data(rank, 3) for rank in range(3)]
+    batches = [[len(labels) for _, labels in share.train_dataloader()] for share in shares]
+    assert batches[0] == [20] * 23 and batches[1] == batches[2] == batches[0]
+    train = torch.cat([images for share in shares for images, _ in share.train_dataloader()])
+    assert len(train.unique(dim=0)) == len(train) == 3 * 20 * 23
+    val = torch.cat([images for share in shares for images, _ in share.val_dataloader()])
+    assert len(val.unique(dim=0)) == len(val) == 360
+
+
+def test_the_order_depends_on_the_epoch_and_the_seed_alone():
+    def order(seed: int, epoch: int) -> torch.Tensor:
+        loader = rank_data(1, 2, seed=seed).train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        return torch.tensor(list(loader.sampler))
+
+    assert torch.equal(order(0, 1), order(0, 1))
+    assert not torch.equal(order(0, 1), order(0, 2))
+    assert not torch.equal(order(0, 1), order(1, 1))
+
+
+@pytest.mark.parametrize(("batch_size", "world"), [(63, 2), (2, 2), (1438, 2), (64, 3)])
+def test_a_batch_that_the_ranks_cannot_share_is_refused(batch_size, world):
+    with pytest.raises(ValueError, match=rf"^data.batch_size: got {batch_size}, allowed: a multiple of {world} "):
+        SharedImages(*digits(), batch_size=batch_size, ranks=world, seed=0)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("resnet18", 11_172_810), ("resnet50", 23_519_690)])
+def test_resnets_keep_small_images_large(name, parameters):
+    with torch.device("meta"):
+        model = resnet(name, channels=1, classes=10)
+        assert model(torch.empty(4, 1, 8, 8)).shape == (4, 10)
+        assert model.maxpool(model.conv1(torch.empty(4, 1, 8, 8))).shape == (4, 64, 8, 8)
+    assert (model.conv1.kernel_size, model.conv1.stride) == ((3, 3), (1, 1))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def rates(optimizer_options, steps: int) -> list[float]:
+    optimizer, schedule = build(optimizer_options, [nn.Parameter(torch.zeros(1))], total_steps=steps)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return [*seen, optimizer.param_groups[0]["lr"]]
+
+
+def test_warm_up_then_cosine_to_zero():
+    options = SGD(lr=0.4, weight_decay=0, warmup_steps=4, momentum=0.9, nesterov=True)
+    seen = rates(options, 24)
+    assert seen[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+    assert seen[4:] == pytest.approx([0.2 * (1 + math.cos(math.pi * step / 20)) for step in range(21)])
+    assert seen[-1] == pytest.approx(0)
+
+
+def test_a_run_shorter_than_its_warm_up_only_warms_up():
+    options = SGD(lr=1.0, weight_decay=0, warmup_steps=4, momentum=0, nesterov=False)
+    assert rates(options, 2) == pytest.approx([0.25, 0.5, 0.75])
+    assert rates(options, 4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_optimizers_get_their_options():
+    parameters = [nn.Parameter(torch.zeros(1))]
+    sgd, _ = build(SGD(lr=0.1, weight_decay=0.01, warmup_steps=0, momentum=0.8, nesterov=True), parameters, 10)
+    assert type(sgd) is torch.optim.SGD
+    assert {k: sgd.defaults[k] for k in ("lr", "weight_decay", "momentum", "nesterov")} == {
+        "lr": 0.1,
+        "weight_decay": 0.01,
+        "momentum": 0.8,
+        "nesterov": True,
+    }
+    adamw, _ = build(AdamW(lr=0.2, weight_decay=0.03, warmup_steps=0), parameters, 10)
+    assert type(adamw) is torch.optim.AdamW and adamw.defaults["lr"] == 0.2 and adamw.defaults["weight_decay"] == 0.03
+
+
+RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID")
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "train"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "elsewhere", "first", "auto"),
+    [
+        ({}, False, True, (2, 1)),
+        (TORCHRUN, True, False, (4, 2)),
+        (SLURM, True, True, (2, 3)),
+        (SLURM | {"SLURM_PROCID": "4"}, True, False, (2, 3)),
+        (SLURM | {"SLURM_JOB_NAME": "bash"}, False, True, (2, 1)),
+        ({"NODE_RANK": "1"}, True, False, (2, 1)),
+    ],
+)
+def test_ranks_and_devices_from_the_environment(environment, elsewhere, first, auto, monkeypatch):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (ranks.started_elsewhere(), ranks.is_first()) == (elsewhere, first)
+    assert devices.resolve(trainer("auto", "auto")) == ("cpu", *auto)
+    assert devices.resolve(trainer(3, 1)) == ("cpu", 3, 1)
+
+
+def trainer(count, nodes) -> Trainer:
+    return Trainer(
+        max_epochs=1,
+        devices=count,
+        num_nodes=nodes,
+        accelerator="cpu",
+        precision="32-true",
+        accumulate_grad_batches=1,
+        deterministic=True,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+    )
+
+
+def test_only_the_known_lines_are_dropped(caplog):
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = log.filters[:]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        quiet()
+        for text in ("`isinstance(treespec, LeafSpec)` is deprecated, use", "Something new is deprecated"):
+            warnings.warn(text, FutureWarning, stacklevel=1)
+    with caplog.at_level(logging.INFO, logger=log.name):
+        log.addHandler(caplog.handler)
+        for text in (
+            "GPU available: False, used: False",
+            "💡 Tip: For seamless cloud logging",
+            "GPU ran out of memory",
+        ):
+            log.info(text)
+        log.removeHandler(caplog.handler)
+    log.filters[:] = before
+    assert [str(warning.message) for warning in shown] == ["Something new is deprecated"]
+    assert {record.getMessage() for record in caplog.records} == {"GPU ran out of memory"}
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (44_691_240, "44.7 MB"), (9.83e9, "9.83 GB"), (2e13, "20 TB")]
+)
+def test_sizes_for_people(size, text):
+    assert summary.human(size) == text

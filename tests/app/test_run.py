@@ -1,0 +1,135 @@
+"""The real command, from the command line to the run's folder. Tiny runs; each is a tree of processes."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+
+from lightning_gradcomp.app.data.digits import digits
+from lightning_gradcomp.app.models.resnet import resnet
+from tests.app.command import gradcomp
+
+# One dense step and one compressed step, and the whole validation after each.
+TINY = (
+    "trainer=smoke",
+    "trainer.limit_train_batches=1",
+    "trainer.limit_val_batches=null",
+    "trainer.accelerator=cpu",
+    "seed=7",
+)
+NOISE = (
+    "litlogger",
+    "LeafSpec",
+    "GPU available",
+    "many workers",
+    "Experiment logs directory",
+    "sync_dist",
+    "Traceback",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run with two processes: what it printed, its folder, its summary."""
+    folder = tmp_path_factory.mktemp("run")
+    done = gradcomp(folder, *TINY, "trainer.devices=2", timeout=90)
+    assert done.returncode == 0, done.stderr
+    (output,) = (folder / "runs").iterdir()
+    return done, output, json.loads((output / "summary.json").read_text())
+
+
+def test_the_folder_of_a_run(run):
+    _, folder, _ = run
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files == {
+        "metrics.csv",
+        "summary.json",
+        "config.yaml",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+        ".hydra/config.yaml",
+        ".hydra/hydra.yaml",
+        ".hydra/overrides.yaml",
+    }
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["compressor"]["name"] == "dgc" and config["compressor"]["sparsity"] == 0.999
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(bool(row["train_loss"]) for row in rows) == 2 and sum(bool(row["val_acc"]) for row in rows) == 2
+
+
+def test_the_summary_holds_result_costs_and_conditions(run):
+    _, folder, summary = run
+    communication = summary["communication"]
+    assert (communication["world_size"], communication["steps"]) == (2, 2)
+    assert 0 < communication["bytes_sent"] < communication["dense_bytes"]
+    assert communication["ratio"] == pytest.approx(communication["dense_bytes"] / communication["bytes_sent"])
+    assert set(communication["milliseconds"]) == {"compute", "compress", "exchange", "decompress"}
+    assert summary["val_images"] == 360 and summary["val_acc"] == summary["val_correct"] / 360
+    assert summary["config"] == yaml.safe_load((folder / "config.yaml").read_text())
+    assert (summary["epochs"], summary["device"], summary["devices_per_node"]) == (2, "CPU", 2)
+    assert summary["packages"]["torch"] == torch.__version__.split("+")[0] and summary["wall_seconds"] > 0
+
+
+def test_the_accuracy_is_that_of_the_saved_model_on_each_validation_image_once(run):
+    _, folder, summary = run
+    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
+    model = resnet("resnet18", channels=1, classes=10)
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    images, labels = digits()[1].tensors
+    with torch.no_grad():
+        logits = model.eval()(images)
+    assert (logits.argmax(1) == labels).sum() == summary["val_correct"]
+    with (folder / "metrics.csv").open() as file:
+        logged = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+    assert logged[-1] == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-4)
+
+
+def test_what_it_prints(run):
+    done, folder, summary = run
+    assert f"validation accuracy  {summary['val_acc']:.2%} ({summary['val_correct']} of 360 images)" in done.stdout
+    assert f"ratio {summary['communication']['ratio']:.1f} (N = 2, all_gather)" in done.stdout
+    assert str(folder) in done.stdout and "Epoch 0" in done.stdout  # the progress bar
+    for line in NOISE:
+        assert line not in done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line and not line.startswith("---")]
+    assert len(lines) == len(set(lines))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """The folders of a sweep over the compressor and the number of processes."""
+    folder = tmp_path_factory.mktemp("sweep")
+    options = ("compressor=none,dgc", "trainer.devices=2,1", "hydra.sweep.dir=sweep")
+    done = gradcomp(folder, *TINY, "-m", *options, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return [folder / "sweep" / str(job) for job in range(4)]
+
+
+def test_a_sweep_is_a_series_of_fresh_runs(sweep):
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in sweep]
+    jobs = [(summary["config"]["compressor"]["name"], summary["communication"]["world_size"]) for summary in summaries]
+    assert jobs == [("none", 2), ("none", 1), ("dgc", 2), ("dgc", 1)]
+    threads = [summary["threads_per_process"] for summary in summaries]
+    assert threads[0] == threads[2] and threads[1] == threads[3]  # the last job's are not what an earlier one left
+    assert [summary["communication"]["ratio"] > 1 for summary in summaries] == [False, False, True, False]
+
+
+def test_the_same_seed_gives_the_same_result_alone_and_in_a_sweep(run, sweep):
+    def numbers(folder: Path) -> list[dict[str, str]]:
+        with (folder / "metrics.csv").open() as file:
+            return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+
+    assert numbers(sweep[2]) == numbers(run[1])
+
+
+def test_a_training_that_fails_is_a_sentence_and_an_exit_code(tmp_path):
+    done = gradcomp(tmp_path, "trainer=smoke", "trainer.devices=2", "data.batch_size=63", "hydra.run.dir=failed")
+    assert done.returncode == 1
+    assert "gradcomp: data.batch_size: got 63, allowed: a multiple of 2 (ranks)" in done.stderr
+    assert f"training failed with exit code 1; its folder is {tmp_path / 'failed'}" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "failed" / "summary.json").exists()
