@@ -135,7 +135,9 @@ class GradientAverager:
             stats = Stats()
             present = self.gradients.collect(1.0)
             with stats.phase("exchange"):
-                [mean], anywhere = all_reduce_mean(self.topology, [self.gradients.flat], present, self.compressor.wire)
+                [mean], anywhere = all_reduce_mean(
+                    self.topology, [self.gradients.flat], present, self.compressor.wire, saturate=grad_scale == 1
+                )
             self.gradients.flat.copy_(mean)
             self.gradients.assign(anywhere, 1.0)
             self.after_dense_step(grad_scale=grad_scale, seconds=stats.seconds["exchange"])

@@ -59,9 +59,12 @@ class Compression:
         for how, payload in self.compressor.messages(self.gradients.layout, density):
             if how == "gather":
                 total += self.topology.traffic(message_bytes(dense, payload, flags))
-            else:
+            elif how == "mean":
                 total += dense_traffic(payload + 4 * (dense + flags), self.topology.world)
-            dense = flags = 0  # they travel with the first
+            else:
+                total += dense_traffic(payload, self.topology.world)
+                continue
+            dense = flags = 0  # they have travelled
         return total
 
     def _compensate(self, grad_scale: float) -> tuple[bool, list[bool], torch.Tensor]:
@@ -86,6 +89,8 @@ class Compression:
     def describe(self) -> str:
         """What is compressed, and what a step sends once the warm-up is over."""
         gradients, sparsity = self.gradients, self.compressor.final_sparsity
+        if not gradients.compressed:
+            return "no tensor is large enough to be compressed, all travel dense"
         at_sparsity = f"at sparsity {sparsity:g} " if hasattr(self.compressor, "sparsity") else ""
         return (
             f"{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
@@ -101,7 +106,7 @@ class Compression:
         exchange = Exchange(self.topology, gradients.dense_flat, finite, present, stats)
         mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
         with stats.phase("decompress"):
-            if exchange.finite:
+            if exchange.finite and all_finite(mean):  # the mean is the same on all ranks, so they agree
                 memory.forget(sent)
                 names = gradients.layout.names
                 memory.commit({name for name, has in zip(names, exchange.anywhere, strict=False) if has})

@@ -94,23 +94,32 @@ class Exchange:
 
 
 def all_reduce_mean(
-    topology: AllGather, tensors: list[torch.Tensor], present: list[bool], wire: torch.dtype = torch.float32
+    topology: AllGather,
+    tensors: list[torch.Tensor],
+    present: list[bool],
+    wire: torch.dtype = torch.float32,
+    saturate: bool = True,
 ) -> tuple[list[torch.Tensor], list[bool]]:
-    """The means of flat `tensors` over the ranks, in one all-reduce that also tells what is `present` on any rank.
-
-    With a 16-bit `wire`, elements too large for it travel as its largest number; infinities stay what they are.
-    """
+    """The means of flat `tensors` over the ranks, in one all-reduce that also tells what is `present` on any rank."""
     parts = [*tensors, torch.tensor(present, dtype=torch.float32, device=tensors[0].device)]
-    buffer = narrow(torch.cat(parts) / topology.world, wire)
+    buffer = torch.cat(parts)
     if topology.world > 1:
+        buffer = share(buffer, topology.world, wire, saturate)
         dist.all_reduce(buffer, group=topology.group)
     *means, anywhere = buffer.float().split([part.numel() for part in parts])
     return means, (anywhere > 0).tolist()
 
 
-def narrow(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """`values` as `wire`, which finite ones fit into: what is too large becomes its largest number."""
-    if wire == torch.float32:
-        return values
-    largest = torch.finfo(wire).max
-    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).to(wire)
+def share(values: torch.Tensor, world: int, wire: torch.dtype, saturate: bool) -> torch.Tensor:
+    """What a rank adds to the mean of `values` over `world` ranks: a world-th of them, as `wire`.
+
+    With `saturate`, finite elements that are too large for a 16-bit wire become the largest that `world` ranks can add;
+    infinities and NaN stay what they are. Under a loss scale they must not: the scaler has to see the overflow.
+    """
+    part = values / world
+    if saturate and wire != torch.float32:
+        largest = torch.tensor(torch.finfo(wire).max / world).to(wire)
+        if float(largest) * world > torch.finfo(wire).max:  # rounded up
+            largest = (largest.view(torch.int16) - 1).view(wire)
+        part = torch.where(part.isfinite(), part.clamp(-float(largest), float(largest)), part)
+    return part.to(wire)

@@ -29,7 +29,7 @@ class Gradients:
         for name, parameter in named:
             if parameter.is_complex():
                 raise refusal(f"parameter {name!r}", parameter.dtype, "a real floating-point type")
-        chosen = compressor.choose({name: tuple(p.shape) for name, p in named})
+        chosen = compressor.choose({name: tuple(p.shape) for name, p in self._every})
         taken = [(name, p) for name, p in named if name in chosen]
         left = [(name, p) for name, p in named if name not in chosen]
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)

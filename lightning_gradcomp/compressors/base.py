@@ -43,6 +43,8 @@ class Compressor:
     def __post_init__(self) -> None:
         if self.min_elements < 1:
             raise refusal(f"{type(self).__name__}.min_elements", self.min_elements, "1 or more")
+        if isinstance(self.exclude, str):
+            raise refusal(f"{type(self).__name__}.exclude", self.exclude, "a list of patterns")
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the parameter `name` of this shape is compressed."""
@@ -50,7 +52,7 @@ class Compressor:
         return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """The names, of all trainable parameters in the model's order, that are compressed."""
+        """The names, of all parameters in the model's order, that are compressed when they train."""
         return {name for name, shape in shapes.items() if self.takes(name, shape)}
 
     def schedule(self) -> Schedule | None:
@@ -94,7 +96,7 @@ class Lossy(Compressor, ABC):
 
     @abstractmethod
     def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
-        """What a step exchanges, in order: ("gather" or "mean", bytes of this rank's payload)."""
+        """What a step exchanges, in order: ("gather", "mean" or "maximum", bytes of its payload)."""
 
     @abstractmethod
     def average(

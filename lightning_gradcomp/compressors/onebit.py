@@ -24,7 +24,7 @@ def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tenso
     """Bits (bool [groups, size]) and their two values (fp32 [groups, 2]: of bit 0, of bit 1) of v [groups, size].
 
     "zero": bit = v ≥ 0, the values are the means of either side, 0 for an empty one. "mean": bit = v ≥ μ, the values
-    are μ ± mean|v - μ|. Both keep each group's sum: Σ decoded = Σ v.
+    are μ ± mean|v - μ|. "zero" keeps each group's sum.
     """
     if threshold == "mean":
         mean = v.mean(1, keepdim=True)
@@ -60,8 +60,8 @@ class OneBit(Codec):
             raise refusal("OneBit.groups", self.groups, "'block', 'column' or 'tensor'")
         if self.threshold not in ("zero", "mean"):
             raise refusal("OneBit.threshold", self.threshold, "'zero' or 'mean'")
-        if self.group_size < 1:
-            raise refusal("OneBit.group_size", self.group_size, "1 or more")
+        if not isinstance(self.group_size, int) or self.group_size < 1:
+            raise refusal("OneBit.group_size", self.group_size, "a whole number from 1")
 
     def memory(self, layout: Layout, device: torch.device, rank: int) -> Residual:
         """A residual of every compressed parameter."""

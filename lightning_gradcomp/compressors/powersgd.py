@@ -91,10 +91,10 @@ class PowerSGD(Lossy):
 
     def __post_init__(self) -> None:
         super(PowerSGD, self).__post_init__()
-        if self.rank < 1:
-            raise refusal("PowerSGD.rank", self.rank, "1 or more")
-        if not self.min_compression >= 1:
-            raise refusal("PowerSGD.min_compression", self.min_compression, "1 or more")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise refusal("PowerSGD.rank", self.rank, "a whole number from 1")
+        if not 1 <= self.min_compression < float("inf"):
+            raise refusal("PowerSGD.min_compression", self.min_compression, "a finite number from 1")
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """As for every compressor; and the factors must be `min_compression` times smaller than the matrix."""

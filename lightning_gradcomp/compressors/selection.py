@@ -76,4 +76,6 @@ def exact(magnitude: np.ndarray, k: int) -> np.ndarray:
     if missing == len(ties) and len(above) == 0:
         return ties
     chosen = ties[np.arange(missing) * len(ties) // missing]
+    if len(chosen) == 1:  # nearly always
+        return np.insert(above, np.searchsorted(above, chosen), chosen)
     return np.sort(np.concatenate([above, chosen]))

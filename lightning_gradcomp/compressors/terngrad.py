@@ -32,10 +32,10 @@ DIGITS = 5
 
 
 def clipped(g: torch.Tensor, c: float) -> torch.Tensor:
-    """g (fp32 [n]) within ±c standard deviations (of the population, around its mean); as it is for c = 0."""
+    """g (fp32 [n]) within ±c standard deviations around 0, which the paper takes for the mean; as it is for c = 0."""
     if c == 0:
         return g
-    limit = c * float(g.std(correction=0))
+    limit = c * float(g.norm()) / g.numel() ** 0.5
     return g.clamp(-limit, limit)
 
 
@@ -75,12 +75,12 @@ class Draws(Residual):
             super().forget(sent)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {**super().state_dict(), "generator": {"state": self.generator.get_state()}}
+        return {**super().state_dict(), "generator": {"": self.generator.get_state()}}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         super().load_state_dict(state)
         if "generator" in state:  # not where the number of ranks has changed
-            self.generator.set_state(state["generator"]["state"])
+            self.generator.set_state(state["generator"][""])
 
 
 @register("terngrad")
@@ -106,9 +106,9 @@ class TernGrad(Lossy):
     def __post_init__(self) -> None:
         super(TernGrad, self).__post_init__()
         if not 0 <= self.clip_sigma < float("inf"):
-            raise refusal("TernGrad.clip_sigma", self.clip_sigma, "0 or more")
-        if self.seed < 0:
-            raise refusal("TernGrad.seed", self.seed, "0 or more")
+            raise refusal("TernGrad.clip_sigma", self.clip_sigma, "0 (off) or a finite number above it")
+        if not 0 <= self.seed < 2**32:
+            raise refusal("TernGrad.seed", self.seed, "0 to 2^32 - 1")
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         chosen = [name for name, shape in shapes.items() if self.takes(name, shape)]
@@ -120,8 +120,8 @@ class TernGrad(Lossy):
 
     def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
         """The scalers, where they are shared, then scalers and digits."""
-        payload = 4 * len(layout.sizes) + -(-layout.n // DIGITS)
-        return [("gather", payload), *([("mean", 4 * len(layout.sizes))] if self.share_scaler else [])]
+        payload = ("gather", 4 * len(layout.sizes) + -(-layout.n // DIGITS))
+        return [("maximum", 4 * len(layout.sizes)), payload] if self.share_scaler else [payload]
 
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Draws

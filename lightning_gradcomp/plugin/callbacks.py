@@ -72,7 +72,7 @@ class CommunicationMonitor(Callback):
                 **{f"time/{phase}_ms": 1e3 * seconds for phase, seconds in phases.items()},
             }
         )
-        bar = {"sent_kB": stats.bytes_sent / 1e3, f"ratio(N={world})": stats.ratio}
+        bar = {"sent_MB": stats.bytes_sent / 1e6, f"ratio(N={world})": stats.ratio}
         pl_module.log_dict(bar, prog_bar=True, logger=False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.averaging.exchange import narrow
+from lightning_gradcomp.averaging.exchange import share
 
 
 class DDPSwitch:
@@ -25,7 +25,7 @@ class DDPSwitch:
         ddp.register_comm_hook(None, self._hook)
         self._ddp = ddp
         self._known_to_ddp = {id(parameter) for parameter in ddp.parameters() if parameter.requires_grad}
-        self._by_ddp, self._wire = False, torch.float32
+        self._by_ddp, self._wire, self._saturate = False, torch.float32, True
         self._gradients_ready: float | None = None
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -35,17 +35,17 @@ class DDPSwitch:
             return noop_hook(None, bucket)
         if self._wire == torch.float32:
             return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-        sent = narrow(bucket.buffer() / dist.get_world_size(), self._wire)
+        sent = share(bucket.buffer(), dist.get_world_size(), self._wire, self._saturate)
         arrived = dist.all_reduce(sent, async_op=True).get_future()
         return arrived.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
-    def before_backward(self, averager: GradientAverager) -> None:
+    def before_backward(self, averager: GradientAverager, grad_scale: float) -> None:
         """Decide who averages the gradients of the coming backward.
 
         A parameter that was frozen when DDP wrapped the model is unknown to it for good, and would drift apart.
         """
         trainable = {id(parameter) for parameter in self._ddp.parameters() if parameter.requires_grad}
-        self._wire = averager.compressor.wire
+        self._wire, self._saturate = averager.compressor.wire, grad_scale == 1
         self._by_ddp = averager.dense_step and trainable <= self._known_to_ddp
         self._gradients_ready = None
 

@@ -69,10 +69,11 @@ class CompressedFabricStrategy(DDPStrategy):
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
         averager = self._averager()
         averager.epoch = self._epoch
-        self._switch.before_backward(averager)
-        super().backward(tensor, module, *args, **kwargs)
         scaler = getattr(self.precision, "scaler", None)
-        self._switch.after_backward(averager, scaler.get_scale() if scaler else 1.0)
+        grad_scale = scaler.get_scale() if scaler else 1.0
+        self._switch.before_backward(averager, grad_scale)
+        super().backward(tensor, module, *args, **kwargs)
+        self._switch.after_backward(averager, grad_scale)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         assert isinstance(optimizer, torch.optim.Optimizer)

@@ -36,7 +36,7 @@ def test_monitor_logs_bytes_ratio_sparsity_and_phases(outcome):
     assert logged["comm/bytes_sent"] == logged["comm/bytes_received"] > 0
     assert logged["comm/ratio_N2"] == pytest.approx(4 * 2970 / logged["comm/bytes_sent"], rel=0.1)
     assert all(logged[f"time/{phase}_ms"] > 0 for phase in ("compute", "compress", "exchange", "decompress"))
-    assert logged["sent_kB"] == pytest.approx(logged["comm/bytes_sent"] / 1000)
+    assert logged["sent_MB"] == pytest.approx(logged["comm/bytes_sent"] / 1e6)
     assert summary["steps"] == 15 and summary["world_size"] == 2 and summary["topology"] == "all_gather"
     assert summary["dense_bytes"] > summary["bytes_sent"] > 0
 
