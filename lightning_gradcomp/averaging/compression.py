@@ -76,7 +76,7 @@ class Compression:
         if not all_finite(gradients.flat):
             return False, present, torch.zeros_like(gradients.compressed_flat)
         self.compressor.clip_local(gradients.flat, self.topology.world)
-        momenta = rules(self.optimizer, gradients.compressed)
+        momenta = rules(self.optimizer if isinstance(memory, Velocity) else None, gradients.compressed)
         present = [
             has or more for has, more in zip_longest(present, (n in memory.started for n in names), fillvalue=False)
         ]

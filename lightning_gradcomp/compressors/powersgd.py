@@ -135,5 +135,7 @@ class PowerSGD(Lossy):
                 torch.mm(p, q.T, out=mean[a:b].view(p.shape[0], -1))
                 torch.mm(p, own.T, out=sent[a:b].view(p.shape[0], -1))
             if self.warm_start:
-                memory.coming_queries = [q.clone() for q in qs]
+                # Only the span matters. Kept at the gradient's scale, M Q would have the square of it, and under- or
+                # overflow for good.
+                memory.coming_queries = [q / torch.where(q.abs().max() > 0, q.abs().max(), 1) for q in qs]
             return mean, Everything(sent)

@@ -35,7 +35,7 @@ def clipped(g: torch.Tensor, c: float) -> torch.Tensor:
     """g (fp32 [n]) within ±c standard deviations around 0, which the paper takes for the mean; as it is for c = 0."""
     if c == 0:
         return g
-    limit = c * float(g.norm()) / g.numel() ** 0.5
+    limit = c * float(g.norm(dtype=torch.float64)) / g.numel() ** 0.5  # squares of fp32 don't fit into fp32
     return g.clamp(-limit, limit)
 
 

@@ -8,9 +8,8 @@ and every step of the gradient is elementwise, so that no sum's order depends on
 
 import numpy as np
 import pytest
-import torch
 
-from tests.averaging.workers import Table, averaged, dgc, seeded, train
+from tests.averaging.workers import Table, averaged, bowl_gradient, bowl_loss, dgc, train
 from tests.reference.dgc import PaperDGC
 from tests.threads import run_ranks
 
@@ -31,30 +30,6 @@ CASES = {
 def ramp(epoch, step):
     """Dense, then sparser and sparser, and dense again at the end."""
     return 0.0 if step < 10 or step >= 90 else 0.75 if step < 25 else 0.9 if step < 40 else 0.97
-
-
-def bowl(name, shape, rank, step):
-    """(curvature, target) of every element, from 0.05 to 3 and from a heavy-tailed distribution."""
-    number = ["kernel", "matrix", "small", "bias"].index(name)
-    curvature = 0.05 * 60 ** torch.rand(shape, generator=seeded(number))
-    target = torch.randn(shape, generator=seeded(number, rank, step))
-    return curvature, target * target.abs() * 3
-
-
-def bowl_loss(model, rank, step):
-    total = 0
-    for name, parameter in model.named_parameters():
-        curvature, target = bowl(name, parameter.shape, rank, step)
-        total = total + 0.5 * (curvature * (parameter - target) ** 2).sum()
-    return total
-
-
-def bowl_gradient(weights, rank, step):
-    gradient = {}
-    for name, weight in weights.items():
-        curvature, target = bowl(name, weight.shape, rank, step)
-        gradient[name] = curvature.numpy() * (weight - target.numpy())
-    return gradient
 
 
 def paper_weights(world, masking=True, **options):

@@ -73,6 +73,32 @@ def prescribed_loss(model, rank, step):
     return model(*(n * n.abs() for n in noise))
 
 
+def bowl(name, shape, rank, step):
+    """(curvature, target) of every element, from 0.05 to 3 and from a heavy-tailed distribution."""
+    number = ["kernel", "matrix", "small", "bias"].index(name)
+    curvature = 0.05 * 60 ** torch.rand(shape, generator=seeded(number))
+    target = torch.randn(shape, generator=seeded(number, rank, step))
+    return curvature, target * target.abs() * 3
+
+
+def bowl_loss(model, rank, step):
+    """For a Table: a quadratic bowl around targets of this rank and step; the gradient needs no sum over elements."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        curvature, target = bowl(name, parameter.shape, rank, step)
+        total = total + 0.5 * (curvature * (parameter - target) ** 2).sum()
+    return total
+
+
+def bowl_gradient(weights, rank, step):
+    """Its gradient, in numpy, from name -> weight."""
+    gradient = {}
+    for name, weight in weights.items():
+        curvature, target = bowl(name, weight.shape, rank, step)
+        gradient[name] = curvature.numpy() * (weight - target.numpy())
+    return gradient
+
+
 def dgc(**options):
     """DGC for small tensors, without warm-up."""
     return DGC(**{"sparsity": 0.9, "warmup_epochs": 0, "dense_epochs": 0, "min_elements": 50, **options})

@@ -1,0 +1,142 @@
+"""Every compressor there is, made quick for small models; and what the laws look at."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gradcomp import registry
+from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.memory import Momentum
+from tests.averaging.workers import averaged, seeded
+from tests.threads import COLLECTIVES
+
+QUICK = {"min_elements": 40, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9}
+"""For small tensors, without warm-up. A compressor takes of these what it knows."""
+
+OTHER_OPTIONS = {
+    "dgc": [{"momentum_masking": False}],
+    "gradient_dropping": [{"scope": "tensor"}],
+    "onebit": [{"groups": "column", "threshold": "mean"}],
+    "twobit": [{"threshold": 0.5}],
+    "terngrad": [{"error_feedback": True, "share_scaler": False}],
+    "powersgd": [{"rank": 1, "warm_start": False}],
+}
+"""What a compressor's defaults do not reach."""
+
+KEPT = ("residual", "velocity")
+"""Kinds of state that hold gradients which were not sent."""
+
+
+def quick(cls, **options):
+    """An instance for tests."""
+    known = {field.name for field in fields(cls)}
+    return cls(**{**{key: value for key, value in QUICK.items() if key in known}, **options})
+
+
+def _cases():
+    cases = {}
+    for entry in registry.entries():
+        for options in [{}, *OTHER_OPTIONS.get(entry.name, [])]:
+            label = ",".join([entry.name, *(f"{key}={value}" for key, value in options.items())])
+            cases[label] = partial(quick, entry.cls, **options)
+    return cases
+
+
+def _remembers(make):
+    """Whether what is not sent is kept, as its state tells after a step."""
+    compressor, layout = make(), Layout(("a",), ((40, 40),))
+    if not isinstance(compressor, Lossy):
+        return False
+    memory = compressor.memory(layout, torch.device("cpu"), 0)
+    memory.compensate(torch.ones(layout.n), [Momentum()], {"a"})
+    memory.commit({"a"})
+    return any(memory.state_dict().get(kind) for kind in KEPT)
+
+
+EVERY = _cases()
+LOSSY = {label: make for label, make in EVERY.items() if isinstance(make(), Lossy)}
+REMEMBERING = {label: make for label, make in EVERY.items() if _remembers(make)}
+ANY_OPTIMIZER = {label: make for label, make in EVERY.items() if not make().owns_momentum}
+SCALE_FREE = {label: make for label, make in EVERY.items() if label not in ("fp16", "twobit,threshold=0.5")}
+"""Without those whose numbers have a unit."""
+
+
+class Parts(nn.Module):
+    """Parameters of these shapes, and a loss that is linear in each."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        self.parts = nn.ParameterList(torch.empty(shape) for shape in shapes)
+        for number, part in enumerate(self.parts):
+            with torch.no_grad():
+                part.copy_(torch.randn(part.shape, generator=seeded(number)))
+
+
+def parts_loss(model, rank, step):
+    """Gradients that do not depend on the weights, different for each rank and step, heavy-tailed."""
+    generator = seeded(rank, step)
+    total = 0
+    for part in model.parts:
+        slope = torch.randn(part.shape, generator=generator)
+        total = total + (part * slope * slope.abs()).sum()
+    return total
+
+
+def with_adamw(model, group, compressor):
+    """An optimizer and an averager; `averaged` has SGD."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return optimizer, GradientAverager(model, compressor, optimizer=optimizer, process_group=group)
+
+
+def without_momentum(model, group, compressor, schedule=None):
+    """An optimizer and an averager, with plain SGD: what is compressed is then the gradient itself."""
+    return averaged(model, group, compressor, schedule, momentum=0.0)
+
+
+def kept(averager):
+    """Name -> fp64 copy of what is remembered of this parameter."""
+    state = averager.state_dict()["memory"]
+    [parts] = [state[kind] for kind in KEPT if kind in state]
+    return {name: part.double() for name, part in parts.items()}
+
+
+def note_sent(averager):
+    """A list that grows by name -> what this rank sent, at every step that counts."""
+    memory, layout, sent = averager.memory, averager.gradients.layout, []
+    forget = memory.forget
+
+    def noting(what):
+        flat = torch.zeros(layout.n)
+        what.add_to(flat)
+        sent.append(layout.split(flat.double()))
+        forget(what)
+
+    memory.forget = noting
+    return sent
+
+
+@contextmanager
+def recorded_bytes(world):
+    """Inside, a log for each rank of the bytes that it puts into each collective."""
+    log = [[] for _ in range(world)]
+
+    def recording(collective):
+        def call(*tensors, group, **options):
+            log[group.rank()].append(tensors[-1].view(torch.uint8).numpy().tobytes())
+            return collective(*tensors, group=group, **options)
+
+        return call
+
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(dist, name, recording(getattr(dist, name))))
+        yield log

@@ -1,0 +1,513 @@
+"""Laws for every registered compressor: whoever adds one finds them here already."""
+
+import io
+
+import pytest
+import torch
+
+from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.compressors import Lossy
+from tests.averaging.laws import (
+    EVERY,
+    LOSSY,
+    REMEMBERING,
+    SCALE_FREE,
+    ANY_OPTIMIZER,
+    Parts,
+    kept,
+    note_sent,
+    parts_loss,
+    recorded_bytes,
+    with_adamw,
+    without_momentum,
+)
+from tests.averaging.workers import (
+    Table,
+    all_equal,
+    averaged,
+    backward,
+    conv_net,
+    prescribed_loss,
+    same,
+    train,
+    weights,
+)
+from tests.threads import checked_collectives, run_ranks
+
+every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+lossy = pytest.mark.parametrize("make", LOSSY.values(), ids=LOSSY)
+remembering = pytest.mark.parametrize("make", REMEMBERING.values(), ids=REMEMBERING)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+ODD = {
+    "odd sizes": [(1, 1), (1, 3), (2, 1), (3, 5), (5, 5, 3), (13, 11), (41, 37), (7,), ()],
+    "one element": [(1, 1)],
+    "two matrices of one element": [(1, 1), (1, 1), (3,)],
+    "a row and a column": [(1, 517), (517, 1)],
+    "vectors alone": [(5,), (1030,), ()],
+}
+
+
+def finite(averager, model):
+    """Whether weights and everything that is remembered are finite."""
+    state = averager.state_dict()["memory"]
+    parts = [part for kind in state.values() for part in kind.values() if part.is_floating_point()]
+    return all(bool(torch.isfinite(part).all()) for part in [weights(model), *parts])
+
+
+def gradients(model):
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# Replicas never drift
+
+
+@every
+def test_replicas_are_equal_to_the_bit_with_sgd(make):
+    def work(rank, group):
+        model = conv_net()
+        optimizer, averager = averaged(model, group, make(), nesterov=True, weight_decay=0.01)
+        assert averager.sparsity > 0 or not isinstance(make(), Lossy)
+        train(model, optimizer, averager, rank, 20)
+        assert finite(averager, model)
+        return weights(model)
+
+    assert all_equal(run_ranks(3, work))
+
+
+@pytest.mark.parametrize("make", ANY_OPTIMIZER.values(), ids=ANY_OPTIMIZER)
+def test_replicas_are_equal_to_the_bit_with_adamw(make):
+    def work(rank, group):
+        model = conv_net()
+        optimizer, averager = with_adamw(model, group, make())
+        train(model, optimizer, averager, rank, 20)
+        assert finite(averager, model)
+        return weights(model)
+
+    first, second = run_ranks(2, work)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, weights(conv_net()))
+
+
+# Nothing is lost
+
+
+def books_balance(make, world, model, loss, steps=10):
+    """Sent + remembered = remembered before + gradient, and the mean of what is sent is what arrives on all ranks."""
+
+    def work(rank, group):
+        net = model()
+        optimizer, averager = without_momentum(net, group, make())
+        sent, compressed, log = note_sent(averager), averager.gradients.layout.names, []
+        for step in range(steps):
+            backward(net, optimizer, rank, step, loss)
+            own, before = gradients(net), kept(averager)
+            averager.average()
+            after = kept(averager)
+            assert set(after) == set(compressed)
+            for name in compressed:
+                there_was = before.get(name, 0) + own[name]
+                torch.testing.assert_close(sent[-1][name] + after[name], there_was, **CLOSE)
+            log.append(({name: sent[-1].get(name, own[name]) for name in own}, gradients(net)))
+        return log
+
+    for ranks in zip(*run_ranks(world, work), strict=True):
+        for name, arrived in ranks[0][1].items():
+            assert all_equal([grads[name] for _, grads in ranks])
+            torch.testing.assert_close(sum(sent[name] for sent, _ in ranks) / world, arrived, **CLOSE)
+
+
+@remembering
+@pytest.mark.parametrize("world", [2, 3])
+def test_sent_and_remembered_are_remembered_before_and_the_gradient(make, world):
+    books_balance(make, world, Table, prescribed_loss)
+
+
+@remembering
+@pytest.mark.parametrize("world", [2, 3])
+def test_over_ranks_and_time_what_was_applied_and_the_mean_of_what_is_remembered_is_all_there_was(make, world):
+    """Compressed, dense, compressed: a dense step sends everything, and leaves nothing to remember."""
+    dense = (6, 7)
+
+    def work(rank, group):
+        model, log = Table(), []
+        optimizer, averager = without_momentum(model, group, make(), lambda epoch, step: 0.9 * (step not in dense))
+        for step in range(12):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            own = gradients(model)
+            averager.average()
+            log.append((own, gradients(model), kept(averager)))
+        return log
+
+    owed = {name: torch.zeros(p.shape).double() for name, p in Table().named_parameters()}
+    for step, ranks in enumerate(zip(*run_ranks(world, work), strict=True)):
+        assert all((len(remembered) == 0) == (step in dense) for _, _, remembered in ranks)
+        for name in owed:
+            owed[name] += sum(own[name] for own, _, _ in ranks) / world - ranks[0][1][name]
+            mean = sum(remembered.get(name, torch.zeros_like(owed[name])) for _, _, remembered in ranks) / world
+            torch.testing.assert_close(mean, owed[name], rtol=1e-5, atol=5e-5)
+
+
+# Sizes and zeros
+
+
+@every
+@pytest.mark.parametrize("shapes", ODD.values(), ids=ODD)
+def test_tensors_of_any_size_train(make, shapes):
+    def work(rank, group):
+        model = Parts(*shapes)
+        optimizer, averager = averaged(model, group, make(min_elements=1))
+        train(model, optimizer, averager, rank, 4, parts_loss)
+        assert finite(averager, model)
+        assert averager.describe()
+        return weights(model)
+
+    with checked_collectives(2):
+        assert all_equal(run_ranks(2, work))
+
+
+@remembering
+def test_the_books_balance_for_tensors_of_any_size(make):
+    if make(min_elements=1).takes("part", (1, 1)):
+        books_balance(lambda: make(min_elements=1), 3, lambda: Parts(*ODD["odd sizes"]), parts_loss, steps=5)
+
+
+@every
+def test_while_gradients_are_zero_nothing_moves_and_afterwards_everything_does(make):
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, make())
+        start = weights(model)
+        for step in range(8):
+            zero = step < 5
+            backward(model, optimizer, rank, step, lambda *given, zero=zero: (1 - zero) * prescribed_loss(*given))
+            averager.step()
+            assert finite(averager, model)
+            assert not zero or torch.equal(weights(model), start)
+        assert all(bool((p != q).any()) for p, q in zip(model.parameters(), Table().parameters(), strict=True))
+
+    run_ranks(2, work)
+
+
+@every
+def test_a_layer_without_a_gradient_stays_where_it_is_to_the_bit_while_others_move(make):
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, make())
+        for step in range(6):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            model.matrix.grad.zero_()
+            averager.step()
+        assert finite(averager, model)
+        assert torch.equal(model.matrix, Table().matrix)
+        assert not torch.equal(model.kernel, Table().kernel)
+
+    run_ranks(2, work)
+
+
+# Ranks that differ, models that change
+
+
+@every
+def test_a_parameter_unused_on_a_rank_has_a_gradient_of_zero_there(make):
+    def run(unused):
+        def work(rank, group):
+            model = Table()
+            optimizer, averager = averaged(model, group, make())
+            for step in range(6):
+                backward(model, optimizer, rank, step, prescribed_loss)
+                for name in (("kernel", "bias"), ("matrix",))[rank]:
+                    parameter = getattr(model, name)
+                    parameter.grad = unused(parameter)
+                averager.step()
+            assert finite(averager, model)
+            return weights(model)
+
+        with checked_collectives(2):
+            return run_ranks(2, work)
+
+    absent = run(lambda parameter: None)
+    assert all_equal(absent)
+    assert torch.equal(absent[0], run(torch.zeros_like)[0])
+
+
+@every
+def test_a_parameter_unused_on_every_rank_gets_no_gradient(make):
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, make())
+        for step in range(3):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            model.matrix.grad = model.small.grad = None
+            averager.step()
+            assert model.matrix.grad is None
+            assert model.small.grad is None
+
+    run_ranks(2, work)
+
+
+@every
+def test_layers_may_be_frozen_and_unfrozen_in_mid_run_and_nothing_is_lost(make):
+    """What is remembered of a frozen layer waits for it."""
+    trains = {"kernel": lambda step: not 4 <= step < 7, "matrix": lambda step: step >= 2, "bias": lambda step: step > 3}
+
+    def work(rank, group):
+        model, total = Table(), {}
+        parameters = dict(model.named_parameters())
+        optimizer, averager = without_momentum(model, group, make())
+        for step in range(10):
+            for name, when in trains.items():
+                parameters[name].requires_grad_(when(step))
+            backward(model, optimizer, rank, step, prescribed_loss)
+            own, before = gradients(model), averager.state_dict()["memory"]
+            averager.average()
+            for name, arrived in gradients(model).items():
+                total[name] = total.get(name, 0) + own[name] - arrived
+            if 4 <= step < 7:
+                after = averager.state_dict()["memory"]
+                kinds = [kind for kind in before if "kernel" in before[kind]]
+                assert all(torch.equal(before[kind]["kernel"], after[kind]["kernel"]) for kind in kinds)
+        return weights(model), total, kept(averager) if make in REMEMBERING.values() else None
+
+    with checked_collectives(2):
+        results = run_ranks(2, work)
+    assert all_equal([values for values, _, _ in results])
+    if results[0][2] is not None:
+        for name in ("kernel", "matrix", "small", "bias"):
+            owed = sum(total[name] for _, total, _ in results) / 2
+            there = sum(remembered.get(name, torch.zeros_like(owed)) for _, _, remembered in results) / 2
+            torch.testing.assert_close(there, owed, rtol=1e-5, atol=5e-5)
+
+
+# Precisions and layouts
+
+
+@every
+def test_bf16_parameters_have_books_in_fp32(make):
+    def work(rank, group):
+        model = Table().bfloat16()
+        optimizer, averager = averaged(model, group, make())
+        train(model, optimizer, averager, rank, 6, prescribed_loss)
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+        kinds = averager.state_dict()["memory"].values()
+        assert {part.dtype for parts in kinds for part in parts.values()} <= {torch.float32, torch.uint8}
+        assert finite(averager, model)
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
+def in_memory_format(model, strange):
+    """Other strides, the same numbers."""
+    if strange:
+        model.kernel.data = model.kernel.data.to(memory_format=torch.channels_last)
+        model.matrix.data = model.matrix.data.t().contiguous().t()
+    return model
+
+
+@every
+def test_channels_last_and_transposed_parameters_train_to_the_same_bits(make):
+    def run(strange):
+        def work(rank, group):
+            model = in_memory_format(Table(), strange)
+            optimizer, averager = averaged(model, group, make())
+            train(model, optimizer, averager, rank, 6, prescribed_loss)
+            assert model.matrix.is_contiguous() != strange
+            return weights(model), averager.state_dict()["memory"]
+
+        return run_ranks(2, work)
+
+    for (got, memory), (expected, other) in zip(run(True), run(False), strict=True):
+        assert torch.equal(got, expected)
+        assert same(memory, other)
+
+
+# Repeatable
+
+
+@every
+def test_the_same_run_puts_the_same_bytes_on_the_wire(make):
+    def run():
+        def work(rank, group):
+            model = conv_net()
+            train(model, *averaged(model, group, make()), rank, 5)
+            return weights(model)
+
+        with recorded_bytes(3) as log:
+            return run_ranks(3, work), log
+
+    torch.manual_seed(0)
+    results, log = run()
+    torch.manual_seed(1)  # nothing is drawn from the global generator
+    again, log_again = run()
+    assert log == log_again
+    assert all(len(calls) >= 5 for calls in log)
+    assert all_equal(results + again)
+
+
+def stored(*parts):
+    """What `torch.load` makes of a checkpoint of these, without running code from it."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in parts], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@every
+@pytest.mark.parametrize("stop", [3, 6], ids=["compressed", "dense"])
+def test_a_resumed_run_is_the_straight_run_to_the_bit(make, stop):
+    def fresh(group):
+        model = conv_net()
+        schedule = lambda epoch, step: 0.0 if step in (6, 7) else 0.9  # noqa: E731
+        return model, *averaged(model, group, make(), schedule, nesterov=True)
+
+    def work(rank, group):
+        straight, first, second = fresh(group), fresh(group), fresh(group)
+        train(*straight, rank, 10)
+        train(*first, rank, stop)
+        for part, state in zip(second, stored(*first), strict=True):
+            part.load_state_dict(state)
+        train(*second, rank, range(stop, 10))
+        assert torch.equal(weights(second[0]), weights(straight[0]))
+        assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
+
+    run_ranks(2, work)
+
+
+# Not finite
+
+
+@every
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_after_a_step_that_is_not_finite_and_skipped_training_goes_on_as_if_it_had_not_been(make, value):
+    def run(spoilt_at):
+        def work(rank, group):
+            model = Table()
+            optimizer, averager = averaged(model, group, make())
+            for step in range(6):
+                if step in spoilt_at:
+                    backward(model, optimizer, rank, 1000, prescribed_loss)
+                    if rank == step % 3:
+                        model.kernel.grad[1, 2] = value
+                    before = averager.state_dict()["memory"]
+                    averager.average()  # and no step of the optimizer: as a GradScaler does
+                    assert not torch.isfinite(model.kernel.grad).all(), f"rank {rank} sees nothing of it"
+                    assert same(averager.state_dict()["memory"], before), f"rank {rank} remembers it"
+                backward(model, optimizer, rank, step, prescribed_loss)
+                averager.step()
+            assert finite(averager, model)
+            return weights(model), averager.state_dict()["memory"]
+
+        return run_ranks(3, work)
+
+    for (got, memory), (expected, other) in zip(run({0, 2, 4}), run(()), strict=True):
+        assert torch.equal(got, expected)
+        assert same(memory, other)
+
+
+@lossy
+def test_large_gradients_never_poison_what_is_remembered(make):
+    """Finite, but so large that sums of them are not."""
+
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = without_momentum(model, group, make())
+        for step in range(4):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            if step == 1:
+                for parameter in model.parameters():
+                    parameter.grad.sign_().mul_(1e37)
+            averager.average()
+            state = averager.state_dict()["memory"]
+            for parts in state.values():
+                assert all(bool(torch.isfinite(part).all()) for part in parts.values() if part.is_floating_point())
+            seen = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        assert step < 3 or bool(torch.isfinite(seen).all())
+        return seen
+
+    first, second = run_ranks(2, work)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("make", SCALE_FREE.values(), ids=SCALE_FREE)
+@pytest.mark.parametrize("power", [-80, 80])
+def test_gradients_of_another_scale_have_averages_of_that_scale_to_the_bit(make, power):
+    """Nothing squares them, compares them with a constant or adds one, by which small ones would be lost."""
+
+    def run(scale):
+        def work(rank, group):
+            model, seen = Table(), []
+            optimizer, averager = without_momentum(model, group, make())
+            for step in range(4):
+                backward(model, optimizer, rank, step, lambda *given: scale * prescribed_loss(*given))
+                averager.average()
+                seen.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]) / scale)
+            return torch.stack(seen)
+
+        return run_ranks(2, work)[0]
+
+    assert torch.equal(run(2.0**power), run(1.0))
+
+
+# Honest numbers
+
+
+@every
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_call_the_same_collectives_and_report_what_they_carried(make, world):
+    """Exactly in a compressed step. A dense one reports its gradients, and not the one number a parameter beside."""
+    flags = 4 * 2 * len(list(Table().parameters()))
+
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, make(), lambda epoch, step: 0.9 * (step != 3))
+        said = averager.describe()
+        for step in range(5):
+            compressed = averager.sparsity > 0
+            backward(model, optimizer, rank, step, prescribed_loss)
+            already = len(log[rank])
+            averager.step()
+            carried = 0
+            for collective, length in log[rank][already:]:
+                gather = collective == "all_gather_into_tensor"
+                carried += (world - 1) * length if gather else round(2 * (world - 1) / world * length)
+            sent = averager.stats.bytes_sent
+            assert sent == averager.stats.bytes_received
+            assert sent == carried if compressed else carried - flags <= sent <= carried
+            assert step == 3 or f" {sent:,} bytes sent a step" in said
+
+    with checked_collectives(world) as log:
+        run_ranks(world, work)
+
+
+@every
+def test_in_a_world_of_one_training_is_as_without_it_to_the_bit(make):
+    def run(step_of):
+        model = conv_net()
+        optimizer, averager = averaged(model, None, make(), nesterov=True, weight_decay=0.1)
+        for step in range(5):
+            backward(model, optimizer, 0, step)
+            step_of(optimizer, averager)()
+        return weights(model)
+
+    with_averager = run(lambda optimizer, averager: averager.step)
+    assert torch.equal(with_averager, run(lambda optimizer, averager: optimizer.step))
+
+
+@every
+def test_its_own_state_can_always_be_loaded(make):
+    """Whatever the parameters are called."""
+
+    def work(rank, group):
+        model = torch.nn.Module()
+        names = ["state", "residual", "generator", "query", "velocity", "steps"]
+        for number, name in enumerate(names):
+            model.register_parameter(name, torch.nn.Parameter(torch.ones((3,) if number % 2 else (20, 30))))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        averager = GradientAverager(model, make(), optimizer=optimizer, process_group=group)
+        sum((p * p).sum() for p in model.parameters()).backward()
+        averager.step()
+        state = averager.state_dict()
+        averager.load_state_dict(state)
+        assert same(averager.state_dict()["memory"], state["memory"])
+
+    run_ranks(2, work)

@@ -1,0 +1,140 @@
+"""1-bit SGD's quantiser, as in the paper (threshold 0) and in CNTK (also the mean), and its bytes."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gradcomp.compressors import OneBit
+from lightning_gradcomp.compressors.layout import Layout
+from tests.compressors.books import Worker, normal, one
+
+V = torch.tensor([1, -1, 2, -3, 0, 0.5, -0.5, 4])
+VECTORS = {
+    "zero": (
+        "zero",
+        V,
+        [1, 0, 1, 0, 1, 1, 0, 1],
+        (-1.5, 1.5),
+        [-0.5, 0.5, 0.5, -1.5, -1.5, -1, 1, 2.5],
+    ),
+    "mean": (
+        "mean",
+        V,
+        [1, 0, 1, 0, 0, 1, 0, 1],
+        (-1.125, 1.875),
+        [-0.875, 0.125, 0.125, -1.875, 1.125, -1.375, 0.625, 2.125],
+    ),
+    "all positive": ("zero", torch.tensor([1.0, 2, 3, 4]), [1] * 4, (0, 2.5), [-1.5, -0.5, 0.5, 1.5]),
+    "all negative": ("zero", torch.tensor([-1.0, -2, -3, -4]), [0] * 4, (-2.5, 0), [1.5, 0.5, -0.5, -1.5]),
+    "all zero": ("zero", torch.zeros(5), [1] * 5, (0, 0), [0] * 5),
+    "all zero, mean": ("mean", torch.zeros(5), [1] * 5, (0, 0), [0] * 5),
+}
+ODD = Layout(("a", "b", "c", "d"), ((3, 7), (1, 1), (5, 5, 3), (2, 513)))
+WAYS = {
+    "block of 8": {"group_size": 8},
+    "block of 512": {},
+    "column": {"groups": "column"},
+    "tensor": {"groups": "tensor"},
+}
+ways = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+
+
+def bits_of(payload, length):
+    return np.unpackbits(payload.numpy(), bitorder="little")[:length].tolist()
+
+
+@pytest.mark.parametrize(("threshold", "v", "bits", "values", "residual"), VECTORS.values(), ids=VECTORS)
+def test_bits_values_and_residual_of_known_vectors(threshold, v, bits, values, residual):
+    worker = Worker(OneBit(groups="tensor", threshold=threshold), one(1, len(v)))
+    decoded = worker.push(v)
+    assert bits_of(worker.payload[8:], len(v)) == bits
+    assert worker.payload[:8].view(torch.float32).tolist() == list(values)
+    assert decoded.tolist() == [values[bit] for bit in bits]
+    assert worker.residual.tolist() == residual
+
+
+def test_what_was_not_sent_is_added_before_the_next_bits_are_taken():
+    worker = Worker(OneBit(groups="tensor"), one(1, 8))
+    worker.push(V)
+    decoded = worker.push(torch.zeros(8))  # of [-0.5, 0.5, 0.5, -1.5, -1.5, -1, 1, 2.5]
+    assert decoded.tolist() == [-1.125, 1.125, 1.125, -1.125, -1.125, -1.125, 1.125, 1.125]
+
+
+def test_a_negative_zero_is_on_the_side_of_the_ones():
+    worker = Worker(OneBit(groups="tensor"), one(1, 4))
+    worker.push(torch.tensor([-0.0, 4.0, -2.0, 0.0]))
+    assert bits_of(worker.payload[8:], 4) == [1, 1, 0, 1]
+
+
+@ways
+def test_groups_never_span_two_parameters(options):
+    """What another parameter holds changes nothing: the values are those of the parameter alone."""
+    v = normal(ODD.n)
+    decoded = Worker(OneBit(**options), ODD).push(v)
+    for (start, stop), shape in zip(ODD.bounds, ODD.shapes, strict=True):
+        assert torch.equal(decoded[start:stop], Worker(OneBit(**options), one(*shape)).push(v[start:stop]))
+
+
+@ways
+@pytest.mark.parametrize("threshold", ["zero", "mean"])
+def test_a_group_of_zeros_decodes_to_zeros_whatever_its_neighbours_hold(options, threshold):
+    v = normal(ODD.n)
+    v[21:97] = 0  # the second and the third parameter
+    worker = Worker(OneBit(threshold=threshold, **options), ODD)
+    assert not worker.push(v)[21:97].any()
+    assert not worker.residual[21:97].any()
+
+
+@ways
+def test_at_threshold_0_no_group_loses_any_of_its_sum(options):
+    worker = Worker(OneBit(**options), ODD)
+    for seed in range(5):
+        worker.push(normal(ODD.n, seed))
+        for (start, stop), shape in zip(ODD.bounds, ODD.shapes, strict=True):
+            size = {"column": (stop - start) // shape[0], "tensor": stop - start}.get(
+                options.get("groups"), options.get("group_size", 512)
+            )
+            for group in worker.residual[start:stop].double().split(size):
+                assert abs(float(group.sum())) < 1e-4
+
+
+def test_a_column_is_a_units_fan_in():
+    """A row of PyTorch's weight, all inputs of a kernel: each row of one magnitude is sent without error."""
+    magnitudes = torch.tensor([1.0, 10.0, 0.1])
+    signs = normal(3 * 10).sign().view(3, 10)
+    worker = Worker(OneBit(groups="column"), one(3, 5, 2, 1))
+    torch.testing.assert_close(worker.push(signs * magnitudes[:, None]).view(3, 10), signs * magnitudes[:, None])
+    assert worker.payload.numel() == 3 * 8 + 4
+
+
+@ways
+@pytest.mark.parametrize("layout", [ODD, one(1, 1), one(1, 8), one(3, 3), one(700, 3)], ids=str)
+def test_the_payload_is_two_numbers_a_group_and_one_bit_an_element(layout, options):
+    compressor = OneBit(**options)
+    worker = Worker(compressor, layout)
+    v = normal(layout.n)
+    decoded = worker.push(v)
+    groups = 0
+    for size, shape in zip(layout.sizes, layout.shapes, strict=True):
+        per_group = {"column": size // shape[0], "tensor": size}.get(
+            options.get("groups"), options.get("group_size", 512)
+        )
+        groups += -(-size // per_group)
+    assert worker.payload.dtype == torch.uint8
+    assert worker.payload.numel() == 8 * groups + -(-layout.n // 8) == compressor.payload_bytes(layout, 0.5)
+    assert bits_of(worker.payload[8 * groups :], layout.n) == (v >= 0).int().tolist()
+    assert torch.equal(decoded + worker.residual, decoded + (v - decoded))
+
+
+def test_a_block_of_512_costs_1_and_an_eighth_bits_an_element():
+    assert 8 * OneBit().payload_bytes(one(1024, 1024), 0.5) == 1.125 * 2**20
+
+
+@pytest.mark.parametrize("threshold", ["zero", "mean"])
+def test_one_compression_leaves_less_than_there_was(threshold):
+    """A contraction: else error feedback would not be bounded. Also where a tensor's scales differ by a thousand."""
+    v = normal(4096)
+    for scaled in (v, v.pow(3), v * (torch.arange(4096) < 2048) * 1000 + v):
+        worker = Worker(OneBit(threshold=threshold), one(64, 64))
+        worker.push(scaled)
+        assert worker.residual.norm() < 0.95 * scaled.norm()
