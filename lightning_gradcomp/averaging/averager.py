@@ -138,8 +138,8 @@ class GradientAverager:
                 [mean], anywhere = all_reduce_mean(
                     self.topology, [self.gradients.flat], present, self.compressor.wire, saturate=grad_scale == 1
                 )
-            self.gradients.flat.copy_(mean)
-            self.gradients.assign(anywhere, 1.0)
+            compressed, dense = mean.split([self.gradients.layout.n, self.gradients.dense_layout.n])
+            self.gradients.assign(compressed, dense, anywhere, 1.0)
             self.after_dense_step(grad_scale=grad_scale, seconds=stats.seconds["exchange"])
             return
         assert self._compression is not None

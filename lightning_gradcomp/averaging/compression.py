@@ -11,7 +11,7 @@ from torch import nn
 from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean, message_bytes
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.takeover import adopt, decay, hand_back, rules
+from lightning_gradcomp.averaging.takeover import adopt, hand_back, rules
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
 from lightning_gradcomp.compressors.base import Lossy
 from lightning_gradcomp.compressors.memory import Velocity
@@ -81,10 +81,8 @@ class Compression:
             has or more for has, more in zip_longest(present, (n in memory.started for n in names), fillvalue=False)
         ]
         moving = {name for name, has in zip(names, present, strict=False) if has}
-        if isinstance(memory, Velocity):
-            views = gradients.layout.views(gradients.compressed_flat)
-            decay(views, gradients.compressed, momenta, [name in moving for name in names])
-        return True, present, memory.compensate(gradients.compressed_flat, momenta, moving)
+        weights = [parameter.detach().reshape(-1) for parameter in gradients.compressed]
+        return True, present, memory.compensate(gradients.compressed_flat, momenta, moving, weights)
 
     def describe(self) -> str:
         """What is compressed, and what a step sends once the warm-up is over."""
@@ -110,11 +108,10 @@ class Compression:
                 memory.forget(sent)
                 names = gradients.layout.names
                 memory.commit({name for name, has in zip(names, exchange.anywhere, strict=False) if has})
-                gradients.compressed_flat.copy_(mean)
-                gradients.dense_flat.copy_(exchange.dense_mean)
+                gradients.assign(mean, exchange.dense_mean, exchange.anywhere, grad_scale)
             else:
                 gradients.flat.fill_(torch.nan)
-            gradients.assign(exchange.anywhere, grad_scale)
+                gradients.assign(gradients.compressed_flat, gradients.dense_flat, exchange.anywhere, 1.0)
 
     def settle(self, grad_scale: float, stats: Stats) -> None:
         """From sparse back to dense: send all that is remembered, and give the optimizer its momentum back."""
@@ -126,12 +123,12 @@ class Compression:
         with stats.phase("exchange"):
             [mean, *momentum], anywhere = all_reduce_mean(self.topology, flats, present)
         with stats.phase("decompress"):
-            gradients.flat.copy_(mean)
             if all_finite(mean):
                 if self.optimizer and momentum:
                     hand_back(self.optimizer, gradients.compressed, gradients.layout.views(momentum[0]), anywhere)
                 memory.clear()
-            gradients.assign(anywhere, grad_scale)
+            compressed, dense = mean.split([gradients.layout.n, gradients.dense_layout.n])
+            gradients.assign(compressed, dense, anywhere, grad_scale)
         traffic = dense_traffic(4 * sum(flat.numel() for flat in flats), self.topology.world)
         stats.bytes_sent = stats.bytes_received = traffic
 

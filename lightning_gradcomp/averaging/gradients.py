@@ -38,7 +38,10 @@ class Gradients:
         device = named[0][1].device if named else torch.device("cpu")
         self.flat = torch.zeros(self.layout.n + self.dense_layout.n, device=device)
         self.compressed_flat, self.dense_flat = self.flat[: self.layout.n], self.flat[self.layout.n :]
-        self._views = self.layout.views(self.compressed_flat) + self.dense_layout.views(self.dense_flat)
+        self._views = self._views_of(self.compressed_flat, self.dense_flat)
+
+    def _views_of(self, compressed: torch.Tensor, dense: torch.Tensor) -> list[torch.Tensor]:
+        return self.layout.views(compressed) + self.dense_layout.views(dense)
 
     def trainable_now(self) -> list[bool]:
         """Which of the model's parameters require a gradient at this moment."""
@@ -65,12 +68,10 @@ class Gradients:
             self.flat.div_(scale)
         return [parameter.grad is not None for parameter in self.parameters]
 
-    def assign(self, present: list[bool], scale: float) -> None:
-        """Write `flat` · scale into `p.grad` wherever `present`, making a gradient where there is none."""
-        if scale != 1:
-            self.flat.mul_(scale)
-        for view, parameter, wanted in zip(self._views, self.parameters, present, strict=True):
+    def assign(self, compressed: torch.Tensor, dense: torch.Tensor, present: list[bool], scale: float) -> None:
+        """Write the flat averages · scale into `p.grad` wherever `present`, making a gradient where there is none."""
+        for view, parameter, wanted in zip(self._views_of(compressed, dense), self.parameters, present, strict=True):
             if wanted:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(view)
+                parameter.grad.copy_(view if scale == 1 else view * scale)

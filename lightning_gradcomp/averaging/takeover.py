@@ -84,18 +84,6 @@ def adopt(
             memory.adopt(name, buffer)
 
 
-def decay(
-    gradients: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-    rules: Sequence[Momentum],
-    wanted: Sequence[bool],
-) -> None:
-    """Add weight decay to the local `gradients`, in place: inside the momentum it has the strength it has in SGD."""
-    for gradient, parameter, rule, has in zip(gradients, parameters, rules, wanted, strict=True):
-        if rule.weight_decay and has:
-            gradient.add_(parameter.detach(), alpha=rule.weight_decay)
-
-
 def _split(group: dict[str, Any], taken: set[int]) -> list[dict[str, Any]]:
     ours = [parameter for parameter in group["params"] if id(parameter) in taken]
     others = [parameter for parameter in group["params"] if id(parameter) not in taken]

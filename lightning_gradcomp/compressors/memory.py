@@ -7,7 +7,7 @@ was, to the bit: new values are made in buffers of their own, which commit excha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from lightning_gradcomp.compressors.layout import Layout
@@ -25,27 +25,28 @@ class Momentum:
     weight_decay: float = 0.0
 
 
+IN_CACHE = 131_072
+"""Elements that are worked on at a time, so that the passes over them find them in the processor's cache."""
+
+
 def accumulate_velocity(
-    g: torch.Tensor,
-    u: torch.Tensor,
-    v: torch.Tensor,
-    rule: Momentum,
-    first: bool,
-    u_out: torch.Tensor,
-    v_out: torch.Tensor,
+    g: torch.Tensor, u: torch.Tensor, v: torch.Tensor, w: torch.Tensor | None, rule: Momentum, first: bool
 ) -> None:
-    """Momentum correction (Lin et al. 2018, §3.2, eq. 7): u ← m·u + g, v ← v + u; Nesterov: v ← v + g + m·u.
+    """Momentum correction (Lin et al. 2018, §3.2, eq. 7), in place: u ← m·u + g, v ← v + u; Nesterov: v ← v + g + m·u.
 
     u is kept in the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so
-    that a momentum changed by a schedule acts as it does in `torch.optim.SGD`, and the two can be exchanged.
-    `first`: no earlier gradient, hence no dampening, as in torch. All tensors 1-D fp32 of one length.
+    that a momentum changed by a schedule acts as it does in `torch.optim.SGD`, and the two can be exchanged. Weight
+    decay λ·w is added to g first: inside the momentum it has the strength that it has in SGD. `first`: no earlier
+    gradient, hence no dampening, as in torch. All tensors 1-D fp32 of one length; g is used up.
     """
     m, damp = rule.momentum, 0.0 if first else rule.dampening
-    torch.mul(u, m, out=u_out).add_(g, alpha=1 - damp)
+    if w is not None and rule.weight_decay:
+        g.add_(w, alpha=rule.weight_decay)
+    u.mul_(m).add_(g, alpha=1 - damp)
     if rule.nesterov:
-        torch.add(v, g, out=v_out).add_(u_out, alpha=m)
+        v.add_(g).add_(u, alpha=m)
     else:
-        torch.add(v, u_out if m else g, out=v_out)
+        v.add_(u if m else g)
 
 
 class Memory:
@@ -62,12 +63,15 @@ class Memory:
         """Whether nothing is remembered: nothing was accumulated yet, or all was handed back."""
         return not self.started
 
-    def compensate(self, g: torch.Tensor, rules: list[Momentum], moving: set[str]) -> torch.Tensor:
+    def compensate(
+        self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         """What to send for this step's gradient g (flat fp32 [n]).
 
         Args:
             rules: how SGD would treat each parameter, for a memory that owns the momentum.
             moving: the parameters that take part.
+            weights: the parameters themselves, flat, for their decay.
         """
         return g
 
@@ -95,7 +99,9 @@ class Residual(Memory):
         super().__init__(layout, device)
         self.residual, self._residual = torch.zeros(layout.n, device=device), torch.zeros(layout.n, device=device)
 
-    def compensate(self, g: torch.Tensor, rules: list[Momentum], moving: set[str]) -> torch.Tensor:
+    def compensate(
+        self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         """The residual and the gradient."""
         return torch.add(self.residual, g, out=self._residual)
 
@@ -128,18 +134,20 @@ class Velocity(Memory):
         self.u, self.v, self._u, self._v = (torch.zeros(layout.n, device=device) for _ in range(4))
         self._started = self.started
 
-    def compensate(self, g: torch.Tensor, rules: list[Momentum], moving: set[str]) -> torch.Tensor:
-        """The velocity to send from: v + u after this step's gradient g, with weight decay already in it.
+    def compensate(
+        self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """The velocity to send from: v + u after this step's gradient g, which is used up.
 
         A parameter that is new among those `moving` starts without dampening.
         """
-        for (start, stop), name, rule in zip(self.layout.bounds, self.layout.names, rules, strict=True):
-            part = slice(start, stop)
-            if name in moving:
-                first = name not in self.started
-                accumulate_velocity(g[part], self.u[part], self.v[part], rule, first, self._u[part], self._v[part])
-            else:
-                self._u[part], self._v[part] = self.u[part], self.v[part]
+        for i, ((start, stop), name, rule) in enumerate(zip(self.layout.bounds, self.layout.names, rules, strict=True)):
+            for begin in range(start, stop, IN_CACHE):
+                part = slice(begin, min(begin + IN_CACHE, stop))
+                u, v = self._u[part].copy_(self.u[part]), self._v[part].copy_(self.v[part])
+                if name in moving:
+                    w = weights[i][begin - start : part.stop - start] if weights else None
+                    accumulate_velocity(g[part], u, v, w, rule, first=name not in self.started)
         self._started = self.started | moving
         return self._v
 

@@ -19,6 +19,9 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
 
+IN_CACHE = 65_536
+"""Elements that are worked on at a time: 256 KiB."""
+
 
 def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits (bool [groups, size]) and their two values (fp32 [groups, 2]: of bit 0, of bit 1) of v [groups, size].
@@ -68,12 +71,14 @@ class OneBit(Codec):
         return Residual(layout, device)
 
     def _pieces(self, layout: Layout) -> list[tuple[int, int, int]]:
-        """(start, groups, size) of runs of equal groups: each tensor's full groups, then its shorter last one."""
+        """(start, groups, size) of runs of equal groups: each tensor's full groups, some at a time, then its last."""
         pieces = []
         for (start, stop), shape in zip(layout.bounds, layout.shapes, strict=True):
             n = stop - start
             size = min(n, {"block": self.group_size, "column": n // shape[0], "tensor": n}[self.groups])
-            pieces.append((start, n // size, size))
+            rows = max(1, IN_CACHE // size)
+            for first in range(0, n // size, rows):
+                pieces.append((start + first * size, min(rows, n // size - first), size))
             if n % size:
                 pieces.append((stop - n % size, 1, n % size))
         return pieces

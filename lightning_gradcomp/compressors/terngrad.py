@@ -12,13 +12,13 @@ ternary digits in a byte, 1.6 bits an element against the ideal log2(3) = 1.585.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_gradcomp.compressors.base import Lossy
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.memory import Residual
+from lightning_gradcomp.compressors.memory import Momentum, Residual
 from lightning_gradcomp.compressors.wire import Everything, Sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
@@ -48,15 +48,17 @@ def ternarise(g: torch.Tensor, s: torch.Tensor, generator: torch.Generator) -> t
 def pack(t: torch.Tensor) -> torch.Tensor:
     """Five digits of t (int8 [n], each -1, 0 or 1) in a byte, the first lowest: uint8 [ceil(n / 5)]."""
     digits = torch.nn.functional.pad(t + 1, (0, -t.numel() % DIGITS)).to(torch.uint8).view(-1, DIGITS)
-    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=t.device)
-    return (digits * powers).sum(1, dtype=torch.uint8)
+    packed = digits[:, DIGITS - 1].clone()
+    for digit in reversed(range(DIGITS - 1)):
+        packed.mul_(3).add_(digits[:, digit])
+    return packed
 
 
 def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
     """The first n digits that `pack` wrote, as fp32."""
     powers = torch.tensor([1, 3, 9, 27, 81], device=packed.device)
     table = (torch.arange(3**DIGITS, device=packed.device).unsqueeze(1) // powers % 3 - 1).float()
-    return table[packed.int()].view(-1)[:n]
+    return torch.nn.functional.embedding(packed.int(), table).view(-1)[:n]
 
 
 class Draws(Residual):
@@ -67,7 +69,9 @@ class Draws(Residual):
         self.generator = torch.Generator(device).manual_seed(seed)
         self.error_feedback = error_feedback
 
-    def compensate(self, g: torch.Tensor, rules: list, moving: set[str]) -> torch.Tensor:
+    def compensate(
+        self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         return super().compensate(g, rules, moving) if self.error_feedback else g
 
     def forget(self, sent: Sparse | Everything) -> None:

@@ -1,0 +1,121 @@
+"""With each compressor the averager walks with a plain numpy twin of the method, under momentum SGD, for sixty steps.
+
+Both compute in fp32 but add in different orders, so weights drift apart by some last bits. A decision (a sign, a
+threshold, a place among the k largest) that only one of them takes moves a weight by 1e-3 at least. The twin keeps the
+smallest distance from the edge that any decision had; it has to be larger than the drift, so that agreement to 2e-5 is
+no accident of this machine.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gradcomp.compressors import GradientDropping, OneBit, PowerSGD, TernGrad, TwoBit
+from tests.averaging.workers import Table, averaged, bowl_gradient, bowl_loss, train
+from tests.reference.gradient_dropping import PaperGradientDropping
+from tests.reference.onebit import PaperOneBit
+from tests.reference.powersgd import PaperPowerSGD
+from tests.reference.terngrad import PaperTernGrad
+from tests.reference.twobit import KVStoreTwoBit
+from tests.threads import run_ranks
+
+STEPS = 60
+SGD = {"lr": 0.02, "momentum": 0.9}
+COMPRESSED = ["kernel", "matrix"]
+
+
+def draws(rank, seed=0):
+    """The uniform numbers that TernGrad's rank draws."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+    return lambda n: torch.rand(n, generator=generator).numpy()
+
+
+def queries(rank):
+    """PowerSGD's first queries, which any averager's state tells."""
+    _, averager = averaged(Table(), None, PowerSGD(min_elements=40, rank=rank))
+    return {name: q.numpy() for name, q in averager.state_dict()["memory"]["query"].items()}
+
+
+def onebit(group, threshold, **options):
+    return OneBit(threshold=threshold, warmup_epochs=0, **options), PaperOneBit, {"group": group, "threshold": threshold}
+
+
+def twobit(threshold):
+    return TwoBit(threshold=threshold), KVStoreTwoBit, {"threshold": threshold}
+
+
+def dropping(scope):
+    options = {"sparsity": 0.9, "scope": scope}
+    return GradientDropping(warmup_epochs=0, **options), PaperGradientDropping, options
+
+
+def terngrad(**options):
+    return TernGrad(**options), PaperTernGrad, {"clip_sigma": 2.5, **options}
+
+
+def powersgd(rank, **options):
+    return PowerSGD(rank=rank, **options), PaperPowerSGD, {"queries": queries(rank), **options}
+
+
+CASES = {
+    "onebit, blocks of 64": lambda: onebit(64, "zero", group_size=64),
+    "onebit, columns": lambda: onebit("column", "zero", groups="column"),
+    "onebit, tensors, mean": lambda: onebit("tensor", "mean", groups="tensor"),
+    "twobit, auto": lambda: twobit("auto"),
+    "twobit, 0.5": lambda: twobit(0.5),
+    "terngrad": lambda: terngrad(),
+    "terngrad, unclipped": lambda: terngrad(clip_sigma=0.0),
+    "terngrad, own scalers": lambda: terngrad(share_scaler=False),
+    "terngrad, error feedback": lambda: terngrad(error_feedback=True),
+    "gradient dropping, global": lambda: dropping("global"),
+    "gradient dropping, tensor": lambda: dropping("tensor"),
+    "powersgd, rank 1": lambda: powersgd(1),
+    "powersgd, rank 2": lambda: powersgd(2),
+    "powersgd, cold": lambda: powersgd(2, warm_start=False),
+}
+
+
+def twins_walk(world, twin_class, options):
+    """The twin's weights at the end, and how close a decision was."""
+    start = {name: p.detach().numpy() for name, p in Table().named_parameters()}
+    if twin_class is PaperTernGrad:
+        options = {**options, "draws": [draws(rank) for rank in range(world)]}
+    twin = twin_class(start, COMPRESSED, world, **SGD, **options)
+    for step in range(STEPS):
+        twin.step([bowl_gradient(twin.weights, rank, step) for rank in range(world)])
+    return twin.weights, twin.closest
+
+
+def averagers_walk(world, compressor):
+    """The weights of the averager's first rank at the end."""
+    compressor.min_elements = 40
+
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, compressor, **SGD)
+        assert averager.sparsity > 0
+        train(model, optimizer, averager, rank, STEPS, bowl_loss)
+        return {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+    return run_ranks(world, work)[0]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_weights_are_the_references(world, case):
+    compressor, twin_class, options = case()
+    ours = averagers_walk(world, compressor)
+    expected, closest = twins_walk(world, twin_class, options)
+    drift = max(float(np.abs(ours[name] - weight).max()) for name, weight in expected.items())
+    print(drift, closest)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(ours[name], weight, rtol=2e-5, atol=2e-5, err_msg=name)
+    assert closest > drift
+
+
+def test_every_case_has_weights_of_its_own():
+    """Else agreement on an option would say nothing."""
+    ends = [twins_walk(2, twin_class, options)[0] for _, twin_class, options in (case() for case in CASES.values())]
+    for number, end in enumerate(ends):
+        for other in ends[:number]:
+            assert max(float(np.abs(end[name] - other[name]).max()) for name in end) > 1e-2

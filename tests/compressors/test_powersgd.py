@@ -1,0 +1,229 @@
+"""PowerSGD: what is of rank r arrives in one step, everything else in the end, and no gradient breaks it."""
+
+import pytest
+import torch
+
+from lightning_gradcomp.compressors import PowerSGD
+from lightning_gradcomp.compressors.powersgd import orthonormal
+from tests.averaging.laws import Parts, kept
+from tests.averaging.workers import all_equal, averaged, conv_net, seeded, train
+from tests.compressors.books import normal
+from tests.threads import checked_collectives, run_ranks
+
+
+def powersgd(**options):
+    return PowerSGD(**{"min_elements": 40, "min_compression": 1.0, **options})
+
+
+def averages(shapes, gradients, steps=1, world=2, **options):
+    """For each step: what arrives for each of the parameters, and all that is remembered on each rank."""
+
+    def work(rank, group):
+        model, log = Parts(*shapes), []
+        _, averager = averaged(model, group, powersgd(**options))
+        for step in range(steps):
+            for part, gradient in zip(model.parts, gradients(rank, step), strict=True):
+                part.grad = gradient.clone()
+            averager.average()
+            log.append(([part.grad.clone() for part in model.parts], kept(averager)))
+        return log
+
+    ranks = run_ranks(world, work)
+    for step in zip(*ranks, strict=True):
+        assert all_equal([torch.cat([part.reshape(-1) for part in arrived]) for arrived, _ in step])
+    return [(step[0][0], [remembered for _, remembered in step]) for step in zip(*ranks, strict=True)]
+
+
+def of_rank(r, n, m, *seeds):
+    generator = seeded(*seeds)
+    return torch.randn(n, r, generator=generator) @ torch.randn(r, m, generator=generator)
+
+
+@pytest.mark.parametrize("matrices", [1, 2, 4])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_gradients_of_rank_r_arrive_whole_however_many_matrices_share_a_shape(matrices, rank):
+    """Each on a scale of its own: none is measured with another's length."""
+    scales = [1.0, 1e-6, 1e3, 30.0][:matrices]
+    gradients = [scale * of_rank(rank, 16, 20, number) for number, scale in enumerate(scales)]
+    for arrived, ranks in averages([(16, 20)] * matrices, lambda *_: gradients, steps=3, rank=rank):
+        for number, (got, expected) in enumerate(zip(arrived, gradients, strict=True)):
+            assert float((got - expected).norm() / expected.norm()) < 1e-5
+            assert all(float(kept[f"parts.{number}"].norm() / expected.norm()) < 1e-5 for kept in ranks)
+
+
+def test_ranks_whose_gradients_differ_but_average_to_rank_1_get_that_average():
+    """What differs cancels in the sum over the ranks, up to rounding."""
+    mean = of_rank(1, 16, 20, 1)
+    apart = normal(320).view(16, 20)
+    [(arrived, ranks)] = averages([(16, 20)], lambda rank, step: [mean + apart * (1 - 2 * rank)], rank=1)
+    assert float((arrived[0] - mean).norm() / mean.norm()) < 1e-4
+    assert float((ranks[0]["parts.0"] + ranks[1]["parts.0"]).norm() / mean.norm()) < 1e-4
+    assert float(ranks[0]["parts.0"].norm() / mean.norm()) > 0.1
+
+
+def test_the_residual_stays_bounded_over_two_thousand_steps_of_noise_on_every_rank():
+    """And it is what is owed. Were the averaged product subtracted instead of the rank's own, it would walk off."""
+    steps, shape = 2000, (12, 12)
+
+    def work(rank, group):
+        model = Parts(shape)
+        _, averager = averaged(model, group, powersgd(rank=2))
+        generator, norms, owed = seeded(rank), [], torch.zeros(shape).double()
+        for _ in range(steps):
+            gradient = torch.randn(shape, generator=generator)
+            model.parts[0].grad = gradient.clone()
+            averager.average()
+            owed += gradient.double() - model.parts[0].grad.double()
+            norms.append(float(averager.memory.residual.norm()))
+        return norms, owed, kept(averager)["parts.0"]
+
+    ranks = run_ranks(2, work)
+    for norms, _, _ in ranks:
+        assert max(norms[1000:]) < 1.5 * max(norms[100:1000])
+    mean = sum(remembered for _, _, remembered in ranks) / 2
+    torch.testing.assert_close(mean, sum(owed for _, owed, _ in ranks) / 2, rtol=1e-4, atol=1e-3)
+    walked = [float(owed.norm()) for _, owed, _ in ranks]
+    assert min(walked) > 2 * max(ranks[0][0][1000:]), "this noise would not tell the two apart"
+
+
+def test_a_gradient_that_stays_is_sent_in_the_end_whatever_its_rank():
+    gradient = normal(320).view(16, 20)
+    total = sum(arrived[0] for arrived, _ in averages([(16, 20)], lambda rank, step: [gradient], steps=300, rank=2))
+    assert float((total / 300 - gradient).norm() / gradient.norm()) < 0.1
+
+
+def test_a_warm_start_finds_the_largest_directions_of_a_gradient_that_stays():
+    """Without error feedback's help: a fresh gradient of two large directions and little noise, step after step."""
+    base = 10 * of_rank(2, 16, 20, 3)
+
+    def error(warm_start):
+        def gradients(_, step):
+            return [base + torch.randn(16, 20, generator=seeded(step)) * 3]
+
+        log = averages([(16, 20)], gradients, steps=12, rank=2, warm_start=warm_start)
+        return sum(float((arrived[0] - base).norm() / base.norm()) for arrived, _ in log[4:])
+
+    assert error(True) < error(False)
+
+
+@pytest.mark.parametrize("case", ["zero", "zero column", "zero row", "one entry", "rank 1", "equal columns"])
+def test_matrices_short_of_rank_arrive_finite_and_whole(case):
+    gradient = torch.zeros(16, 20)
+    if case == "zero column":
+        gradient[:, 1:3] = normal(32).view(16, 2)
+    elif case == "zero row":
+        gradient[3:5] = normal(40).view(2, 20)
+    elif case == "one entry":
+        gradient[7, 9] = 5.0
+    elif case == "rank 1":
+        gradient = of_rank(1, 16, 20, 4)
+    elif case == "equal columns":
+        gradient = torch.ones(16, 20)
+    for arrived, _ in averages([(16, 20)], lambda rank, step: [gradient], steps=6, rank=2):
+        torch.testing.assert_close(arrived[0], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-20, 1e18, 1e30])
+def test_gradients_of_any_size_arrive_whole_in_every_step(scale):
+    gradient = of_rank(1, 16, 20, 5)
+    for arrived, ranks in averages([(16, 20)], lambda rank, step: [gradient * scale], steps=5, rank=1):
+        torch.testing.assert_close(arrived[0] / scale, gradient, rtol=1e-4, atol=1e-4)
+        assert all(bool(torch.isfinite(kept["parts.0"]).all()) for kept in ranks)
+
+
+def test_a_gradient_of_zeros_forgets_no_direction_for_good():
+    gradient = of_rank(2, 16, 20, 6)
+
+    def gradients(_, step):
+        return [gradient * (step > 2)]
+
+    arrived, _ = averages([(16, 20)], gradients, steps=12, rank=2)[-1]
+    assert float((arrived[0] - gradient).norm() / gradient.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_queries_are_the_same_on_all_ranks_and_differ_from_matrix_to_matrix(world):
+    def work(rank, group):
+        model = conv_net()
+        optimizer, averager = averaged(model, group, powersgd(), momentum=0.9)
+        seen = [averager.state_dict()["memory"]["query"]]
+        for step in range(4):
+            train(model, optimizer, averager, rank, range(step, step + 1))
+            seen.append(averager.state_dict()["memory"]["query"])
+        return seen
+
+    ranks = run_ranks(world, work)
+    for step in zip(*ranks, strict=True):
+        assert all(torch.equal(other[name], step[0][name]) for other in step for name in step[0])
+    assert not torch.equal(ranks[0][0]["0.weight"], ranks[0][1]["0.weight"])
+    [(_, remembered)] = averages([(16, 20)] * 2, lambda rank, step: [normal(320).view(16, 20)] * 2)
+    assert not torch.equal(remembered[0]["parts.0"], remembered[0]["parts.1"])
+
+
+def test_without_warm_start_every_step_begins_with_the_same_query():
+    def work(rank, group):
+        model = conv_net()
+        optimizer, averager = averaged(model, group, powersgd(warm_start=False))
+        first = averager.state_dict()["memory"]["query"]
+        train(model, optimizer, averager, rank, 3)
+        last = averager.state_dict()["memory"]["query"]
+        assert all(torch.equal(first[name], last[name]) for name in first)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_step_is_two_all_reduces_of_thin_factors(world, rank):
+    shapes = [(16, 20), (10, 3, 3, 3), (7,)]
+
+    def work(own, group):
+        model = Parts(*shapes)
+        _, averager = averaged(model, group, powersgd(rank=rank))
+        for part in model.parts:
+            part.grad = normal(part.numel()).view(part.shape)
+        averager.average()
+
+    with checked_collectives(world) as log:
+        run_ranks(world, work)
+    [(first, p_bytes), (second, q_bytes)] = log[0]
+    assert first == second == "all_reduce"
+    assert p_bytes == 4 * (rank * (16 + 10) + 7 + 1 + 3)  # with the vector, and a flag for itself and each parameter
+    assert q_bytes == 4 * rank * (20 + 27)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "taken"),
+    [
+        ((64, 64), {"rank": 2}, True),  # 256 · 2 < 4096
+        ((64, 64), {"rank": 16}, False),  # 2048 · 2 = 4096
+        ((64, 64), {"rank": 15}, True),
+        ((64, 64), {"rank": 16, "min_compression": 1.9}, True),
+        ((2, 5000), {"rank": 1}, False),  # 5002 · 2 > 10000
+        ((5, 5000), {"rank": 1}, True),
+        ((3, 5000), {"rank": 4, "min_compression": 1}, False),  # no more columns than rows
+        ((64, 3, 3, 3), {"rank": 2}, True),  # 64 x 27
+        ((10, 10), {"rank": 1}, False),  # min_elements
+        ((5000,), {"rank": 1}, False),
+    ],
+    ids=str,
+)
+def test_a_matrix_is_compressed_where_its_factors_are_min_compression_times_smaller(shape, options, taken):
+    assert PowerSGD(**options).takes("weight", shape) == taken
+
+
+@pytest.mark.parametrize("case", ["normal", "zero", "equal columns", "tiny", "huge", "one column zero"])
+def test_the_basis_is_orthonormal_whatever_it_is_made_of(case):
+    p = normal(48).view(16, 3)
+    p = {
+        "normal": p,
+        "zero": 0 * p,
+        "equal columns": p[:, :1].expand(16, 3),
+        "tiny": p * 1e-37,
+        "huge": p * 1e37,
+        "one column zero": p * torch.tensor([1.0, 0.0, 1.0]),
+    }[case]
+    basis = orthonormal(p)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(3), rtol=0, atol=1e-5)
+    spanned = basis @ (basis.T @ p)
+    torch.testing.assert_close(spanned, p.contiguous(), rtol=1e-4, atol=1e-5 * max(float(p.abs().max()), 1e-38))

@@ -1,0 +1,269 @@
+"""TernGrad: unbiased, ternary, on one lattice for all ranks, five digits a byte."""
+
+import pytest
+import torch
+
+from lightning_gradcomp.compressors import TernGrad
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.terngrad import clipped, pack, ternarise, unpack
+from tests.averaging.laws import note_sent, recorded_bytes
+from tests.averaging.workers import (
+    Table,
+    averaged,
+    backward,
+    conv_net,
+    prescribed_loss,
+    seeded,
+    train,
+    weights,
+)
+from tests.compressors.books import normal
+from tests.threads import checked_collectives, run_ranks
+
+
+def terngrad(**options):
+    return TernGrad(**{"min_elements": 40, **options})
+
+
+def steps_of(world, steps=1, **options):
+    """For each rank and step: name -> what the ranks sent on average, what this rank sent, its own gradient."""
+
+    def work(rank, group):
+        model, log = Table(), []
+        optimizer, averager = averaged(model, group, terngrad(**options))
+        sent = note_sent(averager)
+        for step in range(steps):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            own = {name: p.grad.clone() for name, p in model.named_parameters()}
+            averager.average()
+            arrived = {name: p.grad.clone() for name, p in model.named_parameters()}
+            log.append((arrived, sent[-1], own))
+        return log
+
+    return run_ranks(world, work)
+
+
+def test_the_mean_of_ten_thousand_draws_is_the_gradient_within_five_standard_errors():
+    """A draw is ±s with probability |g|/s, so its variance is s|g| - g²."""
+    draws, s = 10_000, torch.tensor(2.0)
+    g = torch.tensor([0.0, 1e-3, -0.01, 0.3, -0.7, 1.0, -1.9, 2.0, -2.0])
+    t = ternarise(g.repeat(draws), s, seeded(7)).view(draws, -1).float()
+    assert set(t.unique().tolist()) == {-1, 0, 1}
+    standard_error = ((s * g.abs() - g**2) / draws).sqrt()
+    assert bool(((s * t.mean(0) - g).abs() <= 5 * standard_error).all())
+    assert bool((t[:, 0] == 0).all())
+    assert bool((t[:, 7] == 1).all())
+    assert bool((t[:, 8] == -1).all())
+
+
+def test_through_the_averager_the_mean_over_many_steps_is_the_gradient_too():
+    """Three ranks with one gradient and 300 steps are 900 draws of every element; again five standard errors."""
+    steps, world = 300, 3
+    g = normal(300, seed=2).view(12, 25)
+
+    def work(rank, group):
+        model, total = Table(), 0
+        _, averager = averaged(model, group, terngrad(clip_sigma=0))
+        for _ in range(steps):
+            model.matrix.grad = g.clone()
+            averager.average()
+            total = total + model.matrix.grad
+        return total / steps
+
+    mean = run_ranks(world, work)[0]
+    standard_error = ((g.abs().max() * g.abs() - g**2) / (steps * world)).sqrt()
+    assert bool(((mean - g).abs() <= 5 * standard_error + 1e-5).all())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_use_the_largest_scaler_and_their_sum_is_a_multiple_of_it(world):
+    ranks = steps_of(world, steps=4)
+    for step in range(4):
+        for name in ("kernel", "matrix"):
+            own = [log[step][2][name] for log in ranks]
+            s = max(clipped(g, 2.5).abs().max() for g in own)
+            for log in ranks:
+                sent = log[step][1][name].float()
+                assert set((sent / s).unique().tolist()) <= {-1.0, 0.0, 1.0}
+                assert (sent * log[step][2][name] >= 0).all()
+            multiple = ranks[0][step][0][name] * world / s
+            torch.testing.assert_close(multiple, multiple.round(), rtol=0, atol=1e-5)
+            assert multiple.round().abs().max() <= world
+            assert multiple.round().any()
+
+
+def test_without_sharing_each_rank_has_its_own_scaler():
+    for log in steps_of(2, share_scaler=False):
+        arrived, sent, own = log[0]
+        for name in ("kernel", "matrix"):
+            s = clipped(own[name], 2.5).abs().max()
+            assert set((sent[name].float() / s).unique().tolist()) == {-1.0, 0.0, 1.0}
+
+
+def test_gradients_are_cut_at_two_and_a_half_standard_deviations_and_no_further():
+    g = torch.cat([normal(1000), torch.tensor([50.0])])
+    g = torch.cat([g, -g])  # so that the mean is 0
+    limit = 2.5 * float(g.double().std(correction=0))
+    assert limit < 50
+    expected = g.clamp(-limit, limit)
+    torch.testing.assert_close(clipped(g, 2.5), expected, rtol=1e-6, atol=0)
+    assert float(clipped(g, 2.5).abs().max()) == pytest.approx(limit)
+    assert torch.equal(clipped(g, 0), g)
+
+
+@pytest.mark.parametrize("value", [3.0, -1e-3])
+def test_a_gradient_without_spread_is_not_cut_away(value):
+    g = torch.full((100,), value)
+    torch.testing.assert_close(clipped(g, 2.5), g)
+    one = torch.full((1,), value)
+    torch.testing.assert_close(clipped(one, 2.5), one)
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e-30, 1e24, 1e30])
+def test_cutting_does_not_depend_on_the_gradients_scale(scale):
+    g = normal(1000).pow(3)
+    torch.testing.assert_close(clipped(g * scale, 2.5) / scale, clipped(g, 2.5), rtol=1e-5, atol=1e-9)
+
+
+def test_clipping_makes_the_scaler_and_with_it_the_noise_smaller():
+    g = normal(1000)
+    g[0] = 100.0
+    assert clipped(g, 2.5).abs().max() < 15
+    assert terngrad(clip_sigma=0) != terngrad()
+
+
+def test_ranks_with_the_same_gradient_draw_differently_and_the_global_generator_is_untouched():
+    def work(rank, group):
+        model = Table()
+        _, averager = averaged(model, group, terngrad())
+        sent = note_sent(averager)
+        model.matrix.grad = normal(300, seed=1).view(12, 25)
+        averager.average()
+        return sent[0]["matrix"]
+
+    before = torch.random.get_rng_state()
+    first, second, third = run_ranks(3, work)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert not torch.equal(second, third)
+
+
+def test_another_seed_draws_other_digits_and_the_same_seed_the_same():
+    def run(seed):
+        def work(rank, group):
+            model = Table()
+            train(model, *averaged(model, group, terngrad(seed=seed)), rank, 2, prescribed_loss)
+            return weights(model)
+
+        return run_ranks(2, work)[0]
+
+    assert torch.equal(run(5), run(5))
+    assert not torch.equal(run(5), run(6))
+
+
+def test_every_step_draws_anew():
+    """Also across a checkpoint: the state holds the generator."""
+
+    def work(rank, group):
+        model = Table()
+        _, averager = averaged(model, group, terngrad())
+        sent = note_sent(averager)
+        for _ in range(2):
+            model.matrix.grad = normal(300, seed=1).view(12, 25)
+            averager.average()
+        _, resumed = averaged(model, group, terngrad())
+        resumed.load_state_dict(averager.state_dict())
+        more = note_sent(resumed)
+        for each in (averager, resumed):
+            model.matrix.grad = normal(300, seed=1).view(12, 25)
+            each.average()
+        assert not torch.equal(sent[0]["matrix"], sent[1]["matrix"])
+        assert not torch.equal(sent[1]["matrix"], sent[2]["matrix"])
+        assert torch.equal(sent[2]["matrix"], more[0]["matrix"])
+
+    run_ranks(2, work)
+
+
+def test_with_error_feedback_what_rounding_took_comes_later():
+    def total(error_feedback):
+        def work(rank, group):
+            model = Table()
+            _, averager = averaged(model, group, terngrad(error_feedback=error_feedback))
+            arrived = 0
+            for _ in range(200):
+                model.matrix.grad = normal(300, seed=1).view(12, 25)
+                averager.average()
+                arrived = arrived + model.matrix.grad
+            return arrived / 200
+
+        return float((run_ranks(2, work)[0] - normal(300, seed=1).view(12, 25)).abs().max())
+
+    assert total(True) < 0.1 < total(False)
+
+
+def test_the_last_matrix_may_stay_dense_also_while_it_is_frozen():
+    def work(rank, group):
+        model = conv_net()
+        compressor = terngrad(dense_last_layer=True, error_feedback=True)
+        optimizer, averager = averaged(model, group, compressor, lambda epoch, step: 0.9)
+        assert averager.gradients.layout.names == ("0.weight",)
+        for step in range(4):
+            model[4].weight.requires_grad_(step < 2)
+            train(model, optimizer, averager, rank, range(step, step + 1))
+            assert averager.gradients.layout.names == ("0.weight",)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 5, 6, 9, 10, 243, 1211])
+def test_five_digits_a_byte_and_back(n):
+    t = torch.randint(-1, 2, (n,), generator=seeded(n)).to(torch.int8)
+    packed = pack(t)
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == -(-n // 5)
+    assert torch.equal(unpack(packed, n), t.float())
+
+
+def test_every_byte_that_five_digits_make_is_read_back():
+    values = torch.arange(243)
+    digits = (values.unsqueeze(1) // torch.tensor([1, 3, 9, 27, 81]) % 3 - 1).to(torch.int8)
+    packed = pack(digits.view(-1))
+    assert torch.equal(packed.long(), values)
+    assert torch.equal(unpack(packed, 5 * 243), digits.view(-1).float())
+
+
+def test_a_step_is_a_small_exchange_of_scalers_and_one_of_digits():
+    def work(rank, group):
+        model = Table()
+        train(model, *averaged(model, group, terngrad()), rank, 2, prescribed_loss)
+
+    with checked_collectives(2) as log:
+        run_ranks(2, work)
+    digits = 4 * 2 + -(-660 // 5)
+    message = 4 * (9 + 10) + digits
+    assert [name for name, _ in log[0]] == ["all_reduce", "all_gather_into_tensor"] * 2
+    assert log[0][0][1] == 4 * 2
+    assert message <= log[0][1][1] <= message + 4
+
+
+def test_the_digits_on_the_wire_are_what_was_sent():
+    def work(rank, group):
+        model = Table()
+        _, averager = averaged(model, group, terngrad())
+        sent = note_sent(averager)
+        model.matrix.grad = normal(300, seed=rank).view(12, 25)
+        averager.average()
+        return sent[0]["matrix"]
+
+    with recorded_bytes(2) as log:
+        ranks = run_ranks(2, work)
+    for sent, (_, message) in zip(ranks, log, strict=True):
+        payload = torch.tensor(list(message[4 * 19 :]), dtype=torch.uint8)
+        scalers = torch.tensor(list(message[4 * 19 : 4 * 19 + 8]), dtype=torch.uint8).view(torch.float32)
+        assert torch.equal(unpack(payload[8 : 8 + 132], 660)[360:].view(12, 25) * scalers[1], sent.float())
+
+
+def test_a_layout_without_room_for_a_whole_byte_is_padded():
+    layout = Layout(("a", "b"), ((1, 1), (1, 2)))
+    assert dict(terngrad().messages(layout, 0.5))["gather"] == 2 * 4 + 1
