@@ -41,6 +41,7 @@ def main() -> None:
     start = time.perf_counter()
     trainer.fit(classifier, data)
     seconds = time.perf_counter() - start
+    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
     result = summary.collect(run, trainer, classifier, monitor.summary(), seconds)
     if trainer.is_global_zero:
         summary.write(result, folder)
@@ -85,7 +86,8 @@ def checkpoints(folder: Path) -> list[ModelCheckpoint]:
     best = ModelCheckpoint(
         folder, "best", monitor="val_acc", mode="max", save_weights_only=True, enable_version_counter=False
     )
-    return [best, ModelCheckpoint(folder, "last", enable_version_counter=False)]
+    # Saved at the end too. With what is remembered on all ranks it is some times the model's size.
+    return [best, ModelCheckpoint(folder, "last", every_n_epochs=5, enable_version_counter=False)]
 
 
 def logger(name: str, folder: Path) -> Logger | bool:

@@ -12,7 +12,7 @@ ternary digits in a byte, 1.6 bits an element against the ideal log2(3) = 1.585.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,8 @@ def clipped(g: torch.Tensor, c: float) -> torch.Tensor:
     """g (fp32 [n]) within ±c standard deviations around 0, which the paper takes for the mean; as it is for c = 0."""
     if c == 0:
         return g
-    limit = c * float(g.norm(dtype=torch.float64)) / g.numel() ** 0.5  # squares of fp32 don't fit into fp32
+    sigma = float(g.norm(dtype=torch.float64)) / g.numel() ** 0.5  # squares of fp32 don't fit into fp32
+    limit = min(c * sigma, torch.finfo(torch.float32).max)
     return g.clamp(-limit, limit)
 
 
@@ -68,15 +69,28 @@ class Draws(Residual):
         super().__init__(layout if error_feedback else Layout((), ()), device)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.error_feedback = error_feedback
+        self._after = self.generator.get_state()
 
     def compensate(
         self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
         return super().compensate(g, rules, moving) if self.error_feedback else g
 
+    def draw(self, draws: Callable[[torch.Generator], torch.Tensor]) -> torch.Tensor:
+        """What `draws` makes of the generator, which moves on when the step is committed."""
+        before = self.generator.get_state()
+        drawn = draws(self.generator)
+        self._after = self.generator.get_state()
+        self.generator.set_state(before)
+        return drawn
+
     def forget(self, sent: Sparse | Everything) -> None:
         if self.error_feedback:
             super().forget(sent)
+
+    def commit(self, moved: Set[str] = frozenset()) -> None:
+        super().commit(moved)
+        self.generator.set_state(self._after)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         return {**super().state_dict(), "generator": {"": self.generator.get_state()}}
@@ -137,13 +151,10 @@ class TernGrad(Lossy):
         if self.share_scaler:
             scalers = exchange.maximum(scalers)
         with exchange.stats.phase("compress"):
-            before = memory.generator.get_state()
             pairs = zip(gradients, scalers, strict=True)
-            digits = torch.cat([ternarise(g, s, memory.generator) for g, s in pairs])
+            digits = memory.draw(lambda generator: torch.cat([ternarise(g, s, generator) for g, s in pairs]))
             payload = torch.cat([scalers.view(torch.uint8), pack(digits)])
         payloads = exchange.gather(payload)
-        if not exchange.finite:
-            memory.generator.set_state(before)  # the step doesn't count
         with exchange.stats.phase("decompress"):
             sent, mean = self.decode(payload, layout), torch.zeros_like(flat)
             for rank, row in enumerate(payloads):
