@@ -23,7 +23,7 @@ def test_without_arguments_it_is_the_digits_recipe():
     assert run == run_of("recipe=digits")
     assert (run.model.name, run.data.name, run.data.batch_size, run.seed) == ("resnet18", "digits", 64, 0)
     assert run.compressor == DGC(sparsity=0.999, dense_epochs=1, warmup_epochs=4)
-    assert run.optimizer == SGD(lr=0.05, momentum=0.9, nesterov=False, weight_decay=5e-4, warmup_steps=20)
+    assert run.optimizer == SGD(lr=0.05, momentum=0.9, nesterov=False, weight_decay=5e-3, warmup_steps=20)
     assert (run.trainer.max_epochs, run.trainer.devices) == (10, "auto")
 
 
@@ -85,7 +85,7 @@ def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_p
         (["data.name=mnist"], "data.name: got 'mnist', allowed: digits"),
         (["logger.name=paper"], "logger.name: got 'paper', allowed: csv"),
         (["seed=-1"], "seed: got -1"),
-        (["~optimizer"], "optimizer: Missing mandatory value"),
+        (["~model"], "model: Missing mandatory value"),
     ],
 )
 def test_what_does_not_fit_is_refused(overrides, sentence):
