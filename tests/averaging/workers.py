@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -73,6 +75,7 @@ def prescribed_loss(model, rank, step):
     return model(*(n * n.abs() for n in noise))
 
 
+@cache
 def bowl(name, shape, rank, step):
     """(curvature, target) of every element, from 0.05 to 3 and from a heavy-tailed distribution."""
     number = ["kernel", "matrix", "small", "bias"].index(name)

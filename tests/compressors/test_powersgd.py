@@ -61,9 +61,9 @@ def test_ranks_whose_gradients_differ_but_average_to_rank_1_get_that_average():
     assert float(ranks[0]["parts.0"].norm() / mean.norm()) > 0.1
 
 
-def test_the_residual_stays_bounded_over_two_thousand_steps_of_noise_on_every_rank():
+def test_the_residual_stays_bounded_over_1500_steps_of_noise_on_every_rank():
     """And it is what is owed. Were the averaged product subtracted instead of the rank's own, it would walk off."""
-    steps, shape = 2000, (12, 12)
+    steps, shape = 1500, (12, 12)
 
     def work(rank, group):
         model = Parts(shape)
@@ -79,11 +79,11 @@ def test_the_residual_stays_bounded_over_two_thousand_steps_of_noise_on_every_ra
 
     ranks = run_ranks(2, work)
     for norms, _, _ in ranks:
-        assert max(norms[1000:]) < 1.5 * max(norms[100:1000])
+        assert max(norms[800:]) < 1.5 * max(norms[100:800])
     mean = sum(remembered for _, _, remembered in ranks) / 2
     torch.testing.assert_close(mean, sum(owed for _, owed, _ in ranks) / 2, rtol=1e-4, atol=1e-3)
     walked = [float(owed.norm()) for _, owed, _ in ranks]
-    assert min(walked) > 2 * max(ranks[0][0][1000:]), "this noise would not tell the two apart"
+    assert min(walked) > 2 * max(ranks[0][0][800:]), "this noise would not tell the two apart"
 
 
 def test_a_gradient_that_stays_is_sent_in_the_end_whatever_its_rank():

@@ -94,7 +94,7 @@ def test_all_ranks_use_the_largest_scaler_and_their_sum_is_a_multiple_of_it(worl
 
 def test_without_sharing_each_rank_has_its_own_scaler():
     for log in steps_of(2, share_scaler=False):
-        arrived, sent, own = log[0]
+        _, sent, own = log[0]
         for name in ("kernel", "matrix"):
             s = clipped(own[name], 2.5).abs().max()
             assert set((sent[name].float() / s).unique().tolist()) == {-1.0, 0.0, 1.0}
@@ -123,13 +123,6 @@ def test_a_gradient_without_spread_is_not_cut_away(value):
 def test_cutting_does_not_depend_on_the_gradients_scale(scale):
     g = normal(1000).pow(3)
     torch.testing.assert_close(clipped(g * scale, 2.5) / scale, clipped(g, 2.5), rtol=1e-5, atol=1e-9)
-
-
-def test_clipping_makes_the_scaler_and_with_it_the_noise_smaller():
-    g = normal(1000)
-    g[0] = 100.0
-    assert clipped(g, 2.5).abs().max() < 15
-    assert terngrad(clip_sigma=0) != terngrad()
 
 
 def test_ranks_with_the_same_gradient_draw_differently_and_the_global_generator_is_untouched():

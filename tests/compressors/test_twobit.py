@@ -1,8 +1,8 @@
 """2-bit quantisation is MXNet's: codes, order of bits, residuals.
 
-The numbers are those of MXNet's own tests (tests/nightly/dist_sync_kvstore.py, compressed_cpu_2bit; test_kvstore.py; the
-example of pull request 7512), at the level of what its server adds up. There workers' values are summed; here a mean
-arrives, which is divided by their number later.
+The numbers are those of MXNet's own tests (tests/nightly/dist_sync_kvstore.py with compressed_cpu_2bit, test_kvstore.py
+and the example of pull request 7512), at the level of what its server adds up: there the workers' values are summed,
+here their mean arrives.
 """
 
 import hashlib
