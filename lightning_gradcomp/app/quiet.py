@@ -8,6 +8,7 @@ import warnings
 LOGGED = (
     "GPU available: ",  # the summary names the device
     "TPU available: ",
+    "HPU available: ",
     "💡 Tip: For seamless cloud ",  # advertises litlogger and litmodels
 )
 WARNED = (
