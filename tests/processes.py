@@ -7,11 +7,19 @@ import subprocess
 import sys
 
 
-def run(*command: str, timeout: float = 120, env: dict[str, str] | None = None, cwd: str | None = None) -> subprocess.CompletedProcess:
+def run(
+    *command: str, timeout: float = 120, env: dict[str, str] | None = None, cwd: str | None = None
+) -> subprocess.CompletedProcess:
     """Run `command` to its end in a process group of its own; fails, with the output, when it takes longer."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PL_")}
     process = subprocess.Popen(
-        command, env={**clean, **(env or {})}, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env={**clean, **(env or {})},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)

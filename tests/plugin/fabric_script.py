@@ -32,5 +32,6 @@ if __name__ == "__main__":
     apart = (fabric.all_gather(weights) - weights).abs().max().item()
     stats = fabric.strategy.averager.stats
     if fabric.global_rank == 0:
-        print(f"sparsity={stats.sparsity:.3f} steps={fabric.strategy.averager.steps} apart={apart} sent={stats.bytes_sent}")
+        averager = fabric.strategy.averager
+        print(f"sparsity={stats.sparsity:.3f} steps={averager.steps} apart={apart} sent={stats.bytes_sent}")
         print(f"learned={sum(losses[-5:]) < sum(losses[:5])}")

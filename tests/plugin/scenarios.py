@@ -137,7 +137,7 @@ def warm_up():
 
 
 def resume():
-    straight, end = fit(sparse(), epochs=4)
+    _, end = fit(sparse(), epochs=4)
     stopped, _ = fit(sparse(), epochs=2)
     stopped.save_checkpoint(FOLDER / "dgc.ckpt")
     stopped.save_checkpoint(FOLDER / "weights.ckpt", weights_only=True)

@@ -66,7 +66,11 @@ class MySGD(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("optimizer", "options", "message"),
     [
-        (torch.optim.AdamW, {"strategy": "dgc"}, r"optimizer of DGC: got 'torch.optim.adamw.AdamW', allowed: torch.optim.SGD"),
+        (
+            torch.optim.AdamW,
+            {"strategy": "dgc"},
+            r"optimizer of DGC: got 'torch.optim.adamw.AdamW', allowed: torch.optim.SGD",
+        ),
         (lambda p: MySGD(p, lr=0.1), {"strategy": "dgc"}, r"optimizer of DGC: got '.*MySGD'"),
         (lambda p: [sgd(q) for q in [list(p)] * 2], {"strategy": "dgc"}, r"optimizers with DGC: got 2, allowed: 1"),
         (sgd, {"strategy": "dgc", "gradient_clip_val": 1.0}, r"gradient_clip_val\) with DGC: got 1.0, .*clip_norm"),
