@@ -16,6 +16,7 @@ import torch
 
 from lightning_gradcomp.compressors.memory import Momentum, Velocity
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.registry import entries
 
 BLANK = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
 
@@ -29,7 +30,8 @@ def check_optimizer(compressor: Any, optimizer: torch.optim.Optimizer | None) ->
     if not compressor.owns_momentum:
         return
     what = f"the optimizer of {type(compressor).__name__}"
-    fits = "torch.optim.SGD itself, whose momentum is corrected; others train with 'ddp' or 'ddp_dense'"
+    others = ", ".join(entry.strategy for entry in entries() if not entry.cls.owns_momentum)
+    fits = f"torch.optim.SGD itself, whose momentum is corrected; for other optimizers: {others}"
     if type(optimizer) is not torch.optim.SGD:
         raise refusal(what, "None" if optimizer is None else _qualified(optimizer), fits)
     if any(group["maximize"] or group["differentiable"] for group in optimizer.param_groups):
