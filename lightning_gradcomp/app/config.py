@@ -26,6 +26,9 @@ def at_least(what: str, got: float, least: float) -> None:
         raise refusal(what, got, f"{least} or more")
 
 
+MODELS = ("resnet18", "resnet50", "swin_mini")
+
+
 @dataclass(kw_only=True, slots=True)
 class Model:
     """The network, with the stem for small images."""
@@ -33,7 +36,7 @@ class Model:
     name: str
 
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, ("resnet18", "resnet50"))
+        one_of("model.name", self.name, MODELS)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.config import Run
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.data.shared import SharedImages
-from lightning_gradcomp.app.models.resnet import resnet
+from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.quiet import quiet
 from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
@@ -37,7 +37,7 @@ def main() -> None:
         data, trainer = build(run, folder, monitor)
     except (ValueError, MisconfigurationException) as error:
         sys.exit(f"gradcomp: {error}")
-    classifier = Classifier(resnet(run.model.name, channels=CHANNELS, classes=CLASSES), run.optimizer)
+    classifier = Classifier(build_model(run.model.name, channels=CHANNELS, classes=CLASSES), run.optimizer)
     start = time.perf_counter()
     trainer.fit(classifier, data)
     seconds = time.perf_counter() - start

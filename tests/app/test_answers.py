@@ -60,7 +60,7 @@ def test_help_is_short_and_shows_the_choices(tmp_path):
     assert text.count("\n  gradcomp ") == 4
     for line in (
         "recipe: digits",
-        "model: resnet18, resnet50",
+        "model: resnet18, resnet50, swin_mini",
         "logger: csv, none, tensorboard",
         "optimizer: adamw, sgd",
     ):

@@ -37,7 +37,7 @@ def test_left_to_hydra(line):
         ("compressor=none compressor.sparsity=0.9", "compressor.sparsity: got '0.9', allowed: min_elements, exclude"),
         ("optimizer=adamw optimizer.momentum=0.9", "optimizer.momentum: got '0.9', allowed: lr, weight_decay"),
         ("seed.x=1", "seed.x: got '1', allowed: seed alone"),
-        ("model=", "model: got '', allowed: resnet18, resnet50"),
+        ("model=", "model: got '', allowed: resnet18, resnet50, swin_mini"),
     ],
 )
 def test_stopped(line, sentence):

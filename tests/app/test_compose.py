@@ -81,7 +81,7 @@ def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_p
         (["trainer.precision=8"], "trainer.precision: got '8', allowed: 32-true"),
         (["trainer.accelerator=tpu"], "trainer.accelerator: got 'tpu', allowed: auto, cpu, cuda"),
         (["trainer.limit_train_batches=0"], "trainer.limit_train_batches: got 0"),
-        (["model.name=vgg"], "model.name: got 'vgg', allowed: resnet18, resnet50"),
+        (["model.name=vgg"], "model.name: got 'vgg', allowed: resnet18, resnet50, swin_mini"),
         (["data.name=mnist"], "data.name: got 'mnist', allowed: digits"),
         (["logger.name=paper"], "logger.name: got 'paper', allowed: csv"),
         (["seed=-1"], "seed: got -1"),

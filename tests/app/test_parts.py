@@ -13,6 +13,7 @@ from lightning_gradcomp.app import devices, ranks, summary
 from lightning_gradcomp.app.config import SGD, AdamW, Trainer
 from lightning_gradcomp.app.data.digits import digits
 from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.models.resnet import resnet
 from lightning_gradcomp.app.quiet import quiet
 from lightning_gradcomp.app.schedule import build
@@ -61,6 +62,16 @@ def test_the_order_depends_on_the_epoch_and_the_seed_alone():
 def test_a_batch_that_the_ranks_cannot_share_is_refused(batch_size, world):
     with pytest.raises(ValueError, match=rf"^data.batch_size: got {batch_size}, allowed: a multiple of {world} "):
         SharedImages(*digits(), batch_size=batch_size, ranks=world, seed=0)
+
+
+def test_a_small_swin_has_windows_in_its_first_stage_and_learns_from_every_weight():
+    model = build_model("swin_mini", channels=1, classes=10)
+    logits = model(torch.randn(4, 1, 8, 8))
+    assert logits.shape == (4, 10)
+    logits.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model.features[1](torch.randn(1, 8, 8, 48)).shape == (1, 8, 8, 48)
+    assert 250_000 < sum(parameter.numel() for parameter in model.parameters()) < 400_000
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("resnet18", 11_172_810), ("resnet50", 23_519_690)])
