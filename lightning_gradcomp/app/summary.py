@@ -74,7 +74,11 @@ def _sent(communication: dict[str, Any]) -> str:
     if world == 1:
         return "none: one process has nobody to exchange with"
     how = f"N = {world}, {communication['topology']}"
-    return f"{human(sent)} a rank; dense {human(dense)}, ratio {communication['ratio']:.1f} ({how})"
+    last = communication["last_step"]
+    return (
+        f"{human(last['bytes_sent'])} in the last step, ratio {last['ratio']:.0f} to dense; "
+        f"{human(sent)} in all, dense {human(dense)}, ratio {communication['ratio']:.1f} (a rank; {how})"
+    )
 
 
 def human(size: float) -> str:

@@ -41,7 +41,7 @@ def main() -> None:
     start = time.perf_counter()
     trainer.fit(classifier, data)
     seconds = time.perf_counter() - start
-    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt", weights_only=False)
     result = summary.collect(run, trainer, classifier, monitor.summary(), seconds)
     if trainer.is_global_zero:
         summary.write(result, folder)

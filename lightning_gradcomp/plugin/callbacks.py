@@ -81,7 +81,7 @@ class CommunicationMonitor(Callback):
         self._topology = "all_reduce" if averager.memory is None else averager.topology.name
 
     def summary(self) -> dict[str, Any]:
-        """Totals over the fit, of this rank, and the median milliseconds a step by phase."""
+        """Totals over the fit and the last step's bytes, of this rank, and the median milliseconds a step by phase."""
         sent, dense = sum(s.bytes_sent for s in self._steps), sum(s.dense_bytes for s in self._steps)
         phases = {"compute": self._compute}
         phases |= {name: [s.seconds[name] for s in self._steps] for name in ("compress", "exchange", "decompress")}
@@ -92,6 +92,7 @@ class CommunicationMonitor(Callback):
             "bytes_sent": sent,
             "dense_bytes": dense,
             "ratio": dense / sent if sent else 1.0,
+            "last_step": {"bytes_sent": self._steps[-1].bytes_sent, "ratio": self._steps[-1].ratio},
             "milliseconds": {name: 1e3 * median(values) if values else 0.0 for name, values in phases.items()},
         }
 

@@ -92,7 +92,7 @@ def test_the_accuracy_is_that_of_the_saved_model_on_each_validation_image_once(r
 def test_what_it_prints(run):
     done, folder, summary = run
     assert f"validation accuracy  {summary['val_acc']:.2%} ({summary['val_correct']} of 360 images)" in done.stdout
-    assert f"ratio {summary['communication']['ratio']:.1f} (N = 2, all_gather)" in done.stdout
+    assert f"ratio {summary['communication']['ratio']:.1f} (a rank; N = 2, all_gather)" in done.stdout
     assert str(folder) in done.stdout and "Epoch 0" in done.stdout  # the progress bar
     for line in NOISE:
         assert line not in done.stdout + done.stderr
