@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lightning_gradcomp.averaging.leaving import pause_at_exit
 from lightning_gradcomp.errors import refusal
 
 
@@ -22,6 +23,8 @@ class AllGather:
         self.group = group
         self.world = group.size() if group else 1
         self.rank = group.rank() if group else 0
+        if group:
+            pause_at_exit()
 
     def exchange(self, message: torch.Tensor) -> torch.Tensor:
         """The messages of all ranks in rank order, uint8 [N, L], from this rank's, uint8 [L]."""

@@ -35,4 +35,3 @@ if __name__ == "__main__":
         averager = fabric.strategy.averager
         print(f"sparsity={stats.sparsity:.3f} steps={averager.steps} apart={apart} sent={stats.bytes_sent}")
         print(f"learned={sum(losses[-5:]) < sum(losses[:5])}")
-    torch.distributed.destroy_process_group()  # left to the interpreter's end, torch aborts now and then

@@ -174,4 +174,3 @@ if __name__ == "__main__":
     outcome = {f.__name__: f() for f in (dense_limit, sparse_training, warm_up, resume, plain_to_sparse)}
     if os.environ["RANK"] == "0":
         print(json.dumps(outcome))
-    torch.distributed.destroy_process_group()  # left to the interpreter's end, torch aborts now and then

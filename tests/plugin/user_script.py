@@ -50,5 +50,3 @@ if __name__ == "__main__":
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=7, accumulate_grad_batches=2, **options
     )
     trainer.fit(Net(), loader)
-    if torch.distributed.is_initialized():  # left to the interpreter's end, torch aborts now and then under torchrun
-        torch.distributed.destroy_process_group()
