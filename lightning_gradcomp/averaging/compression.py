@@ -71,17 +71,19 @@ class Compression:
         """Collect the gradients; (whether they are finite, what this rank adds to, what should be sent)."""
         gradients, memory, names = self.gradients, self.memory, self.gradients.layout.names
         present = gradients.collect(grad_scale)
+        optimizer = None
         if self.optimizer and isinstance(memory, Velocity):
-            adopt(self.optimizer, gradients.compressed, names, memory)
+            optimizer = self.optimizer
+            adopt(optimizer, gradients.compressed, names, memory)
         if not all_finite(gradients.flat):
             return False, present, torch.zeros_like(gradients.compressed_flat)
         self.compressor.clip_local(gradients.flat, self.topology.world)
-        momenta = rules(self.optimizer if isinstance(memory, Velocity) else None, gradients.compressed)
+        momenta = rules(optimizer, gradients.compressed)
         present = [
             has or more for has, more in zip_longest(present, (n in memory.started for n in names), fillvalue=False)
         ]
         moving = {name for name, has in zip(names, present, strict=False) if has}
-        weights = [parameter.detach().reshape(-1) for parameter in gradients.compressed]
+        weights = [parameter.detach().reshape(-1) for parameter in gradients.compressed] if optimizer else []
         return True, present, memory.compensate(gradients.compressed_flat, momenta, moving, weights)
 
     def describe(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -112,6 +112,20 @@ class Lossy(Compressor, ABC):
         """
 
 
+def mean_of(
+    flat: torch.Tensor,
+    payloads: Sequence[torch.Tensor],
+    exchange: Exchange,
+    sent: Sparse | Everything,
+    decode: Callable[[torch.Tensor], Sparse | Everything],
+) -> torch.Tensor:
+    """The mean of all ranks' `payloads`, added in rank order, like `flat`; this rank's decodes to `sent`."""
+    mean = torch.zeros_like(flat)
+    for rank, payload in enumerate(payloads):
+        (sent if rank == exchange.topology.rank else decode(payload)).add_to(mean)
+    return mean.div_(len(payloads))
+
+
 @dataclass(kw_only=True, slots=True)
 class Codec(Lossy):
     """A compressor whose payload every rank can decode by itself: `memory`, `payload_bytes`, `encode`, `decode`."""
@@ -140,8 +154,4 @@ class Codec(Lossy):
             payload, sent = self.encode(flat, layout, density)
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
-            mean = torch.zeros_like(flat)
-            for rank, payload in enumerate(payloads):
-                own = rank == exchange.topology.rank  # `sent` is what that payload decodes to
-                (sent if own else self.decode(payload, layout, density)).add_to(mean)
-            return mean.div_(len(payloads)), sent
+            return mean_of(flat, payloads, exchange, sent, lambda payload: self.decode(payload, layout, density)), sent

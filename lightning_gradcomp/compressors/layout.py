@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from lightning_gradcomp.lazy import torch
@@ -22,17 +23,17 @@ class Layout:
         pairs = [(name, tuple(parameter.shape)) for name, parameter in parameters]
         return cls(tuple(name for name, _ in pairs), tuple(shape for _, shape in pairs))
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Elements of each parameter."""
         return [torch.Size(shape).numel() for shape in self.shapes]
 
-    @property
+    @cached_property
     def n(self) -> int:
         """Elements of all parameters together."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def bounds(self) -> list[tuple[int, int]]:
         """(start, stop) of each parameter in the flat buffer."""
         stops = list(accumulate(self.sizes))

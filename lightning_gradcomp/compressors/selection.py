@@ -73,8 +73,6 @@ def exact(magnitude: np.ndarray, k: int) -> np.ndarray:
     above = np.flatnonzero(magnitude > threshold)
     ties = np.flatnonzero(magnitude == threshold)
     missing = k - len(above)
-    if missing == len(ties) and len(above) == 0:
-        return ties
     chosen = ties[np.arange(missing) * len(ties) // missing]
     if len(chosen) == 1:  # nearly always
         return np.insert(above, np.searchsorted(above, chosen), chosen)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.compressors.base import Lossy, mean_of
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum, Residual
 from lightning_gradcomp.compressors.wire import Everything, Sparse
@@ -156,10 +156,8 @@ class TernGrad(Lossy):
             payload = torch.cat([scalers.view(torch.uint8), pack(digits)])
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
-            sent, mean = self.decode(payload, layout), torch.zeros_like(flat)
-            for rank, row in enumerate(payloads):
-                (sent if rank == exchange.topology.rank else self.decode(row, layout)).add_to(mean)
-            return mean.div_(len(payloads)), sent
+            sent = self.decode(payload, layout)
+            return mean_of(flat, payloads, exchange, sent, lambda row: self.decode(row, layout)), sent
 
     def decode(self, payload: torch.Tensor, layout: Layout) -> Everything:
         """What a rank sent, from its payload."""

@@ -61,8 +61,8 @@ def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer
     buffers = averager.momentum_buffers()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        if parameter in buffers:
-            state["state"].setdefault(index, {})["momentum_buffer"] = buffers[parameter]
+        if parameter in buffers:  # in a dict of its own: those in a state_dict are the optimizer's
+            state["state"][index] = {**state["state"].get(index, {}), "momentum_buffer": buffers[parameter]}
 
 
 def _mean(memories: list[dict[str, dict[str, torch.Tensor]]]) -> dict[str, dict[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ class DDPSwitch:
         ddp.register_comm_hook(None, self._hook)
         self._ddp = ddp
         self._known_to_ddp = {id(parameter) for parameter in ddp.parameters() if parameter.requires_grad}
-        self._by_ddp, self._wire, self._saturate = False, torch.float32, True
+        self._by_ddp, self._wire, self._grad_scale = False, torch.float32, 1.0
         self._gradients_ready: float | None = None
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -35,25 +35,28 @@ class DDPSwitch:
             return noop_hook(None, bucket)
         if self._wire == torch.float32:
             return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-        sent = share(bucket.buffer(), dist.get_world_size(), self._wire, self._saturate)
+        sent = share(bucket.buffer(), dist.get_world_size(), self._wire, saturate=self._grad_scale == 1)
         arrived = dist.all_reduce(sent, async_op=True).get_future()
         return arrived.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
-    def before_backward(self, averager: GradientAverager, grad_scale: float) -> None:
-        """Decide who averages the gradients of the coming backward.
+    def before_backward(self, averager: GradientAverager, precision: object) -> None:
+        """Decide who averages the gradients of the coming backward, which hold the loss scale of `precision`'s scaler.
 
         A parameter that was frozen when DDP wrapped the model is unknown to it for good, and would drift apart.
         """
-        trainable = {id(parameter) for parameter in self._ddp.parameters() if parameter.requires_grad}
-        self._wire, self._saturate = averager.compressor.wire, grad_scale == 1
-        self._by_ddp = averager.dense_step and trainable <= self._known_to_ddp
+        scaler = getattr(precision, "scaler", None)
+        self._wire, self._grad_scale = averager.compressor.wire, scaler.get_scale() if scaler else 1.0
+        self._by_ddp = averager.dense_step and all(
+            id(parameter) in self._known_to_ddp for parameter in self._ddp.parameters() if parameter.requires_grad
+        )
         self._gradients_ready = None
 
-    def after_backward(self, averager: GradientAverager, grad_scale: float) -> None:
+    def after_backward(self, averager: GradientAverager) -> None:
         """Average, unless DDP has done it, or does not synchronise this backward because gradients accumulate."""
         if self._gradients_ready is None:
             return
         if self._by_ddp:
-            averager.after_dense_step(grad_scale=grad_scale, seconds=time.perf_counter() - self._gradients_ready)
+            seconds = time.perf_counter() - self._gradients_ready
+            averager.after_dense_step(grad_scale=self._grad_scale, seconds=seconds)
         else:
-            averager.average(grad_scale=grad_scale)
+            averager.average(grad_scale=self._grad_scale)

@@ -69,11 +69,9 @@ class CompressedFabricStrategy(DDPStrategy):
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
         averager = self._averager()
         averager.epoch = self._epoch
-        scaler = getattr(self.precision, "scaler", None)
-        grad_scale = scaler.get_scale() if scaler else 1.0
-        self._switch.before_backward(averager, grad_scale)
+        self._switch.before_backward(averager, self.precision)
         super().backward(tensor, module, *args, **kwargs)
-        self._switch.after_backward(averager, grad_scale)
+        self._switch.after_backward(averager)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         assert isinstance(optimizer, torch.optim.Optimizer)

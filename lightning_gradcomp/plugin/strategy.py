@@ -110,14 +110,12 @@ class CompressedDDPStrategy(DDPStrategy):
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
         averager.epoch = module.current_epoch
-        scaler = getattr(precision, "scaler", None)
-        grad_scale = scaler.get_scale() if scaler else 1.0
-        self._switch.before_backward(averager, grad_scale)
+        self._switch.before_backward(averager, precision)
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
-        self._switch.after_backward(averager, grad_scale)
+        self._switch.after_backward(averager)
         return precision.post_backward(closure_loss, module)
 
     def optimizer_step(
