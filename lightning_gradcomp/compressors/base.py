@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     from lightning_gradcomp.averaging.exchange import Exchange
 
 
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What docs/compressors.md says of a method beside what can be computed.
+
+    Args:
+        sends: what travels of a compressed tensor.
+        remembers: what each rank keeps between steps.
+        pick: when to choose it.
+        source: the paper or the code that it comes from.
+    """
+
+    sends: str = ""
+    remembers: str = "nothing"
+    pick: str = ""
+    source: str = ""
+
+
 @dataclass(kw_only=True, slots=True)
 class Compressor:
     """Options that all compressors share.
@@ -29,6 +46,8 @@ class Compressor:
         exclude: shell patterns of parameter names that travel uncompressed, e.g. `["head.*"]`.
     """
 
+    card: ClassVar[Card] = Card()
+    """The method's line in the docs."""
     owns_momentum: ClassVar[bool] = False
     """Whether momentum and weight decay of `torch.optim.SGD` are computed here, before the exchange."""
 

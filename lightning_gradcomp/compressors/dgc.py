@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.base import Card, Codec
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Velocity
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
@@ -46,6 +46,12 @@ class DGC(Codec):
             clips its own gradient at √N times it, before accumulation. Dense phases clip the average at it. None: off.
     """
 
+    card: ClassVar[Card] = Card(
+        sends="the largest 0.1 % of each tensor's velocity: fp32 values, Elias-Fano indices",
+        remembers="momentum and velocity",
+        pick="SGD with momentum, on any slow link: the fewest bytes, and the accuracy of dense training",
+        source="[Lin et al. 2018](https://arxiv.org/abs/1712.01887)",
+    )
     owns_momentum: ClassVar[bool] = True
 
     sparsity: float = 0.999

@@ -9,8 +9,9 @@ without; it samples 0.1 % of the entries to guess it. Here the k largest are exa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.base import Card, Codec
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
 from lightning_gradcomp.compressors.schedules import check_sparsity
@@ -31,6 +32,13 @@ class GradientDropping(Codec):
         scope: "global" finds the largest entries of all tensors together, "tensor" of each tensor.
         warmup_epochs: dense epochs before the dropping begins (the authors' Marian begins with 100 dense steps).
     """
+
+    card: ClassVar[Card] = Card(
+        sends="the largest 1 % of residual + gradient: fp32 values, Elias-Fano indices",
+        remembers="a residual",
+        pick="an optimizer that DGC doesn't take, on a slow link; convolutional networks rather than Transformers",
+        source="[Aji and Heafield 2017](https://arxiv.org/abs/1704.05021)",
+    )
 
     sparsity: float = 0.99
     scope: str = "global"

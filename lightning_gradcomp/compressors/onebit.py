@@ -10,8 +10,9 @@ Groups never span two parameters. A group of zeros decodes to exactly 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.base import Card, Codec
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
 from lightning_gradcomp.compressors.wire import Everything, pack_bits, unpack_bits
@@ -51,6 +52,13 @@ class OneBit(Codec):
         threshold: "zero" or "mean".
         warmup_epochs: dense epochs before the quantisation begins (the paper begins with unquantised data too).
     """
+
+    card: ClassVar[Card] = Card(
+        sends="a sign for each element, two fp32 means for each group of 512",
+        remembers="a residual",
+        pick="every element should move at every step; any optimizer",
+        source="Seide et al., Interspeech 2014",
+    )
 
     groups: str = "block"
     group_size: int = 512

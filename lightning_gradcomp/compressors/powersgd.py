@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 from zlib import crc32
 
-from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.compressors.base import Card, Lossy
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
 from lightning_gradcomp.compressors.wire import Everything
@@ -84,6 +84,13 @@ class PowerSGD(Lossy):
         min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
         warmup_epochs: dense epochs before the compression begins. The paper has none.
     """
+
+    card: ClassVar[Card] = Card(
+        sends="two thin fp32 factors of each matrix, as averages",
+        remembers="a residual, and a factor to begin with",
+        pick="many ranks: its bytes don't grow with their number; any optimizer",
+        source="[Vogels et al. 2019](https://arxiv.org/abs/1905.13727)",
+    )
 
     rank: int = 2
     warm_start: bool = True

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from lightning_gradcomp.compressors.base import Lossy, mean_of
+from lightning_gradcomp.compressors.base import Card, Lossy, mean_of
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum, Residual
 from lightning_gradcomp.compressors.wire import Everything, Sparse
@@ -114,6 +114,13 @@ class TernGrad(Lossy):
         seed: of the draws; each rank has its own generator, from seed and rank, which checkpoints hold.
         warmup_epochs: dense epochs before the quantisation begins.
     """
+
+    card: ClassVar[Card] = Card(
+        sends="-s, 0 or +s for each element at random, five in a byte, and a tensor's s",
+        remembers="a random generator",
+        pick="no memory to spare for a residual: what is sent is right on average",
+        source="[Wen et al. 2017](https://arxiv.org/abs/1705.07878)",
+    )
 
     clip_sigma: float = 2.5
     share_scaler: bool = True

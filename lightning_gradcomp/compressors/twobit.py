@@ -12,11 +12,11 @@ each tensor at each step, and sends that t along.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.base import Card, Codec
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
 from lightning_gradcomp.compressors.wire import Everything
@@ -63,6 +63,13 @@ class TwoBit(Codec):
             rule, in units of the gradient; MXNet's own default, 0.5, is meant for gradients summed over a batch.
         warmup_epochs: dense epochs before the quantisation begins.
     """
+
+    card: ClassVar[Card] = Card(
+        sends="-t, 0 or +t for each element, and a tensor's t",
+        remembers="a residual",
+        pick="MXNet's rule is wanted; otherwise 1-bit SGD sends half as much",
+        source="[MXNet's kvstore](https://mxnet.apache.org/api/faq/gradient_compression)",
+    )
 
     threshold: Any = "auto"  # "auto" or a number; the command line's types have no union of the two
 
