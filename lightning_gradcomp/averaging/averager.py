@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_gradcomp.averaging.compare import compare, warn_of_lost_kinds
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.gradients import Gradients
@@ -185,15 +186,22 @@ class GradientAverager:
         return self._compression.momentum_buffers() if self._compression else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors by parameter name and plain numbers; `torch.load(weights_only=True)` reads it."""
-        return {"steps": self.steps, "memory": self._compression.state_dict() if self._compression else {}}
+        """This rank's state: tensors by parameter name and plain numbers; `torch.load(weights_only=True)` reads it.
+
+        A world of another size goes on from `averaging.mean_state` of all ranks' states.
+        """
+        memory = self._compression.state_dict() if self._compression else {}
+        return {"steps": self.steps, "memory": memory, "shapes": self.gradients.chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's state.
+        """Replace this rank's state. A parameter that only the state or only the model has is named in a warning.
 
         Raises:
-            ValueError: a tensor whose shape is not its parameter's.
+            ValueError: a tensor whose shape is not its parameter's, or of a parameter that is not compressed here.
         """
-        self.steps = state["steps"]
         if self._compression and state["memory"]:
+            compare(state["shapes"], self.gradients, warn=self.topology.rank == 0)
             self._compression.load_state_dict(state["memory"])
+            if self.topology.rank == 0:
+                warn_of_lost_kinds(state["memory"], self._compression.state_dict(), self.gradients)
+        self.steps = state["steps"]

@@ -15,7 +15,6 @@ from lightning_gradcomp.averaging.takeover import adopt, hand_back, rules
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
 from lightning_gradcomp.compressors.base import Lossy
 from lightning_gradcomp.compressors.memory import Velocity
-from lightning_gradcomp.errors import refusal
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -152,13 +151,8 @@ class Compression:
         """Replace everything that is remembered; what belongs to a frozen parameter is kept until it trains again.
 
         Raises:
-            ValueError: something is remembered of a parameter that is no longer compressed, or has another shape.
+            ValueError: a tensor whose shape is not its parameter's.
         """
-        for name in self.gradients.dense_layout.names:
-            if any(name in parts for parts in state.values()):
-                raise refusal(
-                    "min_elements or exclude", f"options that leave {name!r} dense", "those of the checkpoint"
-                )
         self.memory.load_state_dict(state)
         here = self.gradients.layout.names
         self._parked = {key: {n: t for n, t in parts.items() if n not in here} for key, parts in state.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -29,9 +31,14 @@ class Gradients:
         for name, parameter in named:
             if parameter.is_complex():
                 raise refusal(f"parameter {name!r}", parameter.dtype, "a real floating-point type")
-        chosen = compressor.choose({name: tuple(p.shape) for name, p in self._every})
-        taken = [(name, p) for name, p in named if name in chosen]
-        left = [(name, p) for name, p in named if name not in chosen]
+        shapes = {name: tuple(p.shape) for name, p in self._every}
+        names = compressor.choose(shapes)
+        self.chosen = {name: shape for name, shape in shapes.items() if name in names}
+        """Shape of every parameter that is compressed when it trains."""
+        self.left_dense = [name for name in shapes if name not in names]
+        """Names of the others."""
+        taken = [(name, p) for name, p in named if name in names]
+        left = [(name, p) for name, p in named if name not in names]
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
         self.compressed: list[nn.Parameter] = [p for _, p in taken]
         self.dense: list[nn.Parameter] = [p for _, p in left]
@@ -56,6 +63,16 @@ class Gradients:
     def parameters(self) -> list[nn.Parameter]:
         """The compressed parameters, then the dense ones."""
         return self.compressed + self.dense
+
+    def local(self) -> dict[str, torch.Tensor]:
+        """Name -> copy, in fp32, of every gradient there is, as it is in `p.grad`."""
+        return {name: p.grad.float().clone() for name, p in self._every if p.grad is not None}
+
+    def put_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Set `p.grad` to what `local` returned."""
+        for name, parameter in self._every:
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter)
 
     def collect(self, scale: float) -> list[bool]:
         """Fill `flat` with every `p.grad` / scale, 0 where there is none; tells where there was one."""

@@ -82,7 +82,8 @@ class PowerSGD(Lossy):
         rank: r, columns of the factors. The paper uses 1 to 4; more is closer to the gradient.
         warm_start: begin each step's power iteration where the last one ended.
         min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
-        warmup_epochs: dense epochs before the compression begins. The paper has none.
+        warmup_epochs: dense epochs before the compression begins. The paper has none, but raises the learning rate over
+            five epochs; torch's hook waits for 1,000 steps.
     """
 
     card: ClassVar[Card] = Card(
@@ -95,6 +96,7 @@ class PowerSGD(Lossy):
     rank: int = 2
     warm_start: bool = True
     min_compression: float = 2.0
+    warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super(PowerSGD, self).__post_init__()

@@ -112,7 +112,7 @@ class TernGrad(Lossy):
         error_feedback: remember what clipping and rounding changed, and add it to the next gradient.
         dense_last_layer: leave the model's last matrix uncompressed, as the authors' code does by default.
         seed: of the draws; each rank has its own generator, from seed and rank, which checkpoints hold.
-        warmup_epochs: dense epochs before the quantisation begins.
+        warmup_epochs: dense epochs before the quantisation begins (the paper has none).
     """
 
     card: ClassVar[Card] = Card(
@@ -127,6 +127,7 @@ class TernGrad(Lossy):
     error_feedback: bool = False
     dense_last_layer: bool = False
     seed: int = 0
+    warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super(TernGrad, self).__post_init__()

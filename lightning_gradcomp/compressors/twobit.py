@@ -61,7 +61,7 @@ class TwoBit(Codec):
     Args:
         threshold: "auto" (1.5 times the mean magnitude of each tensor, at each step), or a number above 0: MXNet's
             rule, in units of the gradient; MXNet's own default, 0.5, is meant for gradients summed over a batch.
-        warmup_epochs: dense epochs before the quantisation begins.
+        warmup_epochs: dense epochs before the quantisation begins (MXNet has none, and trains the worse for it).
     """
 
     card: ClassVar[Card] = Card(
@@ -72,6 +72,7 @@ class TwoBit(Codec):
     )
 
     threshold: Any = "auto"  # "auto" or a number; the command line's types have no union of the two
+    warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super(TwoBit, self).__post_init__()

@@ -1,8 +1,15 @@
-"""What a compressor remembers, in Lightning's checkpoint: the state of every rank, gathered into rank 0's file."""
+"""What the ranks remember, in Lightning's checkpoint: which part of it goes where, and how it comes back.
+
+Under the key "lightning_gradcomp" stand the compressor's name, the number of ranks, and one of
+
+    ranks: [state of rank 0, ...]        gather: everything in one file
+    sidecars: "name of a folder"         sidecar: a file for each rank, in a folder beside the checkpoint
+    mean: state                          mean: one copy, whatever the number of ranks
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +18,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging import GradientAverager, mean_state
+from lightning_gradcomp.averaging.exchange import all_reduce_mean
+from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import entries
 
 KEY = "lightning_gradcomp"
+FORMAT = 1
+MODES = ("gather", "sidecar", "mean", "drop")
+GATHER_LIMIT = 2**30
+"""Bytes of all ranks' states up to which they are gathered into one file, which every rank reads in full."""
+
+State = dict[str, Any]
 
 
 def in_step(module: LightningModule | None) -> bool:
@@ -27,33 +42,71 @@ def in_step(module: LightningModule | None) -> bool:
     return True
 
 
-def gather(averager: GradientAverager) -> dict[str, Any]:
-    """Every rank's state on rank 0, an empty list of them elsewhere. A collective call."""
+def rank_state(averager: GradientAverager, accumulating: bool) -> State:
+    """This rank's state, on the CPU; in the midst of an accumulation with the gradients that it has gathered so far."""
     state = averager.state_dict()
+    memory = {kind: {name: part.cpu() for name, part in parts.items()} for kind, parts in state["memory"].items()}
+    if accumulating:
+        memory["accumulated"] = {name: part.cpu() for name, part in averager.gradients.local().items()}
+    return {**state, "memory": memory}
+
+
+def pack(state: State, averager: GradientAverager, mode: str, write_sidecar: Callable[[State], str]) -> State:
+    """What goes into the checkpoint under `KEY`; complete on rank 0 only. A collective call.
+
+    Args:
+        state: this rank's.
+        mode: one of `MODES` except "drop".
+        write_sidecar: writes a rank's state into a file of its own, and returns the folder's name.
+    """
+    head = {"format": FORMAT, "compressor": _name(averager), "world_size": averager.world}
+    total = averager.world * sum(part.nbytes for parts in state["memory"].values() for part in parts.values())
+    if mode == "gather" and total > GATHER_LIMIT:
+        rank_zero_info(f"What the {averager.world} ranks remember, {total:,} bytes, is saved in a sidecar file each.")
+        mode = "sidecar"
+    if mode == "sidecar":
+        return {**head, "sidecars": write_sidecar(state)}
+    if mode == "mean":
+        return {**head, "mean": _mean_over_ranks(state, averager)}
     everyone: list[Any] | None = [None] * averager.world if dist.get_rank() == 0 else None
     dist.gather_object(state, everyone, dst=0)
-    return {"compressor": _name(averager), "world_size": averager.world, "ranks": everyone or []}
+    return {**head, "ranks": everyone or []}
 
 
-def restore(averager: GradientAverager, checkpoint: Mapping[str, Any]) -> None:
+def restore(
+    averager: GradientAverager, checkpoint: Mapping[str, Any], mode: str, read_sidecar: Callable[[str, int], State]
+) -> None:
     """Give `averager` its rank's state back; the mean of all ranks' where their number has changed.
 
-    The mean keeps what is conserved: everything applied + the mean over ranks of what is remembered.
+    Args:
+        mode: with "drop", nothing is restored.
+        read_sidecar: the state of a rank from a folder.
+
+    Raises:
+        ValueError: a state that can't be read, or doesn't fit the model.
     """
     saved = checkpoint.get(KEY)
-    if saved is None or saved["compressor"] != _name(averager):
-        source = "a run without compression" if saved is None else f"compressor {saved['compressor']!r}"
-        rank_zero_info(f"The checkpoint is of {source}: {_name(averager)} starts with nothing remembered.")
-        averager.steps = checkpoint["global_step"]
+    averager.steps = checkpoint["global_step"]
+    if saved is None or mode == "drop" or saved.get("compressor") != _name(averager):
+        source = "a run without compression" if saved is None else f"compressor {saved.get('compressor')!r}"
+        asked = " and checkpoint_state='drop'" if mode == "drop" else ""
+        rank_zero_info(f"The checkpoint is of {source}{asked}: {_name(averager)} starts with nothing remembered.")
         return
-    ranks = saved["ranks"]
-    if saved["world_size"] == averager.world:
-        averager.load_state_dict(ranks[dist.get_rank()])
-        return
-    rank_zero_info(
-        f"The checkpoint is of {saved['world_size']} ranks: each of {averager.world} starts with their mean."
-    )
-    averager.load_state_dict({"steps": ranks[0]["steps"], "memory": _mean([rank["memory"] for rank in ranks])})
+    if saved.get("format") != FORMAT:
+        raise refusal(f"checkpoint[{KEY!r}]['format']", saved.get("format"), str(FORMAT))
+    world = saved["world_size"]
+
+    def of_rank(rank: int) -> State:
+        return read_sidecar(saved["sidecars"], rank) if "sidecars" in saved else saved["ranks"][rank]
+
+    if "mean" not in saved and world == averager.world:
+        state = of_rank(dist.get_rank())
+    else:
+        rank_zero_info(f"{averager.world} ranks start with the mean of what the checkpoint's {world} remembered.")
+        state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
+    memory = dict(state["memory"])
+    averager.gradients.put_back(memory.pop("accumulated", {}))
+    averager.load_state_dict({**state, "memory": memory})
 
 
 def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -65,20 +118,15 @@ def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer
             state["state"][index] = {**state["state"].get(index, {}), "momentum_buffer": buffers[parameter]}
 
 
-def _mean(memories: list[dict[str, dict[str, torch.Tensor]]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Entry by entry; a rank that lacks an entry remembers 0 of it. What is no number (a generator) is left out."""
-    kinds = {
-        kind
-        for memory in memories
-        for kind, parts in memory.items()
-        if all(part.is_floating_point() for part in parts.values())
-    }
-    keys = {(kind, name) for memory in memories for kind in kinds for name in memory[kind]}
-    mean: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
-    for kind, name in sorted(keys):
-        present = [memory[kind][name] for memory in memories if name in memory[kind]]
-        mean[kind][name] = torch.stack(present).sum(0) / len(memories)
-    return mean
+def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
+    """As `mean_state`, made by all ranks together. What is remembered has the same names on all of them."""
+    memory = {k: parts for k, parts in state["memory"].items() if all(p.is_floating_point() for p in parts.values())}
+    parts = [(kind, name, part) for kind in sorted(memory) for name, part in sorted(memory[kind].items())]
+    mean: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in memory}
+    for kind, name, part in parts:
+        [flat], _ = all_reduce_mean(averager.topology, [part.reshape(-1).to(averager.gradients.flat.device)], [])
+        mean[kind][name] = flat.view(part.shape).cpu()
+    return {**state, "memory": mean}
 
 
 def _name(averager: GradientAverager) -> str:

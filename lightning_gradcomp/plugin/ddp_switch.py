@@ -27,6 +27,8 @@ class DDPSwitch:
         self._known_to_ddp = {id(parameter) for parameter in ddp.parameters() if parameter.requires_grad}
         self._by_ddp, self._wire, self._grad_scale = False, torch.float32, 1.0
         self._gradients_ready: float | None = None
+        self.accumulating = False
+        """Whether the last backward left local gradients, to which a later one adds."""
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
@@ -53,6 +55,7 @@ class DDPSwitch:
 
     def after_backward(self, averager: GradientAverager) -> None:
         """Average, unless DDP has done it, or does not synchronise this backward because gradients accumulate."""
+        self.accumulating = self._gradients_ready is None
         if self._gradients_ready is None:
             return
         if self._by_ddp:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.averaging.takeover import check_optimizer
 from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import launch
-from lightning_gradcomp.plugin.checkpoint import KEY, export_momentum, gather, in_step, restore
+from lightning_gradcomp.plugin.checkpoint import KEY, MODES, export_momentum, in_step, pack, rank_state, restore
 from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
+from lightning_gradcomp.plugin.reading import read
+from lightning_gradcomp.plugin.refusals import check_clipping, check_optimizers
+from lightning_gradcomp.plugin.sidecar import Sidecars
 from lightning_gradcomp.registry import build
 
 TAKEN_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
@@ -39,17 +42,30 @@ class CompressedDDPStrategy(DDPStrategy):
     Args:
         compressor: a compressor, or its name.
         topology: "auto" or "all_gather".
+        checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint, up to
+            1 GiB, beyond that as "sidecar". "sidecar": a file for each rank, in a folder beside the checkpoint. "mean":
+            one copy of the mean over ranks, with which a resumed run is no longer exact. "drop": nothing is saved, or
+            restored.
         ddp_options: everything that `DDPStrategy` takes, except the options that say how gradients are averaged.
 
     Raises:
         ValueError: an option, a Trainer feature or an optimizer that can't be honoured, before training starts.
     """
 
-    def __init__(self, compressor: Compressor | str = "dgc", topology: str = "auto", **ddp_options: Any) -> None:
+    def __init__(
+        self,
+        compressor: Compressor | str = "dgc",
+        topology: str = "auto",
+        checkpoint_state: str = "gather",
+        **ddp_options: Any,
+    ) -> None:
         for option in TAKEN_OPTIONS:
             if ddp_options.get(option) is not None:
                 raise refusal(f"CompressedDDPStrategy.{option}", ddp_options[option], "None: the compressor averages")
+        if checkpoint_state not in MODES:
+            raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in MODES))
         super().__init__(**ddp_options)
+        self.checkpoint_state = checkpoint_state
         self.compressor: Compressor = build(compressor)
         named_topology(topology, None)
         self.topology = topology
@@ -65,22 +81,11 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
-        if self.compressor.owns_momentum and trainer.gradient_clip_val is not None:
-            name = type(self.compressor).__name__
-            allowed = f"None: it would clip the sparse average; {name}(clip_norm=...) clips local gradients before"
-            raise refusal(f"Trainer(gradient_clip_val) with {name}", trainer.gradient_clip_val, allowed)
-        self.check_optimizers(launch.optimizers_of(module))
+        check_clipping(self.compressor, trainer, module)
+        check_optimizers(self.compressor, launch.optimizers_of(module))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "check_strategy"):
                 callback.check_strategy(self)
-
-    def check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Refuse optimizers whose momentum the compressor would have to own and can't."""
-        if self.compressor.owns_momentum and len(optimizers) > 1:
-            name = type(self.compressor).__name__
-            raise refusal(f"optimizers with {name}", len(optimizers), "1, a torch.optim.SGD")
-        for optimizer in optimizers:
-            check_optimizer(self.compressor, optimizer)
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -93,7 +98,7 @@ class CompressedDDPStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.lightning_module is not None
-        self.check_optimizers(self.optimizers)
+        check_optimizers(self.compressor, self.optimizers)
         self.averager = GradientAverager(
             self.lightning_module,
             self.compressor,
@@ -145,14 +150,45 @@ class CompressedDDPStrategy(DDPStrategy):
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if "optimizer_states" in checkpoint and self.averager is not None and in_step(self.lightning_module):
-            checkpoint[KEY] = gather(self.averager)
+        """As DDP's, with what the ranks remember; a checkpoint of weights alone has none of it."""
+        whole = "optimizer_states" in checkpoint and self.averager is not None and in_step(self.lightning_module)
+        if whole and self.checkpoint_state != "drop":
+            assert self.averager is not None
+            state = rank_state(self.averager, self._switch.accumulating)
+            checkpoint[KEY] = pack(state, self.averager, self.checkpoint_state, partial(self._write_sidecar, filepath))
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            self.sidecars.remove_old(filepath, checkpoint.get(KEY, {}).get("sidecars"))
+
+    def _write_sidecar(self, filepath: Any, state: dict[str, Any]) -> str:
+        name = self.sidecars.write(state, filepath, self.broadcast(self.sidecars.token()), self.global_rank)
+        self.barrier("sidecars")  # the checkpoint that names them comes after them
+        return name
+
+    @cached_property
+    def sidecars(self) -> Sidecars:
+        """The files beside checkpoints."""
+        return Sidecars(self.checkpoint_io)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self.sidecars.remove_old(filepath, None)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As `Strategy.load_checkpoint`.
+
+        Raises:
+            ValueError: a file that is not a whole checkpoint.
+        """
+        self._loaded_from = checkpoint_path
+        load = partial(super().load_checkpoint, *args, **kwargs)
+        return read(load, checkpoint_path, "checkpoint", "state_dict", "a file that Lightning saved, whole")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
-        restore(self.averager, checkpoint)
+        restore(self.averager, checkpoint, self.checkpoint_state, partial(self.sidecars.read, self._loaded_from))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -36,13 +36,13 @@ def draws(rank, seed=0):
 
 def queries(rank):
     """PowerSGD's first queries, which any averager's state tells."""
-    _, averager = averaged(Table(), None, PowerSGD(min_elements=40, rank=rank))
+    _, averager = averaged(Table(), None, PowerSGD(min_elements=40, rank=rank, warmup_epochs=0))
     return {name: q.numpy() for name, q in averager.state_dict()["memory"]["query"].items()}
 
 
 def onebit(group, threshold, **options):
     return (
-        OneBit(threshold=threshold, warmup_epochs=0, **options),
+        OneBit(threshold=threshold, **options),
         PaperOneBit,
         {"group": group, "threshold": threshold},
     )
@@ -54,7 +54,7 @@ def twobit(threshold):
 
 def dropping(scope):
     options = {"sparsity": 0.9, "scope": scope}
-    return GradientDropping(warmup_epochs=0, **options), PaperGradientDropping, options
+    return GradientDropping(**options), PaperGradientDropping, options
 
 
 def terngrad(**options):
@@ -95,7 +95,7 @@ def twins_walk(world, twin_class, options):
 
 def averagers_walk(world, compressor):
     """The weights of the averager's first rank at the end."""
-    compressor.min_elements = 40
+    compressor.min_elements, compressor.warmup_epochs = 40, 0
 
     def work(rank, group):
         model = Table()
@@ -122,7 +122,7 @@ def test_the_weights_are_the_references(world, case):
 
 def averagers_stations(world, compressor):
     """What the averager's ranks hold before each step and what arrives in it, then what they hold at the end."""
-    compressor.min_elements = 40
+    compressor.min_elements, compressor.warmup_epochs = 40, 0
 
     def work(rank, group):
         model, stations = Table(), []

@@ -12,7 +12,7 @@ from tests.threads import checked_collectives, run_ranks
 
 
 def powersgd(**options):
-    return PowerSGD(**{"min_elements": 40, "min_compression": 1.0, **options})
+    return PowerSGD(**{"min_elements": 40, "warmup_epochs": 0, "min_compression": 1.0, **options})
 
 
 def averages(shapes, gradients, steps=1, world=2, **options):

@@ -22,7 +22,7 @@ from tests.threads import checked_collectives, run_ranks
 
 
 def terngrad(**options):
-    return TernGrad(**{"min_elements": 40, **options})
+    return TernGrad(**{"min_elements": 40, "warmup_epochs": 0, **options})
 
 
 def steps_of(world, steps=1, **options):

@@ -1,0 +1,79 @@
+"""Files beside a checkpoint, one for each rank: `last.ckpt` has them in the folder `last.ckpt.ranks-<token>`.
+
+The token is new for every save, and the checkpoint names the folder. A save that breaks off therefore leaves the
+checkpoint of before with the folder of before; the old folder goes when the new checkpoint stands.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import uuid
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin.reading import read
+
+
+class Sidecars:
+    """Writes, reads and removes them, on any filesystem that fsspec knows.
+
+    Args:
+        io: the strategy's, which also writes the checkpoints.
+    """
+
+    def __init__(self, io: CheckpointIO) -> None:
+        self.later = isinstance(io, _WrappingCheckpointIO)
+        """Whether the checkpoint itself is written in the background, after this rank goes on."""
+        while isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is not None:
+            io = io.checkpoint_io
+        self.io = io
+        self._latest: dict[str, str] = {}
+
+    @staticmethod
+    def token() -> str:
+        """A name that no folder has yet."""
+        return uuid.uuid4().hex[:12]
+
+    def write(self, state: dict[str, Any], checkpoint: str | Path, token: str, rank: int) -> str:
+        """Write the file of `rank`; the name of its folder."""
+        folder = f"{checkpoint}.ranks-{token}"
+        self.io.save_checkpoint({"token": token, "rank": rank, "state": state}, _file(folder, rank))
+        return posixpath.basename(folder.replace(os.sep, "/"))
+
+    def read(self, checkpoint: str | Path, name: str, rank: int) -> dict[str, Any]:
+        """The state in the file of `rank` in the folder `name` beside `checkpoint`, or beside what that links to.
+
+        Raises:
+            ValueError: it is not there, can't be read, or belongs to another save.
+        """
+        remote = "://" in str(checkpoint)
+        beside = str(checkpoint) if remote else os.path.realpath(checkpoint)
+        path = _file(posixpath.join(posixpath.dirname(beside.replace(os.sep, "/")), name), rank)
+        what, allowed = f"sidecar of rank {rank}", "the one saved with the checkpoint, or checkpoint_state='drop'"
+        content = read(self.io.load_checkpoint, path, what, "token", allowed)
+        if (content["token"], content["rank"]) != (name.rpartition("-")[2], rank):
+            raise refusal(what, f"{path}, which belongs to another save", allowed)
+        return content["state"]
+
+    def remove_old(self, checkpoint: str | Path, name: str | None) -> None:
+        """Remove the folders of `checkpoint` but `name`, and but the one before where that may still be needed."""
+        kept = {name, self._latest.get(str(checkpoint)) if self.later else None}
+        if name:
+            self._latest[str(checkpoint)] = name
+        path = str(checkpoint).replace(os.sep, "/")
+        fs = get_filesystem(checkpoint)
+        fs.invalidate_cache()
+        for found in fs.ls(posixpath.dirname(path) or ".", detail=False):
+            folder = posixpath.basename(found.rstrip("/"))
+            if folder.startswith(f"{posixpath.basename(path)}.ranks-") and folder not in kept:
+                fs.rm(found, recursive=True)
+
+
+def _file(folder: str, rank: int) -> str:
+    return posixpath.join(folder, f"rank-{rank}.ckpt")
