@@ -17,6 +17,7 @@ from torch import nn
 from lightning_gradcomp.averaging.compare import compare, warn_of_lost_kinds
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
+from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.takeover import check_optimizer, momentum_taken_over
@@ -128,6 +129,10 @@ class GradientAverager:
         Args:
             grad_scale: the loss scale that is in the gradients; what is remembered is free of it.
         """
+        with explained(self.steps, "averaging gradients", self.topology.group):
+            self._average(grad_scale)
+
+    def _average(self, grad_scale: float) -> None:
         if self.gradients.stale:
             self.gradients = Gradients(self.model, self.compressor)
             if self._compression:

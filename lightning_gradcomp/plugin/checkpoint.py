@@ -9,7 +9,7 @@ Under the key "lightning_gradcomp" stand the compressor's name, the number of ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin.sidecar import Sidecars
 from lightning_gradcomp.registry import entries
 
 KEY = "lightning_gradcomp"
@@ -51,62 +52,73 @@ def rank_state(averager: GradientAverager, accumulating: bool) -> State:
     return {**state, "memory": memory}
 
 
-def pack(state: State, averager: GradientAverager, mode: str, write_sidecar: Callable[[State], str]) -> State:
-    """What goes into the checkpoint under `KEY`; complete on rank 0 only. A collective call.
+class RankStates:
+    """Puts what the ranks remember into checkpoints, and gives it back.
 
     Args:
-        state: this rank's.
-        mode: one of `MODES` except "drop".
-        write_sidecar: writes a rank's state into a file of its own, and returns the folder's name.
+        mode: `checkpoint_state` of the strategy.
+        sidecars: the files beside checkpoints.
     """
-    head = {"format": FORMAT, "compressor": _name(averager), "world_size": averager.world}
-    total = averager.world * sum(part.nbytes for parts in state["memory"].values() for part in parts.values())
-    if mode == "gather" and total > GATHER_LIMIT:
-        rank_zero_info(f"What the {averager.world} ranks remember, {total:,} bytes, is saved in a sidecar file each.")
-        mode = "sidecar"
-    if mode == "sidecar":
-        return {**head, "sidecars": write_sidecar(state)}
-    if mode == "mean":
-        return {**head, "mean": _mean_over_ranks(state, averager)}
-    everyone: list[Any] | None = [None] * averager.world if dist.get_rank() == 0 else None
-    dist.gather_object(state, everyone, dst=0)
-    return {**head, "ranks": everyone or []}
 
+    def __init__(self, mode: str, sidecars: Sidecars) -> None:
+        self.mode, self.sidecars = mode, sidecars
 
-def restore(
-    averager: GradientAverager, checkpoint: Mapping[str, Any], mode: str, read_sidecar: Callable[[str, int], State]
-) -> None:
-    """Give `averager` its rank's state back; the mean of all ranks' where their number has changed.
+    def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> None:
+        """Add what all ranks remember to rank 0's `checkpoint`, or write it beside `path`. A collective call."""
+        if self.mode == "drop":
+            return
+        state, mode = rank_state(averager, accumulating), self.mode
+        total = averager.world * sum(part.nbytes for parts in state["memory"].values() for part in parts.values())
+        if mode == "gather" and total > GATHER_LIMIT:
+            rank_zero_info(f"What the {averager.world} ranks remember, {total:,} bytes, is saved in sidecar files.")
+            mode = "sidecar"
+        saved: State = {"format": FORMAT, "compressor": _name(averager), "world_size": averager.world}
+        checkpoint[KEY] = saved
+        if mode == "sidecar":
+            saved["sidecars"] = self.sidecars.write(state, path)
+        elif mode == "mean":
+            saved["mean"] = _mean_over_ranks(state, averager)
+        else:
+            everyone: list[Any] | None = [None] * averager.world if dist.get_rank() == 0 else None
+            dist.gather_object(state, everyone, dst=0)
+            saved["ranks"] = everyone or []
 
-    Args:
-        mode: with "drop", nothing is restored.
-        read_sidecar: the state of a rank from a folder.
+    def after_saving(self, checkpoint: State, path: Any) -> None:
+        """The checkpoint stands: what stood beside an earlier one of this name can go."""
+        self.sidecars.remove_old(path, keep=checkpoint.get(KEY, {}).get("sidecars"))
 
-    Raises:
-        ValueError: a state that can't be read, or doesn't fit the model.
-    """
-    saved = checkpoint.get(KEY)
-    averager.steps = checkpoint["global_step"]
-    if saved is None or mode == "drop" or saved.get("compressor") != _name(averager):
-        source = "a run without compression" if saved is None else f"compressor {saved.get('compressor')!r}"
-        asked = " and checkpoint_state='drop'" if mode == "drop" else ""
-        rank_zero_info(f"The checkpoint is of {source}{asked}: {_name(averager)} starts with nothing remembered.")
-        return
-    if saved.get("format") != FORMAT:
-        raise refusal(f"checkpoint[{KEY!r}]['format']", saved.get("format"), str(FORMAT))
-    world = saved["world_size"]
+    def after_removing(self, path: Any) -> None:
+        """The checkpoint has gone: so does what is beside it."""
+        self.sidecars.remove_old(path, keep=None)
 
-    def of_rank(rank: int) -> State:
-        return read_sidecar(saved["sidecars"], rank) if "sidecars" in saved else saved["ranks"][rank]
+    def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: GradientAverager) -> None:
+        """Give `averager` its rank's state back; the mean of all ranks' where their number has changed.
 
-    if "mean" not in saved and world == averager.world:
-        state = of_rank(dist.get_rank())
-    else:
-        rank_zero_info(f"{averager.world} ranks start with the mean of what the checkpoint's {world} remembered.")
-        state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
-    memory = dict(state["memory"])
-    averager.gradients.put_back(memory.pop("accumulated", {}))
-    averager.load_state_dict({**state, "memory": memory})
+        Raises:
+            ValueError: a state that can't be read, or doesn't fit the model.
+        """
+        saved = checkpoint.get(KEY)
+        averager.steps = checkpoint["global_step"]
+        if saved is None or self.mode == "drop" or saved.get("compressor") != _name(averager):
+            source = "a run without compression" if saved is None else f"compressor {saved.get('compressor')!r}"
+            asked = " and checkpoint_state='drop'" if self.mode == "drop" else ""
+            rank_zero_info(f"The checkpoint is of {source}{asked}: {_name(averager)} starts with nothing remembered.")
+            return
+        if saved.get("format") != FORMAT:
+            raise refusal(f"checkpoint[{KEY!r}]['format']", saved.get("format"), str(FORMAT))
+        world = saved["world_size"]
+
+        def of_rank(rank: int) -> State:
+            return self.sidecars.read(path, saved["sidecars"], rank) if "sidecars" in saved else saved["ranks"][rank]
+
+        if "mean" not in saved and world == averager.world:
+            state = of_rank(dist.get_rank())
+        else:
+            rank_zero_info(f"{averager.world} ranks start with the mean of what the checkpoint's {world} remembered.")
+            state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
+        memory = dict(state["memory"])
+        averager.gradients.put_back(memory.pop("accumulated", {}))
+        averager.load_state_dict({**state, "memory": memory})
 
 
 def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.exchange import share
+from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.errors import refusal
 
 
 class DDPSwitch:
@@ -29,6 +31,7 @@ class DDPSwitch:
         self._gradients_ready: float | None = None
         self.accumulating = False
         """Whether the last backward left local gradients, to which a later one adds."""
+        self._unspent = False
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
@@ -45,7 +48,15 @@ class DDPSwitch:
         """Decide who averages the gradients of the coming backward, which hold the loss scale of `precision`'s scaler.
 
         A parameter that was frozen when DDP wrapped the model is unknown to it for good, and would drift apart.
+
+        Raises:
+            ValueError: gradients that are averages already, and that no optimizer has used, are about to be added to.
         """
+        if self._unspent and isinstance(averager.compressor, Lossy):
+            if any(p.grad is not None and bool(p.grad.any()) for p in self._ddp.parameters()):
+                what = f"backward calls with {type(averager.compressor).__name__} between two optimizer steps"
+                raise refusal(what, "2", "1: add the losses up, or wrap all but the last call in no_sync()")
+            self._unspent = False
         scaler = getattr(precision, "scaler", None)
         self._wire, self._grad_scale = averager.compressor.wire, scaler.get_scale() if scaler else 1.0
         self._by_ddp = averager.dense_step and all(
@@ -53,11 +64,16 @@ class DDPSwitch:
         )
         self._gradients_ready = None
 
+    def spent(self) -> None:
+        """An optimizer has used the gradients."""
+        self._unspent = False
+
     def after_backward(self, averager: GradientAverager) -> None:
         """Average, unless DDP has done it, or does not synchronise this backward because gradients accumulate."""
         self.accumulating = self._gradients_ready is None
         if self._gradients_ready is None:
             return
+        self._unspent = True
         if self._by_ddp:
             seconds = time.perf_counter() - self._gradients_ready
             averager.after_dense_step(grad_scale=self._grad_scale, seconds=seconds)

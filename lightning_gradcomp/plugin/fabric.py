@@ -76,7 +76,9 @@ class CompressedFabricStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         assert isinstance(optimizer, torch.optim.Optimizer)
         with self._averager().taken_over(optimizer):
-            return super().optimizer_step(optimizer, **kwargs)
+            result = super().optimizer_step(optimizer, **kwargs)
+        self._switch.spent()
+        return result
 
     def _averager(self) -> GradientAverager:
         if self.averager is None:

@@ -1,62 +1,71 @@
-"""What CompressedDDPStrategy can't honour, found before other processes are started."""
+"""What CompressedDDPStrategy can't honour, and the sentence that says so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gradcomp.averaging.takeover import check_optimizer
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin.checkpoint import MODES
+from lightning_gradcomp.plugin.clipping import check_clipping
+from lightning_gradcomp.plugin.launch import optimizers_of
+
+if TYPE_CHECKING:
+    from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
+
+TAKEN_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
+"""Options of DDPStrategy that say how gradients are averaged, or need DDP's one hook: that is the strategy's part."""
 
 
-def check_clipping(compressor: Compressor, trainer: Trainer, module: LightningModule) -> None:
-    """Refuse clipping that a compressor which owns the momentum can't do locally, before the accumulation.
+def check_options(checkpoint_state: str, verify_replicas_every_n_steps: int | None, ddp: Mapping[str, Any]) -> None:
+    """ValueError for an option of the strategy itself, or for one of `DDPStrategy` (`ddp`) that it has no room for."""
+    for option in TAKEN_OPTIONS:
+        if ddp.get(option) is not None:
+            raise refusal(f"CompressedDDPStrategy.{option}", ddp[option], "None: the compressor averages")
+    if checkpoint_state not in MODES:
+        raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in MODES))
+    if verify_replicas_every_n_steps is not None and verify_replicas_every_n_steps < 1:
+        raise refusal("verify_replicas_every_n_steps", verify_replicas_every_n_steps, "None (never), or 1 or more")
 
-    Raises:
-        ValueError: clipping by value, in a hook of the user's, or with a second threshold.
-    """
-    if not compressor.owns_momentum:
-        return
-    name = type(compressor).__name__
-    if is_overridden("configure_gradient_clipping", module):
-        allowed = f"{name}(clip_norm=...): the hook would clip what is sent, which has left the memory already"
-        raise refusal(f"configure_gradient_clipping with {name}", "a hook of the module", allowed)
-    if trainer.gradient_clip_val is None:
-        return
-    if trainer.gradient_clip_algorithm == "value":
-        raise refusal(f"Trainer(gradient_clip_algorithm) with {name}", "value", "norm, which is applied locally")
-    if getattr(compressor, "clip_norm", None) is not None:
-        allowed = f"one of {name}(clip_norm=...) and Trainer(gradient_clip_val=...), which mean the same here"
-        raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
+
+def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: LightningModule) -> None:
+    """ValueError for what can be known to be wrong before other processes are started."""
+    check_clipping(strategy.compressor, trainer, module)
+    check_optimizers(strategy.compressor, optimizers_of(module))
+    if torch._dynamo.config.optimize_ddp == "python_reducer":
+        allowed = "True or False: it calls DDP's hook with something else"
+        raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, "check_strategy"):
+            callback.check_strategy(strategy)
 
 
 def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that the compressor doesn't fit.
-
-    Raises:
-        ValueError: momentum that the compressor would have to own and can't, or several steps from one average.
-    """
+    """ValueError for optimizers whose momentum the compressor can't own, or that take several gradients a step."""
     if compressor.owns_momentum and len(optimizers) > 1:
         raise refusal(f"optimizers with {type(compressor).__name__}", len(optimizers), "1, a torch.optim.SGD")
     for optimizer in optimizers:
         check_optimizer(compressor, optimizer)
-        if isinstance(compressor, Lossy) and isinstance(optimizer, torch.optim.LBFGS):
-            allowed = "an optimizer that computes one gradient a step, or strategy='ddp_dense'"
-            raise refusal(f"the optimizer with {type(compressor).__name__}", "LBFGS", allowed)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            check_gradients(compressor, optimizer, optimizer.param_groups[0]["max_eval"])
+
+
+def check_gradients(compressor: Compressor, optimizer: torch.optim.Optimizer, gradients: int) -> None:
+    """ValueError for an optimizer that takes so many gradients in one step: each would be remembered as a step's."""
+    if gradients > 1 and isinstance(compressor, Lossy):
+        what = f"gradients in one step of {type(optimizer).__name__} with {type(compressor).__name__}"
+        raise refusal(what, gradients, "1; for optimizers that need more: strategy='ddp_dense'")
 
 
 def check_batches(counts: Sequence[float]) -> None:
-    """Refuse ranks with different numbers of batches: the longer ones would wait for the others for ever.
+    """ValueError for ranks with different numbers of batches an epoch (infinite where it is not known).
 
-    Args:
-        counts: batches an epoch of every rank; infinite where it is not known.
-
-    Raises:
-        ValueError: they differ.
+    The ranks with more of them would wait for the others.
     """
     if len(set(counts)) > 1:
         got = ", ".join(f"rank {rank}: {count:g}" for rank, count in enumerate(counts))

@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -35,15 +36,13 @@ class Sidecars:
         self.io = io
         self._latest: dict[str, str] = {}
 
-    @staticmethod
-    def token() -> str:
-        """A name that no folder has yet."""
-        return uuid.uuid4().hex[:12]
-
-    def write(self, state: dict[str, Any], checkpoint: str | Path, token: str, rank: int) -> str:
-        """Write the file of `rank`; the name of its folder."""
-        folder = f"{checkpoint}.ranks-{token}"
-        self.io.save_checkpoint({"token": token, "rank": rank, "state": state}, _file(folder, rank))
+    def write(self, state: dict[str, Any], checkpoint: str | Path) -> str:
+        """Write this rank's file; the name of the folder, once all ranks have written theirs. A collective call."""
+        token: list[Any] = [uuid.uuid4().hex[:12]]
+        dist.broadcast_object_list(token, src=0)
+        folder, rank = f"{checkpoint}.ranks-{token[0]}", dist.get_rank()
+        self.io.save_checkpoint({"token": token[0], "rank": rank, "state": state}, _file(folder, rank))
+        dist.barrier()  # the checkpoint that names them comes after them
         return posixpath.basename(folder.replace(os.sep, "/"))
 
     def read(self, checkpoint: str | Path, name: str, rank: int) -> dict[str, Any]:
@@ -61,11 +60,13 @@ class Sidecars:
             raise refusal(what, f"{path}, which belongs to another save", allowed)
         return content["state"]
 
-    def remove_old(self, checkpoint: str | Path, name: str | None) -> None:
-        """Remove the folders of `checkpoint` but `name`, and but the one before where that may still be needed."""
-        kept = {name, self._latest.get(str(checkpoint)) if self.later else None}
-        if name:
-            self._latest[str(checkpoint)] = name
+    def remove_old(self, checkpoint: str | Path, keep: str | None) -> None:
+        """On rank 0, remove the folders of `checkpoint` but `keep`, and the one before where it may be needed yet."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        kept = {keep, self._latest.get(str(checkpoint)) if self.later else None}
+        if keep:
+            self._latest[str(checkpoint)] = keep
         path = str(checkpoint).replace(os.sep, "/")
         fs = get_filesystem(checkpoint)
         fs.invalidate_cache()

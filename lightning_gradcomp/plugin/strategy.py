@@ -8,33 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.replicas import compare_replicas
 from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
-from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import launch
-from lightning_gradcomp.plugin.checkpoint import KEY, MODES, export_momentum, in_step, pack, rank_state, restore
+from lightning_gradcomp.plugin.checkpoint import RankStates, export_momentum, in_step
+from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
+from lightning_gradcomp.plugin.named_faults import DDPWithNamedFaults
 from lightning_gradcomp.plugin.reading import read
-from lightning_gradcomp.plugin.refusals import check_clipping, check_optimizers
+from lightning_gradcomp.plugin.refusals import (
+    check_batches,
+    check_fit,
+    check_gradients,
+    check_optimizers,
+    check_options,
+)
 from lightning_gradcomp.plugin.sidecar import Sidecars
 from lightning_gradcomp.registry import build
 
-TAKEN_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-"""Options of DDPStrategy that say how gradients are averaged: that is this strategy's part."""
+TIMEOUT = timedelta(minutes=5)
+"""Instead of torch's 30 minutes: a rank that has died or hangs should not keep the others for so long."""
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(DDPWithNamedFaults):
     """Data-parallel training whose gradients travel compressed.
 
         Trainer(strategy=CompressedDDPStrategy(compressor=DGC(sparsity=0.999)), devices=2)
@@ -46,6 +54,9 @@ class CompressedDDPStrategy(DDPStrategy):
             1 GiB, beyond that as "sidecar". "sidecar": a file for each rank, in a folder beside the checkpoint. "mean":
             one copy of the mean over ranks, with which a resumed run is no longer exact. "drop": nothing is saved, or
             restored.
+        timeout: how long a rank waits for the others, anywhere; then it ends with an error. Raise it where one rank has
+            more to do alone than that, such as preparing data.
+        verify_replicas_every_n_steps: compare a checksum of every parameter over the ranks, every so many steps.
         ddp_options: everything that `DDPStrategy` takes, except the options that say how gradients are averaged.
 
     Raises:
@@ -57,35 +68,27 @@ class CompressedDDPStrategy(DDPStrategy):
         compressor: Compressor | str = "dgc",
         topology: str = "auto",
         checkpoint_state: str = "gather",
+        timeout: timedelta = TIMEOUT,
+        verify_replicas_every_n_steps: int | None = None,
         **ddp_options: Any,
     ) -> None:
-        for option in TAKEN_OPTIONS:
-            if ddp_options.get(option) is not None:
-                raise refusal(f"CompressedDDPStrategy.{option}", ddp_options[option], "None: the compressor averages")
-        if checkpoint_state not in MODES:
-            raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in MODES))
-        super().__init__(**ddp_options)
+        check_options(checkpoint_state, verify_replicas_every_n_steps, ddp_options)
+        super().__init__(timeout=timeout, **ddp_options)
         self.checkpoint_state = checkpoint_state
+        self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
         self.compressor: Compressor = build(compressor)
         named_topology(topology, None)
         self.topology = topology
         self.averager: GradientAverager | None = None
         """Set while fitting."""
+        self._clipping = LocalClipping()
 
     def _configure_launcher(self) -> None:
-        if self._start_method == "popen":
-            processes = self.cluster_environment, self.num_processes, self.num_nodes
-            self._launcher = launch.SubprocessLauncher(self.check, *processes)
-        else:
-            self._launcher = launch.MultiProcessingLauncher(self.check, self, start_method=self._start_method)
+        self._launcher = launch.launcher(self, self._start_method, self.check)
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
-        check_clipping(self.compressor, trainer, module)
-        check_optimizers(self.compressor, launch.optimizers_of(module))
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if hasattr(callback, "check_strategy"):
-                callback.check_strategy(self)
+        check_fit(self, trainer, module)
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -101,12 +104,22 @@ class CompressedDDPStrategy(DDPStrategy):
         check_optimizers(self.compressor, self.optimizers)
         self.averager = GradientAverager(
             self.lightning_module,
-            self.compressor,
+            self._clipping.take_over(self.compressor, trainer),
             optimizer=self.optimizers[0] if self.compressor.owns_momentum else None,
             topology=self.topology,
             epoch=trainer.current_epoch,
         )
         rank_zero_info(self.averager.describe())
+
+    def teardown(self) -> None:
+        self._clipping.give_back()
+        super().teardown()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        batches = float(self.lightning_module.trainer.num_training_batches)
+        check_batches(self.all_gather(torch.tensor(batches, device=self.root_device)).flatten().tolist())
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
@@ -118,7 +131,8 @@ class CompressedDDPStrategy(DDPStrategy):
         self._switch.before_backward(averager, precision)
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
-        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with self.explained("backward"):  # DDP averages in it where a step is dense
+            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
         self._switch.after_backward(averager)
         return precision.post_backward(closure_loss, module)
@@ -132,15 +146,22 @@ class CompressedDDPStrategy(DDPStrategy):
     ) -> Any:
         """As DDP's; between the closure, which averages, and the end of the step, the momentum is taken over."""
         assert self.averager is not None
-        averager = self.averager
+        averager, before = self.averager, self.averager.steps
         with ExitStack() as until_the_end_of_the_step:
 
             def closure_then_take_over() -> Any:
                 result = closure()
+                check_gradients(averager.compressor, optimizer, averager.steps - before)
                 until_the_end_of_the_step.enter_context(averager.taken_over(optimizer))
                 return result
 
-            return super().optimizer_step(optimizer, closure_then_take_over, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure_then_take_over, model, **kwargs)
+        self._switch.spent()
+        every = self.verify_replicas_every_n_steps
+        if every and averager.steps > before and averager.steps % every == 0:
+            assert self.lightning_module is not None
+            compare_replicas(self.lightning_module.named_parameters(), averager.steps)
+        return result
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state as plain DDP would have it: with the momentum that is kept elsewhere meanwhile."""
@@ -151,29 +172,14 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with what the ranks remember; a checkpoint of weights alone has none of it."""
-        whole = "optimizer_states" in checkpoint and self.averager is not None and in_step(self.lightning_module)
-        if whole and self.checkpoint_state != "drop":
-            assert self.averager is not None
-            state = rank_state(self.averager, self._switch.accumulating)
-            checkpoint[KEY] = pack(state, self.averager, self.checkpoint_state, partial(self._write_sidecar, filepath))
+        if "optimizer_states" in checkpoint and self.averager is not None and in_step(self.lightning_module):
+            self.rank_states.put_into(checkpoint, filepath, self.averager, self._switch.accumulating)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.is_global_zero:
-            self.sidecars.remove_old(filepath, checkpoint.get(KEY, {}).get("sidecars"))
-
-    def _write_sidecar(self, filepath: Any, state: dict[str, Any]) -> str:
-        name = self.sidecars.write(state, filepath, self.broadcast(self.sidecars.token()), self.global_rank)
-        self.barrier("sidecars")  # the checkpoint that names them comes after them
-        return name
-
-    @cached_property
-    def sidecars(self) -> Sidecars:
-        """The files beside checkpoints."""
-        return Sidecars(self.checkpoint_io)
+        self.rank_states.after_saving(checkpoint, filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            self.sidecars.remove_old(filepath, None)
+        self.rank_states.after_removing(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As `Strategy.load_checkpoint`.
@@ -188,7 +194,12 @@ class CompressedDDPStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
-        restore(self.averager, checkpoint, self.checkpoint_state, partial(self.sidecars.read, self._loaded_from))
+        self.rank_states.restore(checkpoint, self._loaded_from, self.averager)
+
+    @cached_property
+    def rank_states(self) -> RankStates:
+        """What the ranks remember, in checkpoints."""
+        return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -1,0 +1,42 @@
+"""A cheap alarm for replicas that have drifted apart: a checksum of every parameter, compared over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicasDiffer(RuntimeError):
+    """The ranks no longer hold the same parameters."""
+
+
+def checksum(parameter: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits, taken as integers: int64 scalar, the same for the same bits in whatever layout."""
+    bits = parameter.detach().contiguous().view(BITS[parameter.itemsize])
+    return bits.sum(dtype=torch.int64)
+
+
+def compare_replicas(
+    named: Iterable[tuple[str, torch.Tensor]], step: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Compare the parameters of all ranks with rank 0's. Sends 8 bytes a parameter to every rank. A collective call.
+
+    Raises:
+        ReplicasDiffer: on every rank; it names the first parameter that differs, and the ranks on which it does.
+    """
+    names, sums = zip(*((name, checksum(parameter)) for name, parameter in named), strict=True)
+    own = torch.stack(sums)
+    everyone = own.new_empty(dist.get_world_size(group) * len(own))
+    dist.all_gather_into_tensor(everyone, own, group=group)
+    differs = everyone.view(-1, len(own)) != everyone[: len(own)]
+    if differs.any():
+        first = int(differs.any(0).int().argmax())
+        ranks = differs[:, first].nonzero().flatten().tolist()
+        raise ReplicasDiffer(
+            f"step {step}: parameter {names[first]!r} on rank {', '.join(map(str, ranks))} is not rank 0's "
+            f"({int(differs.any(0).sum())} of {len(names)} parameters differ)"
+        )
