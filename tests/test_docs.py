@@ -1,6 +1,7 @@
-"""The example of docs/write-a-compressor.md is complete: executed as it stands, it is a strategy that trains."""
+"""What the docs show is what the package does: the example compressor trains, the table is the registry's."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp import registry
 from tests.threads import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "write-a-compressor.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture
 def mean_sign(monkeypatch):
     monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))
-    [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [example] = re.findall(r"```python\n(.*?)```", (DOCS / "write-a-compressor.md").read_text(), re.DOTALL)
     names = {"__name__": "example"}
     exec(example, names)
     yield names["MeanSign"]
@@ -44,3 +45,15 @@ def test_the_example_compressor_is_a_strategy_and_learns(mean_sign):
     (loss, ratio), _ = run_ranks(2, work)
     assert loss < 0.1
     assert ratio > 20
+
+
+def test_the_table_of_methods_is_what_the_registry_makes_of_it():
+    """After a change: python docs/tables.py."""
+    assert (DOCS / "compressors.md").read_text() == runpy.run_path(str(DOCS / "tables.py"))["page"]()
+
+
+def test_every_method_has_a_card_and_a_paragraph():
+    page = (DOCS / "compressors.md").read_text()
+    for entry in lgc.entries():
+        assert all((entry.cls.card.sends, entry.cls.card.pick, entry.cls.card.source)), entry.name
+        assert re.search(rf"^## .*`{entry.name}`", page, re.MULTILINE), entry.name

@@ -154,5 +154,5 @@ class Compression:
             ValueError: a tensor whose shape is not its parameter's.
         """
         self.memory.load_state_dict(state)
-        here = self.gradients.layout.names
-        self._parked = {key: {n: t for n, t in parts.items() if n not in here} for key, parts in state.items()}
+        frozen = set(self.gradients.chosen) - set(self.gradients.layout.names)
+        self._parked = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}

@@ -63,14 +63,14 @@ class Factors(Residual):
         return {**super().state_dict(), "query": queries}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        queries = []
+        for name, q in zip(self.layout.names, self.queries, strict=True):
+            saved = state["query"].get(name, q)
+            if saved.shape != q.shape:
+                raise ValueError(f"query of {name!r}: got shape {tuple(saved.shape)}, allowed: {tuple(q.shape)}")
+            queries.append(saved.to(self.device, copy=True))
         super().load_state_dict(state)
-        for i, (name, q) in enumerate(zip(self.layout.names, self.queries, strict=True)):
-            if name in state["query"]:
-                if state["query"][name].shape != q.shape:
-                    got, allowed = tuple(state["query"][name].shape), tuple(q.shape)
-                    raise ValueError(f"query of {name!r}: got shape {got}, allowed: {allowed}")
-                self.queries[i] = state["query"][name].to(self.device)
-        self.coming_queries = self.queries
+        self.queries = self.coming_queries = queries
 
 
 @register("powersgd")

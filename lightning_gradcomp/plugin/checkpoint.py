@@ -62,6 +62,7 @@ class RankStates:
 
     def __init__(self, mode: str, sidecars: Sidecars) -> None:
         self.mode, self.sidecars = mode, sidecars
+        self._accumulated: dict[str, torch.Tensor] = {}
 
     def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> None:
         """Add what all ranks remember to rank 0's `checkpoint`, or write it beside `path`. A collective call."""
@@ -117,8 +118,13 @@ class RankStates:
             rank_zero_info(f"{averager.world} ranks start with the mean of what the checkpoint's {world} remembered.")
             state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
         memory = dict(state["memory"])
-        averager.gradients.put_back(memory.pop("accumulated", {}))
+        self._accumulated = memory.pop("accumulated", {})
         averager.load_state_dict({**state, "memory": memory})
+
+    def put_back_accumulated(self, averager: GradientAverager) -> None:
+        """Give the parameters the gradients of an accumulation under way, which Lightning zeroes after restoring."""
+        averager.gradients.put_back(self._accumulated)
+        self._accumulated = {}
 
 
 def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

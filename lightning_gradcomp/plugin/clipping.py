@@ -28,7 +28,7 @@ def check_clipping(compressor: Compressor, trainer: Trainer, module: LightningMo
     if is_overridden("configure_gradient_clipping", module):
         allowed = f"{name}(clip_norm=...): the hook would clip what is sent, which has left the memory already"
         raise refusal(f"configure_gradient_clipping with {name}", "a hook of the module", allowed)
-    if trainer.gradient_clip_val is None:
+    if not _clips(trainer):
         return
     if not hasattr(compressor, "clip_norm"):
         raise refusal(f"Trainer(gradient_clip_val) with {name}", trainer.gradient_clip_val, "None")
@@ -37,6 +37,10 @@ def check_clipping(compressor: Compressor, trainer: Trainer, module: LightningMo
     if compressor.clip_norm is not None:  # type: ignore[attr-defined]
         allowed = f"one of {name}(clip_norm=...) and Trainer(gradient_clip_val=...), which mean the same here"
         raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
+
+
+def _clips(trainer: Trainer) -> bool:
+    return trainer.gradient_clip_val is not None and trainer.gradient_clip_val > 0  # as Lightning reads it
 
 
 class LocalClipping:
@@ -48,12 +52,13 @@ class LocalClipping:
     def take_over(self, compressor: Compressor, trainer: Trainer) -> Compressor:
         """The compressor to train with. The Trainer no longer clips where this one does."""
         clip_norm = trainer.gradient_clip_val
-        if clip_norm is None or not isinstance(compressor, Lossy):
+        if not _clips(trainer) or not isinstance(compressor, Lossy):
             return compressor
         if not compressor.owns_momentum:
             rank_zero_info(f"gradient_clip_val={clip_norm} clips the average that was sent: what it cuts off is gone.")
             return compressor
         rank_zero_info(f"gradient_clip_val={clip_norm} clips each rank's gradient before it is accumulated.")
+        assert clip_norm is not None
         self._taken = trainer, clip_norm
         trainer.gradient_clip_val = None
         return replace(compressor, clip_norm=float(clip_norm))  # type: ignore[call-arg]

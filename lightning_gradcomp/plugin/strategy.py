@@ -109,6 +109,7 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
             topology=self.topology,
             epoch=trainer.current_epoch,
         )
+        self._compared = 0
         rank_zero_info(self.averager.describe())
 
     def teardown(self) -> None:
@@ -117,7 +118,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and self.averager is not None
+        self.rank_states.put_back_accumulated(self.averager)
         batches = float(self.lightning_module.trainer.num_training_batches)
         check_batches(self.all_gather(torch.tensor(batches, device=self.root_device)).flatten().tolist())
 
@@ -158,8 +160,9 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
             result = super().optimizer_step(optimizer, closure_then_take_over, model, **kwargs)
         self._switch.spent()
         every = self.verify_replicas_every_n_steps
-        if every and averager.steps > before and averager.steps % every == 0:
+        if every and averager.steps != self._compared and averager.steps % every == 0:
             assert self.lightning_module is not None
+            self._compared = averager.steps
             compare_replicas(self.lightning_module.named_parameters(), averager.steps)
         return result
 

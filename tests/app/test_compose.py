@@ -23,7 +23,7 @@ def test_without_arguments_it_is_the_digits_recipe():
     assert run == run_of("recipe=digits")
     assert (run.model.name, run.data.name, run.data.batch_size, run.seed) == ("resnet18", "digits", 64, 0)
     assert run.compressor == DGC(sparsity=0.999, dense_epochs=1, warmup_epochs=4)
-    assert run.optimizer == SGD(lr=0.05, momentum=0.9, nesterov=False, weight_decay=5e-3, warmup_steps=20)
+    assert run.optimizer == SGD(lr=0.02, momentum=0.9, nesterov=False, weight_decay=5e-3, warmup_steps=20)
     assert (run.trainer.max_epochs, run.trainer.devices) == (10, "auto")
 
 

@@ -1,0 +1,219 @@
+"""Runs on every rank of a world: trainings that stop and go on from checkpoints. Prints the outcomes as one JSON line.
+
+usage: checkpoints.py FOLDER (which the worlds share), or checkpoints.py FOLDER spawn
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from unittest import mock
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.averaging import mean_state
+from lightning_gradcomp.plugin import checkpoint
+
+FOLDER, WORLD = Path(sys.argv[1]), int(os.environ.get("WORLD_SIZE", 2))
+KEY, BATCHES = checkpoint.KEY, 8
+MOMENTS = {"epoch end": (0, 7), "mid-epoch": (1, 2), "mid-accumulation": (1, 4)}
+"""(Epoch, batch) after which a checkpoint is saved: with three batches a step, the last is the second of its three."""
+QUICK = {"min_elements": 32, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9}
+
+
+class Net(L.LightningModule):
+    """Its data depend on rank, epoch and batch alone, so a run that goes on sees those that it has not seen yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.ReLU(), torch.nn.Linear(20, 12))
+
+    def training_step(self, _, index):
+        generator = torch.Generator().manual_seed(1000 * self.current_epoch + 10 * index + self.global_rank)
+        images = torch.randn(4, 12, generator=generator)
+        loss = (self.layers(images) - images.flip(1)).square().mean()
+        self.log("grows", min(self.global_step, 3.0))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Watch(L.Callback):
+    """Calls `save(trainer, moment)` at every moment, and notes what is there when training starts."""
+
+    def __init__(self, save):
+        self.save = save
+
+    def on_train_start(self, trainer, *_):
+        self.memory = trainer.strategy.averager.state_dict()["memory"]
+        state, named = trainer.optimizers[0].state, trainer.lightning_module.named_parameters()
+        self.momentum = {name: state[p]["momentum_buffer"].clone() for name, p in named if p in state}
+
+    def on_train_batch_end(self, trainer, *args):
+        self._save(trainer, args[-1], last=False)
+
+    def on_train_epoch_end(self, trainer, *_):
+        self._save(trainer, BATCHES - 1, last=True)
+
+    def _save(self, trainer, batch, last):
+        for moment, at in MOMENTS.items():
+            if self.save and at == (trainer.current_epoch, batch) and (moment == "epoch end") == last:
+                self.save(trainer, moment)
+
+
+class Slow(TorchCheckpointIO):
+    """Checkpoints that stand only when training has gone on for a while."""
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        time.sleep(0.2)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def quick(cls, **options):
+    known = {field.name for field in fields(cls)}
+    return cls(**{key: value for key, value in QUICK.items() if key in known}, **options)
+
+
+def fit(compressor, state="gather", ckpt=None, save=None, callbacks=(), plugins=None, **options):
+    """Train two epochs from seed 0; returns (trainer, all weights in one vector, the Watch)."""
+    L.seed_everything(0, verbose=False)
+    net, watch = Net(), Watch(save)
+    trainer = L.Trainer(
+        strategy=lgc.CompressedDDPStrategy(compressor=compressor, checkpoint_state=state, **options), accelerator="cpu",
+        devices=WORLD, max_epochs=2, accumulate_grad_batches=3, use_distributed_sampler=False, logger=False,
+        callbacks=[watch, *callbacks], plugins=plugins, enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(net, torch.utils.data.DataLoader(range(BATCHES)), ckpt_path=ckpt)
+    return trainer, torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()]), watch
+
+
+def apart(a, b):
+    """Largest difference between two vectors, over all ranks."""
+    difference = (a - b).abs().max()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    return difference.item()
+
+
+def stops(name, compressor, state="gather", where=FOLDER, plugins=None):
+    """Moment -> how far the run that goes on from there is from the straight run."""
+
+    def path(moment):
+        return f"{where}/{WORLD}-{name}-{state}/{moment}.ckpt"
+
+    def save(trainer, moment):
+        trainer.save_checkpoint(path(moment))
+
+    os.makedirs(f"{FOLDER}/{WORLD}-{name}-{state}")
+    straight = fit(compressor, state, save=save, plugins=plugins)[1]
+    return {moment: apart(straight, fit(compressor, state, path(moment))[1]) for moment in MOMENTS}
+
+
+def gather():
+    return {entry.name: stops(entry.name, quick(entry.cls)) for entry in lgc.entries()}
+
+
+def sidecar():
+    result = {"dgc": stops("dgc", DGC, "sidecar"), "terngrad": stops("terngrad", FED_BACK, "sidecar")}
+    result["url"] = stops("url", DGC, "sidecar", f"file://{FOLDER}")
+    for state in ("gather", "sidecar"):
+        result[f"async {state}"] = stops("async", DGC, state, plugins=[AsyncCheckpointIO(Slow())])
+    with mock.patch.object(checkpoint, "GATHER_LIMIT", 1):
+        result["beyond the limit"] = stops("limit", DGC)
+    return result
+
+
+def folders(path):
+    """What is beside a checkpoint, and what it names."""
+    beside = {folder.name: sorted(os.listdir(folder)) for folder in path.parent.glob(f"{path.name}.ranks-*")}
+    return [beside, torch.load(path, weights_only=True)[KEY]["sidecars"] if path.exists() else None]
+
+
+def saved_again():
+    """Folders after each save to one path, and after its removal."""
+    path, seen = FOLDER / f"{WORLD}-again.ckpt", []
+
+    def save(trainer, moment):
+        trainer.save_checkpoint(path)
+        seen.append(folders(path))
+
+    trainer = fit(DGC, "sidecar", save=save)[0]
+    trainer.strategy.remove_checkpoint(path)
+    trainer.save_checkpoint(FOLDER / "weights.ckpt", weights_only=True)
+    return [*seen, folders(path)]
+
+
+def best():
+    """Four checkpoints, of which the last is the best, and linked."""
+    folder = FOLDER / f"{WORLD}-best"
+    keep = ModelCheckpoint(
+        folder, "{step}", monitor="grows", mode="max", save_top_k=1, save_last="link", every_n_train_steps=1
+    )
+    straight = fit(DGC, "sidecar", callbacks=[keep])[1]
+    left = sorted(os.listdir(folder))
+    return {"left": left, "apart": apart(straight, fit(DGC, "sidecar", folder / "last.ckpt")[1])}
+
+
+def off(memory, expected):
+    """How far the mean over ranks is from what was `expected`, and how far the rank is that is farthest from it."""
+    mean, each = 0.0, 0.0
+    for kind, parts in expected.items():
+        for name, part in parts.items():
+            each = max(each, apart(memory[kind][name], part))
+            dist.all_reduce(memory[kind][name])
+            mean = max(mean, apart(memory[kind][name] / WORLD, part))
+    return {"mean": mean, "each": each}
+
+
+def from_two_ranks():
+    """What a run begins with that goes on from a checkpoint of two ranks, in several ways."""
+    path = "{}/2-{}-{}/mid-epoch.ckpt".format
+    dropped = [stops("dgc", DGC, state) for state in ("mean", "drop") if WORLD == 2]
+    ranks = torch.load(path(FOLDER, "dgc", "gather"), weights_only=True)[KEY]["ranks"]
+    expected, result = mean_state(ranks)["memory"], {"apart without memory": dropped}
+    for state in ("gather", "sidecar", "mean"):
+        said.clear()
+        _, weights, watch = fit(DGC, state, path(FOLDER, "dgc", state))
+        first = weights.clone()
+        dist.broadcast(first, 0)
+        result[state] = {**off(watch.memory, expected), "said": said[:], "replicas": apart(weights, first)}
+    for name, compressor, state in (("onebit", quick(lgc.OneBit), "gather"), ("drop", DGC, "drop")):
+        said.clear()
+        watch = fit(compressor, state, path(FOLDER, "dgc", "gather"))[2]
+        momentum = off({"momentum": watch.momentum}, {"momentum": expected["momentum"]})["each"]
+        result[name] = {"left": sum(map(len, watch.memory.values())), "said": said[:], "momentum": momentum}
+    return result
+
+
+def spawned():
+    """In the main process nobody waits for the others any more."""
+    trainer, weights, _ = fit(DGC, start_method="spawn")
+    trainer.save_checkpoint(FOLDER / "spawned.ckpt")
+    print(json.dumps({"steps": trainer.global_step, "size": weights.norm().item()}))
+
+
+DGC, FED_BACK = quick(lgc.DGC), quick(lgc.TernGrad, error_feedback=True)
+PARTS = (gather, sidecar, saved_again, best, from_two_ranks)
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    said = []
+    logger, handler = logging.getLogger("lightning.pytorch"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.handlers, logger.propagate = [handler], False
+    if sys.argv[2:] == ["spawn"]:
+        spawned()
+    else:
+        outcome = {part.__name__: part() for part in PARTS}
+        if os.environ["RANK"] == "0":
+            print(json.dumps(outcome))

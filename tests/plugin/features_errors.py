@@ -1,0 +1,183 @@
+"""Features of the Trainer, concluded: precision with gradients that overflow, and what is refused while fitting.
+
+Part of `features.py`.
+"""
+
+from dataclasses import fields
+
+import torch
+from features_kit import (
+    RANK,
+    Manual,
+    Net,
+    apart,
+    compressed,
+    dense,
+    dgc,
+    examples,
+    fit,
+    loader,
+    nothing_dropped,
+    on_every_rank,
+    onebit,
+    raised,
+    supported,
+    trainer_for,
+)
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+
+import lightning_gradcomp as lgc
+
+
+def low_precision():
+    return {
+        f"{strategy.__name__} {precision}": compressed(strategy(), precision=precision)
+        for precision in ("bf16-mixed", "bf16-true", "16-true")
+        for strategy in (onebit, dgc)
+    }
+
+
+class Overflow(Net):
+    """The gradient of one weight is infinite on rank 1, at step 10."""
+
+    def on_train_start(self):
+        self.body.weight.register_hook(
+            lambda gradient: gradient * torch.inf if RANK == 1 and self.trainer.global_step == 10 else gradient
+        )
+
+
+def scaled():
+    """Options of a Trainer that scales the loss."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+def loss_scale():
+    """How far from DDP, without clipping and with."""
+    clip = {"gradient_clip_val": 0.1}
+    return [
+        apart(fit("ddp", **scaled())[1], fit(dense(), **scaled())[1]),
+        apart(fit("ddp", **clip, **scaled())[1], fit(nothing_dropped(), **clip, **scaled())[1]),
+    ]
+
+
+def overflow():
+    """For every compressor: final losses without and with it, scale and finiteness of what is remembered after it."""
+    result, (x, y) = {}, examples(40).tensors
+    for entry in lgc.entries():
+        known = {field.name for field in fields(entry.cls)}
+        wanted = {"min_elements": 32, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9}
+        compressor = entry.cls(**{key: value for key, value in wanted.items() if key in known})
+        losses = []
+        for make in (Net, Overflow):
+            strategy = lgc.CompressedDDPStrategy(compressor=compressor, verify_replicas_every_n_steps=1)
+            trainer, _ = fit(strategy, make, batches=40, epochs=1, **scaled())
+            losses.append(nn.functional.mse_loss(trainer.lightning_module(x), y).item())
+        kinds = strategy.averager.state_dict()["memory"]
+        finite = all(bool(part.isfinite().all()) for parts in kinds.values() for part in parts.values())
+        result[entry.name] = {
+            "losses": losses,
+            "scale": trainer.precision_plugin.scaler.get_scale(),
+            "finite": on_every_rank(finite),
+        }
+    return result
+
+
+class SparseEmbedding(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, sparse=True)
+
+
+def sparse_gradients():
+    return raised(fit, onebit(), SparseEmbedding)
+
+
+class TwoGradients(torch.optim.SGD):
+    """Takes a second gradient in each step, where the first has led, as SAM does."""
+
+    def step(self, closure):
+        closure()
+        super().step()
+        loss = closure()
+        super().step()
+        return loss
+
+
+class SharpnessAware(Net):
+    def configure_optimizers(self):
+        return TwoGradients(self.parameters(), lr=0.02)
+
+
+def two_gradients_a_step():
+    return {
+        "onebit": raised(fit, onebit(), SharpnessAware),
+        "apart": apart(fit("ddp", SharpnessAware)[1], fit(dense(), SharpnessAware)[1]),
+    }
+
+
+class TwoLosses(Manual):
+    """Calls backward twice between two steps of the optimizer."""
+
+    def first(self, loss):
+        self.manual_backward(loss)
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.first(Net.training_step(self, batch, index))
+        self.manual_backward(Net.training_step(self, batch, index))
+        optimizer.step()
+
+
+class NoSync(TwoLosses):
+    def first(self, loss):
+        with self.trainer.model.no_sync():
+            self.manual_backward(loss)
+
+
+class BlockSync(TwoLosses):
+    def first(self, loss):
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(loss)
+
+
+def two_backward_calls():
+    return raised(fit, onebit(), TwoLosses)
+
+
+def no_sync():
+    return supported(NoSync)
+
+
+def block_backward_sync():
+    return supported(BlockSync)
+
+
+class Disturb(Callback):
+    """Changes a weight on rank 1 by its last bit."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, index):
+        if RANK == 1 and trainer.global_step == 4:
+            weight = pl_module.head.weight.detach()
+            weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0))
+
+
+def disturbed_replica():
+    return {
+        "automatic": raised(fit, onebit(), callbacks=[Disturb()]),
+        "manual": raised(fit, onebit(), Manual, callbacks=[Disturb()]),
+    }
+
+
+def uneven_batches():
+    trainer = trainer_for(onebit(), use_distributed_sampler=False)
+    return raised(trainer.fit, Net(), loader(2 + RANK))
+
+
+FEATURES = (
+    low_precision, loss_scale, overflow, sparse_gradients, two_gradients_a_step, two_backward_calls,
+    no_sync, block_backward_sync, disturbed_replica, uneven_batches,
+)  # fmt: skip

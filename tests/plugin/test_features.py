@@ -1,0 +1,180 @@
+"""Features of the Trainer under compression. One run of `features.py` on two ranks serves most tests here."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_gradcomp as lgc
+from tests.processes import run_world
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """What a feature came to, by its name in the script."""
+    script = str(Path(__file__).with_name("features.py"))
+    output = run_world(2, script, str(tmp_path_factory.mktemp("features")), timeout=300)
+    outcome = json.loads(output.splitlines()[-1])
+
+    def of(feature):
+        if "failed" in outcome[feature]:
+            pytest.fail(outcome[feature]["failed"])
+        return outcome[feature]["result"]
+
+    return of
+
+
+SUPPORTED = [
+    "accumulation", "clipping_the_average", "manual_optimization", "manual_static_graph", "several_optimizers",
+    "unused_parameters", "static_graph", "gradient_as_bucket_view", "freezing", "new_parameter_group", "tied_weights",
+    "stochastic_weight_averaging", "ema_weight_averaging", "no_sync", "block_backward_sync",
+]  # fmt: skip
+
+
+def check_compressed(outcome):
+    """The replicas are the same, something was learnt, by compression, with books in fp32."""
+    assert outcome["replicas_apart"] == 0
+    assert outcome["loss"] < 0.8  # the variance of what is to be learnt is 1
+    assert outcome["ratio"] > 1.5
+    assert outcome["remembered_in"] == ["torch.float32"]
+
+
+@pytest.mark.parametrize("feature", SUPPORTED)
+def test_supported(result, feature):
+    outcome = result(feature)
+    if outcome is None:
+        pytest.skip("this version of Lightning has no such thing")
+    assert outcome["apart"].pop("dense") == 0  # from stock DDP
+    assert all(apart <= 1e-6 for apart in outcome["apart"].values())
+    assert {"onebit"} <= outcome["compressed"].keys()
+    for compressed in outcome["compressed"].values():
+        check_compressed(compressed)
+
+
+@pytest.mark.parametrize("feature", ["clipping_the_average", "clipping_locally"])
+def test_clipping_clips(result, feature):
+    assert result(feature)["clipped_from_unclipped"] > 0.01
+
+
+def test_the_trainers_clipping_is_dgcs_own(result):
+    assert result("clipping_locally")["apart"] == 0
+    assert result("clipping_locally")["gradient_clip_val_afterwards"] == 0.1
+
+
+def test_clipping_in_dgcs_dense_phases_is_the_trainers(result):
+    assert result("clipping_dense_phases") <= 1e-6
+
+
+def test_clipping_at_zero_is_none(result):
+    assert result("no_clipping") == 0
+
+
+def test_a_parameter_that_no_rank_uses_stays(result):
+    moved = {"body": True, "head": True, "on_rank_0": True, "nowhere": False}
+    assert result("unused_parameters")["moved"] == [moved, moved]
+
+
+@pytest.mark.parametrize("feature", ["stochastic_weight_averaging", "ema_weight_averaging"])
+def test_weight_averaging_averages(result, feature):
+    if result(feature) is None:
+        pytest.skip("this version of Lightning has no such callback")
+    assert result(feature)["moved"] > 0.01
+
+
+def test_nothing_is_left_of_the_tuners_search(result):
+    outcome = result("tuner_lr_find")
+    assert outcome["new_lr"]
+    assert outcome["remembered"] == [True, 0]
+    assert outcome["apart"] == 0
+
+
+def test_nothing_is_left_of_a_search_in_the_fit(result):
+    assert result("lr_finder_callback") == {"steps": 20, "tried": 15, "apart": 0}
+
+
+def test_fit_validate_test_and_again(result):
+    outcome = result("fit_twice")
+    assert outcome["apart"] <= 1e-6
+    stock, same, sparse = outcome["losses"]
+    assert same == pytest.approx(stock)
+    assert sparse[0] == sparse[1] > sparse[2] == sparse[3]
+    assert outcome["global_step"] == 20
+    assert outcome["replicas_apart"] == 0
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "configure_model"])
+def test_compiled_is_as_not_compiled(result, how):
+    outcome = result("compiled")[how]
+    assert outcome["apart"] == 0
+    assert outcome["names"] == ["body.weight", "head.weight"]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
+def test_compiled_run_resumes_without_compilation(result, how):
+    assert result("compiled")[how]["resumed_apart"] == 0
+
+
+def test_tied_weights_are_remembered_once(result):
+    assert result("tied_weights")["names"] == ["back.weight", "body.weight", "head.weight"]
+
+
+def test_monitor_sees_the_users_momentum(result):
+    outcome = result("momentum_in_the_monitor")
+    assert outcome["sparsity"] == 0.9
+    assert outcome["logged"] == [0.9] * 20
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize("compressor", ["onebit", "dgc"])
+def test_low_precision(result, compressor, precision):
+    outcome = result("low_precision")[f"{compressor} {precision}"]
+    check_compressed(outcome)
+    kinds = {"bf16-mixed": "torch.float32", "bf16-true": "torch.bfloat16", "16-true": "torch.float16"}
+    assert outcome["trained_in"] == kinds[precision]
+
+
+def test_loss_scale(result):
+    without_clipping, with_clipping = result("loss_scale")
+    assert without_clipping == 0
+    assert with_clipping <= 1e-5  # the norm is taken of scaled gradients; a last bit can be more of one in fp16
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in lgc.entries()])
+def test_training_recovers_from_an_overflow_on_one_rank(result, name):
+    outcome = result("overflow")[name]
+    without, overflown = outcome["losses"]
+    assert outcome["scale"] == 2**9  # half of what it was: one step was given up
+    assert overflown == pytest.approx(without, rel=0.15)  # of 40 steps it had one less
+    assert overflown != without
+    assert outcome["finite"] == [True, True]
+
+
+def check_raised(raised, kind, message):
+    """Every rank has raised it."""
+    assert [name for name, _ in raised] == [kind, kind]
+    assert all(re.search(message, said) for _, said in raised), raised
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        ("sparse_gradients", r"gradients of 'table': got 'Embedding\(sparse=True\)', allowed: sparse=False"),
+        ("two_backward_calls", r"backward calls with OneBit between two optimizer steps: got .*no_sync"),
+        ("uneven_batches", r"training batches an epoch: got 'rank 0: 4, rank 1: 6'"),
+    ],
+)
+def test_refused_on_every_rank(result, feature, message):
+    check_raised(result(feature), "ValueError", message)
+
+
+def test_an_optimizer_that_takes_two_gradients_trains_dense_only(result):
+    outcome = result("two_gradients_a_step")
+    check_raised(outcome["onebit"], "ValueError", r"gradients in one step of TwoGradients with OneBit: got .*ddp_dense")
+    assert outcome["apart"] == 0
+
+
+@pytest.mark.parametrize("optimization", ["automatic", "manual"])
+def test_a_disturbed_replica_is_named(result, optimization):
+    message = r"step 5: parameter 'head.weight' on rank 1 .*1 of 4 parameters"
+    check_raised(result("disturbed_replica")[optimization], "ReplicasDiffer", message)
