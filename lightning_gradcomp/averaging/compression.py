@@ -44,6 +44,7 @@ class Compression:
     def _take(self, gradients: Gradients) -> None:
         self.gradients = gradients
         self.memory = self.compressor.memory(gradients.layout, gradients.flat.device, self.topology.rank)
+        self._mean = torch.empty_like(gradients.compressed_flat)
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients; the state follows by name."""
@@ -102,7 +103,7 @@ class Compression:
         gradients, memory = self.gradients, self.memory
         with stats.phase("compress"):
             finite, present, outgoing = self._compensate(grad_scale)
-        exchange = Exchange(self.topology, gradients.dense_flat, finite, present, stats)
+        exchange = Exchange(self.topology, gradients.dense_flat, finite, present, stats, self._mean)
         mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
         with stats.phase("decompress"):
             if exchange.finite and all_finite(mean):  # the mean is the same on all ranks, so they agree

@@ -30,11 +30,19 @@ class Exchange:
         finite: whether this rank's gradient is.
         present: per parameter, whether this rank has something to add to its average.
         stats: where bytes and seconds are booked.
+        mean: a buffer for the average of what is compressed, fp32 [n], kept from step to step.
     """
 
     def __init__(
-        self, topology: AllGather, dense: torch.Tensor, finite: bool, present: list[bool], stats: Stats
+        self,
+        topology: AllGather,
+        dense: torch.Tensor,
+        finite: bool,
+        present: list[bool],
+        stats: Stats,
+        mean: torch.Tensor,
     ) -> None:
+        self._mean = mean
         self.topology, self.stats, self._dense = topology, stats, dense
         self._flags = torch.tensor([finite, *present], dtype=torch.uint8, device=dense.device)
         self.dense_mean = dense
@@ -87,6 +95,10 @@ class Exchange:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.group)
             self._book(dense_traffic(4 * values.numel(), self.topology.world))
             return largest
+
+    def blank(self) -> torch.Tensor:
+        """The buffer for the average, fp32 [n], filled with 0. A new one each step would cost more time."""
+        return self._mean.zero_()
 
     def _book(self, traffic: int) -> None:
         self.stats.bytes_sent += traffic

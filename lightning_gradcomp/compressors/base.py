@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Memory
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
-from lightning_gradcomp.compressors.wire import Everything, Sparse
+from lightning_gradcomp.compressors.wire import Sent
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 
@@ -120,7 +120,7 @@ class Lossy(Compressor, ABC):
     @abstractmethod
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Any
-    ) -> tuple[torch.Tensor, Sparse | Everything]:
+    ) -> tuple[torch.Tensor, Sent]:
         """The average of what all ranks sent of their `flat`, bitwise the same on each, and what this rank sent.
 
         Args:
@@ -135,11 +135,11 @@ def mean_of(
     flat: torch.Tensor,
     payloads: Sequence[torch.Tensor],
     exchange: Exchange,
-    sent: Sparse | Everything,
-    decode: Callable[[torch.Tensor], Sparse | Everything],
+    sent: Sent,
+    decode: Callable[[torch.Tensor], Sent],
 ) -> torch.Tensor:
     """The mean of all ranks' `payloads`, added in rank order, like `flat`; this rank's decodes to `sent`."""
-    mean = torch.zeros_like(flat)
+    mean = exchange.blank()
     for rank, payload in enumerate(payloads):
         (sent if rank == exchange.topology.rank else decode(payload)).add_to(mean)
     return mean.div_(len(payloads))
@@ -154,11 +154,11 @@ class Codec(Lossy):
         """Length of what `encode` makes. It depends on nothing else, so it is the same on every rank."""
 
     @abstractmethod
-    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse | Everything]:
+    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sent]:
         """The payload (uint8) of a flat fp32 tensor, and what it decodes to."""
 
     @abstractmethod
-    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sparse | Everything:
+    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sent:
         """What a payload says."""
 
     def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
@@ -167,7 +167,7 @@ class Codec(Lossy):
 
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Any
-    ) -> tuple[torch.Tensor, Sparse | Everything]:
+    ) -> tuple[torch.Tensor, Sent]:
         """Encode, gather, decode and add in rank order."""
         with exchange.stats.phase("compress"):
             payload, sent = self.encode(flat, layout, density)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.wire import Everything, Sparse
+from lightning_gradcomp.compressors.wire import Sent, cut
 from lightning_gradcomp.lazy import torch
 
 
@@ -23,10 +23,6 @@ class Momentum:
     dampening: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
-
-
-IN_CACHE = 131_072
-"""Elements that are worked on at a time, so that the passes over them find them in the processor's cache."""
 
 
 def accumulate_velocity(
@@ -75,7 +71,7 @@ class Memory:
         """
         return g
 
-    def forget(self, sent: Sparse | Everything) -> None:
+    def forget(self, sent: Sent) -> None:
         """Take out what was sent."""
 
     def commit(self, moved: Set[str] = frozenset()) -> None:
@@ -105,7 +101,7 @@ class Residual(Memory):
         """The residual and the gradient."""
         return torch.add(self.residual, g, out=self._residual)
 
-    def forget(self, sent: Sparse | Everything) -> None:
+    def forget(self, sent: Sent) -> None:
         sent.take_from(self._residual)
 
     def commit(self, moved: Set[str] = frozenset()) -> None:
@@ -142,16 +138,16 @@ class Velocity(Memory):
         A parameter that is new among those `moving` starts without dampening.
         """
         for i, ((start, stop), name, rule) in enumerate(zip(self.layout.bounds, self.layout.names, rules, strict=True)):
-            for begin in range(start, stop, IN_CACHE):
-                part = slice(begin, min(begin + IN_CACHE, stop))
+            for begin, end in cut(start, stop, g.device):
+                part = slice(begin, end)
                 u, v = self._u[part].copy_(self.u[part]), self._v[part].copy_(self.v[part])
                 if name in moving:
-                    w = weights[i][begin - start : part.stop - start] if weights else None
+                    w = weights[i][begin - start : end - start] if weights else None
                     accumulate_velocity(g[part], u, v, w, rule, first=name not in self.started)
         self._started = self.started | moving
         return self._v
 
-    def forget(self, sent: Sparse | Everything) -> None:
+    def forget(self, sent: Sent) -> None:
         """Take what was sent out of v; with momentum factor masking (§3.2, eq. 9) also stop the momentum there."""
         sent.take_from(self._v)
         if self.masking:

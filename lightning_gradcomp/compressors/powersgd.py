@@ -20,7 +20,7 @@ from zlib import crc32
 from lightning_gradcomp.compressors.base import Card, Lossy
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
-from lightning_gradcomp.compressors.wire import Everything
+from lightning_gradcomp.compressors.wire import Piecewise
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
@@ -125,7 +125,7 @@ class PowerSGD(Lossy):
 
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Factors
-    ) -> tuple[torch.Tensor, Everything]:
+    ) -> tuple[torch.Tensor, Piecewise]:
         """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P; the average is P Qᵀ, what was sent P Q_localᵀ."""
         stats, r = exchange.stats, self.rank
         matrices = [flat[a:b].view(shape[0], -1) for (a, b), shape in zip(layout.bounds, layout.shapes, strict=True)]
@@ -139,12 +139,11 @@ class PowerSGD(Lossy):
         packed = exchange.mean(torch.cat([q.reshape(-1) for q in local]))
         with stats.phase("decompress"):
             qs = [part.view(-1, r) for part in packed.split([q.numel() for q in local])]
-            mean, sent = torch.empty_like(flat), torch.empty_like(flat)
-            for (a, b), p, q, own in zip(layout.bounds, ps, qs, local, strict=True):
+            mean = exchange.blank()
+            for (a, b), p, q in zip(layout.bounds, ps, qs, strict=True):
                 torch.mm(p, q.T, out=mean[a:b].view(p.shape[0], -1))
-                torch.mm(p, own.T, out=sent[a:b].view(p.shape[0], -1))
             if self.warm_start:
                 # Only the span matters. Kept at the gradient's scale, M Q would have the square of it, and under- or
                 # overflow for good.
                 memory.coming_queries = [q / torch.where(q.abs().max() > 0, q.abs().max(), 1) for q in qs]
-            return mean, Everything(sent)
+            return mean, Piecewise(layout.bounds, lambda i: (ps[i] @ local[i].T).view(-1))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lightning_gradcomp.compressors.base import Card, Lossy, mean_of
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum, Residual
-from lightning_gradcomp.compressors.wire import Everything, Sparse
+from lightning_gradcomp.compressors.wire import Piecewise, Sent, cut
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
@@ -55,11 +55,17 @@ def pack(t: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
-    """The first n digits that `pack` wrote, as fp32."""
-    powers = torch.tensor([1, 3, 9, 27, 81], device=packed.device)
-    table = (torch.arange(3**DIGITS, device=packed.device).unsqueeze(1) // powers % 3 - 1).float()
-    return torch.nn.functional.embedding(packed.int(), table).view(-1)[:n]
+def table_of(device: torch.device) -> torch.Tensor:
+    """The five digits of every byte that `pack` writes: fp32 [243, 5]."""
+    powers = torch.tensor([1, 3, 9, 27, 81], device=device)
+    return (torch.arange(3**DIGITS, device=device).unsqueeze(1) // powers % 3 - 1).float()
+
+
+def unpack(packed: torch.Tensor, start: int, stop: int, table: torch.Tensor) -> torch.Tensor:
+    """Digits start to stop of those that `pack` wrote, as fp32."""
+    first = start // DIGITS
+    digits = torch.nn.functional.embedding(packed[first : -(-stop // DIGITS)].int(), table).view(-1)
+    return digits[start - first * DIGITS : stop - first * DIGITS]
 
 
 class Draws(Residual):
@@ -84,7 +90,7 @@ class Draws(Residual):
         self.generator.set_state(before)
         return drawn
 
-    def forget(self, sent: Sparse | Everything) -> None:
+    def forget(self, sent: Sent) -> None:
         if self.error_feedback:
             super().forget(sent)
 
@@ -151,7 +157,7 @@ class TernGrad(Lossy):
 
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Draws
-    ) -> tuple[torch.Tensor, Everything]:
+    ) -> tuple[torch.Tensor, Piecewise]:
         """Clip, agree on the scalers, ternarise, gather."""
         with exchange.stats.phase("compress"):
             gradients = [clipped(flat[a:b], self.clip_sigma) for a, b in layout.bounds]
@@ -167,10 +173,16 @@ class TernGrad(Lossy):
             sent = self.decode(payload, layout)
             return mean_of(flat, payloads, exchange, sent, lambda row: self.decode(row, layout)), sent
 
-    def decode(self, payload: torch.Tensor, layout: Layout) -> Everything:
+    def decode(self, payload: torch.Tensor, layout: Layout) -> Piecewise:
         """What a rank sent, from its payload."""
-        begin = 4 * len(layout.sizes)
-        values = unpack(payload[begin:], layout.n)
+        begin, table = 4 * len(layout.sizes), table_of(payload.device)
+        pieces, scalers = [], []
         for s, (a, b) in zip(payload[:begin].view(torch.float32), layout.bounds, strict=True):
-            values[a:b] *= s
-        return Everything(values)
+            pieces += cut(a, b, payload.device)
+            scalers += [s] * (len(pieces) - len(scalers))
+
+        def values(number: int) -> torch.Tensor:
+            start, stop = pieces[number]
+            return unpack(payload[begin:], start, stop, table) * scalers[number]
+
+        return Piecewise(pieces, values)

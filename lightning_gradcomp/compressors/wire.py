@@ -8,6 +8,7 @@ alone, so every rank's message has the same size and no sizes are exchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +53,49 @@ class Everything:
     def zero(self, flat: torch.Tensor) -> None:
         """flat = 0."""
         flat.zero_()
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """A value for each element of a flat buffer, decoded anew, a piece at a time, whenever it is asked for.
+
+    Decoding is quick, and so is adding a piece that is still in the processor's cache; a second buffer as large as the
+    first would cost more than both.
+
+    Args:
+        pieces: (start, stop) of each piece; together they cover the buffer.
+        values: from the number of a piece to its values, fp32 [stop - start].
+    """
+
+    pieces: Sequence[tuple[int, int]]
+    values: Callable[[int], torch.Tensor]
+
+    def add_to(self, flat: torch.Tensor) -> None:
+        """flat += values."""
+        for number, (start, stop) in enumerate(self.pieces):
+            flat[start:stop].add_(self.values(number))
+
+    def take_from(self, flat: torch.Tensor) -> None:
+        """flat -= values."""
+        for number, (start, stop) in enumerate(self.pieces):
+            flat[start:stop].sub_(self.values(number))
+
+    def zero(self, flat: torch.Tensor) -> None:
+        """flat = 0."""
+        flat.zero_()
+
+
+Sent = Sparse | Everything | Piecewise
+"""What a rank has sent, as the others will read it."""
+
+IN_CACHE = 65_536
+"""Elements of a piece: 256 KiB."""
+
+
+def cut(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
+    """start to stop in pieces of about `IN_CACHE`, whose lengths but the last's are multiples; one piece on a GPU."""
+    size = (IN_CACHE if device.type == "cpu" else max(stop - start, IN_CACHE)) // multiple * multiple
+    return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
 def low_bits(n: int, k: int) -> int:

@@ -72,6 +72,8 @@ class DDPSwitch:
         """Average, unless DDP has done it, or does not synchronise this backward because gradients accumulate."""
         self.accumulating = self._gradients_ready is None
         if self._gradients_ready is None:
+            if self._ddp.static_graph and self._ddp.require_backward_grad_sync:
+                raise RuntimeError("DDP(static_graph=True) exchanged nothing: manual optimization needs lightning 2.6")
             return
         self._unspent = True
         if self._by_ddp:

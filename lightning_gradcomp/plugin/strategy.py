@@ -109,6 +109,7 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
             topology=self.topology,
             epoch=trainer.current_epoch,
         )
+        self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
         rank_zero_info(self.averager.describe())
 

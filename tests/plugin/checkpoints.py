@@ -25,8 +25,8 @@ from lightning_gradcomp.plugin import checkpoint
 
 FOLDER, WORLD = Path(sys.argv[1]), int(os.environ.get("WORLD_SIZE", 2))
 KEY, BATCHES = checkpoint.KEY, 8
-MOMENTS = {"epoch end": (0, 7), "mid-epoch": (1, 2), "mid-accumulation": (1, 4)}
-"""(Epoch, batch) after which a checkpoint is saved: with three batches a step, the last is the second of its three."""
+MOMENTS = {(0, "end"): "epoch end", (1, 2): "mid-epoch", (1, 4): "mid-accumulation"}
+"""After which batch of which epoch a checkpoint is saved. Three batches are a step; the last is the second of three."""
 QUICK = {"min_elements": 32, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9}
 
 
@@ -60,15 +60,15 @@ class Watch(L.Callback):
         self.momentum = {name: state[p]["momentum_buffer"].clone() for name, p in named if p in state}
 
     def on_train_batch_end(self, trainer, *args):
-        self._save(trainer, args[-1], last=False)
+        self._at(trainer, args[-1])
 
     def on_train_epoch_end(self, trainer, *_):
-        self._save(trainer, BATCHES - 1, last=True)
+        self._at(trainer, "end")
 
-    def _save(self, trainer, batch, last):
-        for moment, at in MOMENTS.items():
-            if self.save and at == (trainer.current_epoch, batch) and (moment == "epoch end") == last:
-                self.save(trainer, moment)
+    def _at(self, trainer, batch):
+        moment = MOMENTS.get((trainer.current_epoch, batch))
+        if self.save and moment:
+            self.save(trainer, moment)
 
 
 class Slow(TorchCheckpointIO):
@@ -114,9 +114,9 @@ def stops(name, compressor, state="gather", where=FOLDER, plugins=None):
     def save(trainer, moment):
         trainer.save_checkpoint(path(moment))
 
-    os.makedirs(f"{FOLDER}/{WORLD}-{name}-{state}")
+    os.makedirs(f"{FOLDER}/{WORLD}-{name}-{state}", exist_ok=True)
     straight = fit(compressor, state, save=save, plugins=plugins)[1]
-    return {moment: apart(straight, fit(compressor, state, path(moment))[1]) for moment in MOMENTS}
+    return {moment: apart(straight, fit(compressor, state, path(moment))[1]) for moment in MOMENTS.values()}
 
 
 def gather():
@@ -124,10 +124,13 @@ def gather():
 
 
 def sidecar():
-    result = {"dgc": stops("dgc", DGC, "sidecar"), "terngrad": stops("terngrad", FED_BACK, "sidecar")}
+    return {"dgc": stops("dgc", DGC, "sidecar"), "terngrad": stops("terngrad", FED_BACK, "sidecar")}
+
+
+def elsewhere():
+    """By another way of writing."""
+    result = {state: stops("async", DGC, state, plugins=[AsyncCheckpointIO(Slow())]) for state in ("gather", "sidecar")}
     result["url"] = stops("url", DGC, "sidecar", f"file://{FOLDER}")
-    for state in ("gather", "sidecar"):
-        result[f"async {state}"] = stops("async", DGC, state, plugins=[AsyncCheckpointIO(Slow())])
     with mock.patch.object(checkpoint, "GATHER_LIMIT", 1):
         result["beyond the limit"] = stops("limit", DGC)
     return result
@@ -148,8 +151,8 @@ def saved_again():
         seen.append(folders(path))
 
     trainer = fit(DGC, "sidecar", save=save)[0]
-    trainer.strategy.remove_checkpoint(path)
     trainer.save_checkpoint(FOLDER / "weights.ckpt", weights_only=True)
+    trainer.strategy.remove_checkpoint(path)
     return [*seen, folders(path)]
 
 
@@ -165,31 +168,32 @@ def best():
 
 
 def off(memory, expected):
-    """How far the mean over ranks is from what was `expected`, and how far the rank is that is farthest from it."""
-    mean, each = 0.0, 0.0
-    for kind, parts in expected.items():
-        for name, part in parts.items():
-            each = max(each, apart(memory[kind][name], part))
-            dist.all_reduce(memory[kind][name])
-            mean = max(mean, apart(memory[kind][name] / WORLD, part))
-    return {"mean": mean, "each": each}
+    """How far the rank that is farthest from what was `expected` is from it, and how far the mean over ranks is."""
+    pairs = [(memory[kind][name], part) for kind, parts in expected.items() for name, part in parts.items()]
+    each = max(apart(part, wanted) for part, wanted in pairs)
+    for part, _ in pairs:
+        dist.all_reduce(part)
+    return {"each": each, "mean": max(apart(part / WORLD, wanted) for part, wanted in pairs)}
+
+
+def inexact():
+    return {state: stops("dgc", DGC, state) for state in ("mean", "drop")}
 
 
 def from_two_ranks():
     """What a run begins with that goes on from a checkpoint of two ranks, in several ways."""
-    path = "{}/2-{}-{}/mid-epoch.ckpt".format
-    dropped = [stops("dgc", DGC, state) for state in ("mean", "drop") if WORLD == 2]
-    ranks = torch.load(path(FOLDER, "dgc", "gather"), weights_only=True)[KEY]["ranks"]
-    expected, result = mean_state(ranks)["memory"], {"apart without memory": dropped}
+    path = f"{FOLDER}/2-dgc-{{}}/mid-epoch.ckpt".format
+    expected = mean_state(torch.load(path("gather"), weights_only=True)[KEY]["ranks"])["memory"]
+    result = {}
     for state in ("gather", "sidecar", "mean"):
         said.clear()
-        _, weights, watch = fit(DGC, state, path(FOLDER, "dgc", state))
+        _, weights, watch = fit(DGC, state, path(state))
         first = weights.clone()
         dist.broadcast(first, 0)
         result[state] = {**off(watch.memory, expected), "said": said[:], "replicas": apart(weights, first)}
     for name, compressor, state in (("onebit", quick(lgc.OneBit), "gather"), ("drop", DGC, "drop")):
         said.clear()
-        watch = fit(compressor, state, path(FOLDER, "dgc", "gather"))[2]
+        watch = fit(compressor, state, path("gather"))[2]
         momentum = off({"momentum": watch.momentum}, {"momentum": expected["momentum"]})["each"]
         result[name] = {"left": sum(map(len, watch.memory.values())), "said": said[:], "momentum": momentum}
     return result
@@ -203,7 +207,10 @@ def spawned():
 
 
 DGC, FED_BACK = quick(lgc.DGC), quick(lgc.TernGrad, error_feedback=True)
-PARTS = (gather, sidecar, saved_again, best, from_two_ranks)
+PARTS = {
+    2: (gather, sidecar, elsewhere, inexact, saved_again, best, from_two_ranks),
+    3: (gather, sidecar, from_two_ranks),
+}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
@@ -214,6 +221,6 @@ if __name__ == "__main__":
     if sys.argv[2:] == ["spawn"]:
         spawned()
     else:
-        outcome = {part.__name__: part() for part in PARTS}
+        outcome = {part.__name__: part() for part in PARTS[WORLD]}
         if os.environ["RANK"] == "0":
             print(json.dumps(outcome))
