@@ -26,6 +26,7 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Velocity
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
 from lightning_gradcomp.compressors.selection import count_each, select_each
+from lightning_gradcomp.compressors.values import check_format
 from lightning_gradcomp.compressors.wire import Sparse, pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
@@ -41,6 +42,8 @@ class DGC(Codec):
         sparsity: share of each tensor that is not sent once the warm-up is over, in [0, 1). 0 is dense training.
         warmup_epochs: epochs of rising sparsity before that, one level an epoch (§3.3). Fine-tuning needs none.
         dense_epochs: epochs of plain dense training before the warm-up.
+        values: how the sent velocities are written, "fp32", "bf16", "fp16" or "int8" (with a scale for each 256). What
+            rounding changes stays in the velocity.
         momentum_masking: stop the momentum of what was sent (momentum factor masking, §3.2).
         clip_norm: global-norm threshold of the averaged gradient that local clipping (§3.2) stands in for; each rank
             clips its own gradient at √N times it, before accumulation. Dense phases clip the average at it. None: off.
@@ -55,6 +58,7 @@ class DGC(Codec):
     owns_momentum: ClassVar[bool] = True
 
     sparsity: float = 0.999
+    values: str = "fp32"
     dense_epochs: int = 1
     warmup_epochs: int = 4
     momentum_masking: bool = True
@@ -63,6 +67,7 @@ class DGC(Codec):
     def __post_init__(self) -> None:
         super(DGC, self).__post_init__()
         check_sparsity("DGC.sparsity", self.sparsity)
+        check_format("DGC.values", self.values)
         if self.dense_epochs < 0:
             raise refusal("DGC.dense_epochs", self.dense_epochs, "0 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -96,15 +101,14 @@ class DGC(Codec):
         return Velocity(layout, device, masking=self.momentum_masking)
 
     def payload_bytes(self, layout: Layout, density: float) -> int:
-        """Length of what `encode` makes: fp32 values, then indices."""
-        return sparse_bytes(layout.n, count_each(layout, density))
+        """Length of what `encode` makes: values, then indices."""
+        return sparse_bytes(layout.n, count_each(layout, density), self.values)
 
     def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse]:
         """The k largest velocities of each tensor: as a payload (uint8), and as they were sent."""
         indices = select_each(flat, layout, density)
-        sent = Sparse(indices, flat[indices])
-        return pack_sparse(sent, layout.n), sent
+        return pack_sparse(flat, indices, self.values)
 
     def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sparse:
         """What a rank sent, from its payload."""
-        return unpack_sparse(payload, layout.n, count_each(layout, density))
+        return unpack_sparse(payload, layout.n, count_each(layout, density), self.values)

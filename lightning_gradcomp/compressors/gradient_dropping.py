@@ -16,6 +16,7 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
 from lightning_gradcomp.compressors.schedules import check_sparsity
 from lightning_gradcomp.compressors.selection import count, count_each, select, select_each
+from lightning_gradcomp.compressors.values import check_format
 from lightning_gradcomp.compressors.wire import Sparse, pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
@@ -29,6 +30,8 @@ class GradientDropping(Codec):
 
     Args:
         sparsity: share that is not sent, in [0, 1). The paper uses 0.99.
+        values: how they are written, "fp32", "bf16", "fp16" or "int8" (with a scale for each 256). What that changes
+            stays in the residual.
         scope: "global" finds the largest entries of all tensors together, "tensor" of each tensor.
         warmup_epochs: dense epochs before the dropping begins (the authors' Marian begins with 100 dense steps).
     """
@@ -41,12 +44,14 @@ class GradientDropping(Codec):
     )
 
     sparsity: float = 0.99
+    values: str = "fp32"
     scope: str = "global"
     warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super(GradientDropping, self).__post_init__()
         check_sparsity("GradientDropping.sparsity", self.sparsity)
+        check_format("GradientDropping.values", self.values)
         if self.scope not in ("global", "tensor"):
             raise refusal("GradientDropping.scope", self.scope, "'global' or 'tensor'")
 
@@ -63,16 +68,15 @@ class GradientDropping(Codec):
         return count(layout.n, density) if self.scope == "global" else count_each(layout, density)
 
     def payload_bytes(self, layout: Layout, density: float) -> int:
-        """fp32 values and indices."""
-        return sparse_bytes(layout.n, self._count(layout, density))
+        """Values, then indices."""
+        return sparse_bytes(layout.n, self._count(layout, density), self.values)
 
     def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse]:
         """The largest entries: as a payload (uint8), and as they were sent."""
         one_for_all = self.scope == "global"
         indices = select(flat, count(layout.n, density)) if one_for_all else select_each(flat, layout, density)
-        sent = Sparse(indices, flat[indices])
-        return pack_sparse(sent, layout.n), sent
+        return pack_sparse(flat, indices, self.values)
 
     def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sparse:
         """What a rank sent, from its payload."""
-        return unpack_sparse(payload, layout.n, self._count(layout, density))
+        return unpack_sparse(payload, layout.n, self._count(layout, density), self.values)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_gradcomp.compressors.values import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.lazy import torch
 
 
@@ -137,19 +138,26 @@ def unpack_indices(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
     return (high << low) + (low_part << shifts).sum(1)
 
 
-def pack_sparse(entries: Sparse, n: int) -> torch.Tensor:
-    """uint8 payload of `entries` of a buffer of n: fp32 values, then the indices."""
-    return torch.cat([entries.values.view(torch.uint8), pack_indices(entries.indices, n)])
+def pack_sparse(flat: torch.Tensor, indices: torch.Tensor, values: str) -> tuple[torch.Tensor, Sparse]:
+    """uint8 payload of the entries of `flat` (fp32 [n]) at `indices`: values in that format, then indices.
+
+    Returns:
+        The payload, and the entries as they will be read.
+    """
+    packed = pack_values(flat[indices], values)
+    read = Sparse(indices, unpack_values(packed, indices.numel(), values))
+    return torch.cat([packed, pack_indices(indices, flat.numel())]), read
 
 
-def unpack_sparse(payload: torch.Tensor, n: int, k: int) -> Sparse:
-    """The k entries that `pack_sparse` wrote."""
-    return Sparse(unpack_indices(payload[4 * k :], n, k), payload[: 4 * k].view(torch.float32))
+def unpack_sparse(payload: torch.Tensor, n: int, k: int, values: str) -> Sparse:
+    """The k entries of a buffer of n that `pack_sparse` wrote."""
+    length = value_bytes(k, values)
+    return Sparse(unpack_indices(payload[length:], n, k), unpack_values(payload[:length], k, values))
 
 
-def sparse_bytes(n: int, k: int) -> int:
+def sparse_bytes(n: int, k: int, values: str) -> int:
     """Length of what `pack_sparse` makes of k entries of a buffer of n."""
-    return 4 * k + index_bytes(n, k)
+    return value_bytes(k, values) + index_bytes(n, k)
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ QUICK = {"min_elements": 40, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 
 """For small tensors, without warm-up. A compressor takes of these what it knows."""
 
 OTHER_OPTIONS = {
-    "dgc": [{"momentum_masking": False}],
-    "gradient_dropping": [{"scope": "tensor"}],
+    "dgc": [{"momentum_masking": False}, {"values": "int8"}],
+    "gradient_dropping": [{"scope": "tensor"}, {"values": "bf16"}],
     "onebit": [{"groups": "column", "threshold": "mean"}],
     "twobit": [{"threshold": 0.5}],
     "terngrad": [{"error_feedback": True, "share_scaler": False}],

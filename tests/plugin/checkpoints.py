@@ -127,17 +127,17 @@ def sidecar():
     return {"dgc": stops("dgc", DGC, "sidecar"), "terngrad": stops("terngrad", FED_BACK, "sidecar")}
 
 
-def elsewhere():
-    """By another way of writing."""
-    result = {state: stops("async", DGC, state, plugins=[AsyncCheckpointIO(Slow())]) for state in ("gather", "sidecar")}
+def other_ways():
+    """Written in the background, to a URL, too much for one file; and ways after which a run goes on differently."""
+    result = {f"async {state}": stops("async", DGC, state, plugins=[AsyncCheckpointIO(Slow())]) for state in EXACT}
     result["url"] = stops("url", DGC, "sidecar", f"file://{FOLDER}")
     with mock.patch.object(checkpoint, "GATHER_LIMIT", 1):
-        result["beyond the limit"] = stops("limit", DGC)
-    return result
+        result["limit"] = stops("limit", DGC)
+    return {**result, **{state: stops("dgc", DGC, state) for state in ("mean", "drop")}}
 
 
 def folders(path):
-    """What is beside a checkpoint, and what it names."""
+    """What is in the folders beside a checkpoint, and the folder that it names."""
     beside = {folder.name: sorted(os.listdir(folder)) for folder in path.parent.glob(f"{path.name}.ranks-*")}
     return [beside, torch.load(path, weights_only=True)[KEY]["sidecars"] if path.exists() else None]
 
@@ -157,45 +157,41 @@ def saved_again():
 
 
 def best():
-    """Four checkpoints, of which the last is the best, and linked."""
+    """Four checkpoints, of which the last is the best; "last.ckpt" is a link to it."""
     folder = FOLDER / f"{WORLD}-best"
-    keep = ModelCheckpoint(
-        folder, "{step}", monitor="grows", mode="max", save_top_k=1, save_last="link", every_n_train_steps=1
-    )
-    straight = fit(DGC, "sidecar", callbacks=[keep])[1]
+    options = {"monitor": "grows", "mode": "max", "save_last": "link", "every_n_train_steps": 1}
+    straight = fit(DGC, "sidecar", callbacks=[ModelCheckpoint(folder, "{step}", **options)])[1]
     left = sorted(os.listdir(folder))
     return {"left": left, "apart": apart(straight, fit(DGC, "sidecar", folder / "last.ckpt")[1])}
 
 
 def off(memory, expected):
-    """How far the rank that is farthest from what was `expected` is from it, and how far the mean over ranks is."""
-    pairs = [(memory[kind][name], part) for kind, parts in expected.items() for name, part in parts.items()]
+    """How far any rank, and the mean over ranks, is from what was `expected`; None where nothing is there."""
+    pairs = [(memory[kind].get(name), part) for kind in memory for name, part in expected.get(kind, {}).items()]
+    if any(part is None for part, _ in pairs) or not pairs:
+        return None
     each = max(apart(part, wanted) for part, wanted in pairs)
     for part, _ in pairs:
         dist.all_reduce(part)
     return {"each": each, "mean": max(apart(part / WORLD, wanted) for part, wanted in pairs)}
 
 
-def inexact():
-    return {state: stops("dgc", DGC, state) for state in ("mean", "drop")}
-
-
 def from_two_ranks():
     """What a run begins with that goes on from a checkpoint of two ranks, in several ways."""
     path = f"{FOLDER}/2-dgc-{{}}/mid-epoch.ckpt".format
-    expected = mean_state(torch.load(path("gather"), weights_only=True)[KEY]["ranks"])["memory"]
-    result = {}
-    for state in ("gather", "sidecar", "mean"):
+    expected, result = mean_state(torch.load(path("gather"), weights_only=True)[KEY]["ranks"])["memory"], {}
+    for compressor, state, source in [(DGC, state, state) for state in (*EXACT, "mean")] + [
+        (DGC, "drop", "gather"),
+        (quick(lgc.OneBit), "gather", "gather"),
+    ]:
         said.clear()
-        _, weights, watch = fit(DGC, state, path(state))
+        _, weights, watch = fit(compressor, state, path(source))
         first = weights.clone()
         dist.broadcast(first, 0)
-        result[state] = {**off(watch.memory, expected), "said": said[:], "replicas": apart(weights, first)}
-    for name, compressor, state in (("onebit", quick(lgc.OneBit), "gather"), ("drop", DGC, "drop")):
-        said.clear()
-        watch = fit(compressor, state, path("gather"))[2]
-        momentum = off({"momentum": watch.momentum}, {"momentum": expected["momentum"]})["each"]
-        result[name] = {"left": sum(map(len, watch.memory.values())), "said": said[:], "momentum": momentum}
+        result[f"{type(compressor).__name__} {state}"] = {
+            "memory": off(watch.memory, expected), "momentum": off({"momentum": watch.momentum}, expected),
+            "said": said[:], "replicas": apart(weights, first),
+        }  # fmt: skip
     return result
 
 
@@ -207,10 +203,8 @@ def spawned():
 
 
 DGC, FED_BACK = quick(lgc.DGC), quick(lgc.TernGrad, error_feedback=True)
-PARTS = {
-    2: (gather, sidecar, elsewhere, inexact, saved_again, best, from_two_ranks),
-    3: (gather, sidecar, from_two_ranks),
-}
+EXACT = ("gather", "sidecar")
+PARTS = {2: (gather, sidecar, other_ways, saved_again, best, from_two_ranks), 3: (gather, sidecar, from_two_ranks)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

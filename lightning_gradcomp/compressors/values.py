@@ -1,0 +1,52 @@
+"""The values of sparse entries as bytes: all 32 bits, 16, or 8 with a scale for each 256 values.
+
+What rounding changes is not lost: a compressor takes from its memory what the others will read, and keeps the rest.
+Lengths follow from the number of values alone.
+"""
+
+from __future__ import annotations
+
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.lazy import torch
+
+GROUP = 256
+"""Values that share a scale in "int8"."""
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+"""Bytes a value in each format, without the scales."""
+
+
+def check_format(what: str, values: str) -> None:
+    """ValueError unless `values` is the name of a format."""
+    if values not in BYTES:
+        raise refusal(what, values, ", ".join(repr(name) for name in BYTES))
+
+
+def value_bytes(k: int, values: str) -> int:
+    """Bytes that `pack_values` makes of k values.
+
+    >>> [value_bytes(1000, values) for values in ("fp32", "bf16", "int8")]
+    [4000, 2000, 1016]
+    """
+    return BYTES[values] * k + (4 * -(-k // GROUP) if values == "int8" else 0)
+
+
+def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
+    """uint8 [value_bytes(k, values)] from v (fp32 [k], finite). What is too large for 16 bits becomes the largest."""
+    if values == "int8":
+        grouped = torch.nn.functional.pad(v, (0, -v.numel() % GROUP)).view(-1, GROUP)
+        scales = grouped.abs().amax(1, keepdim=True) / 127
+        rounded = (grouped / torch.where(scales > 0, scales, 1)).round().to(torch.int8)
+        return torch.cat([scales.view(torch.uint8).view(-1), rounded.view(torch.uint8).view(-1)[: v.numel()]])
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values]
+    largest = torch.finfo(dtype).max
+    return v.clamp(-largest, largest).to(dtype).view(torch.uint8)
+
+
+def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
+    """The k values (fp32) that `pack_values` wrote, as every rank reads them."""
+    if values == "int8":
+        groups = -(-k // GROUP)
+        scales, rounded = packed[: 4 * groups].view(torch.float32), packed[4 * groups :].view(torch.int8)
+        return rounded * scales.repeat_interleave(GROUP)[:k]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values]
+    return packed.view(dtype).float()
