@@ -34,8 +34,9 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
     """uint8 [value_bytes(k, values)] from v (fp32 [k], finite). What is too large for 16 bits becomes the largest."""
     if values == "int8":
         grouped = torch.nn.functional.pad(v, (0, -v.numel() % GROUP)).view(-1, GROUP)
-        scales = grouped.abs().amax(1, keepdim=True) / 127
-        rounded = (grouped / torch.where(scales > 0, scales, 1)).round().to(torch.int8)
+        # A hair below the largest number, whose 127th may be rounded up to one that doesn't fit 127 times.
+        scales = grouped.abs().amax(1, keepdim=True).clamp(max=0.999 * torch.finfo(torch.float32).max) / 127
+        rounded = (grouped / torch.where(scales > 0, scales, 1)).round().clamp(-127, 127).to(torch.int8)
         return torch.cat([scales.view(torch.uint8).view(-1), rounded.view(torch.uint8).view(-1)[: v.numel()]])
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values]
     largest = torch.finfo(dtype).max

@@ -70,7 +70,7 @@ class RankStates:
             return
         state, mode = rank_state(averager, accumulating), self.mode
         total = averager.world * sum(part.nbytes for parts in state["memory"].values() for part in parts.values())
-        if mode == "gather" and total > GATHER_LIMIT:
+        if mode == "gather" and total > GATHER_LIMIT and self.sidecars.possible:
             rank_zero_info(f"What the {averager.world} ranks remember, {total:,} bytes, is saved in sidecar files.")
             mode = "sidecar"
         saved: State = {"format": FORMAT, "compressor": _name(averager), "world_size": averager.world}

@@ -37,6 +37,9 @@ def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: Lightni
     """ValueError for what can be known to be wrong before other processes are started."""
     check_clipping(strategy.compressor, trainer, module)
     check_optimizers(strategy.compressor, optimizers_of(module))
+    if strategy.checkpoint_state == "sidecar" and not strategy.rank_states.sidecars.possible:
+        io = type(strategy.checkpoint_io).__name__
+        raise refusal(f"checkpoint_state with {io}, which writes in the background", "sidecar", "gather, mean or drop")
     if torch._dynamo.config.optimize_ddp == "python_reducer":
         allowed = "True or False: it calls DDP's hook with something else"
         raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ class Sidecars:
     """
 
     def __init__(self, io: CheckpointIO) -> None:
-        self.later = isinstance(io, _WrappingCheckpointIO)
-        """Whether the checkpoint itself is written in the background, after this rank goes on."""
-        while isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is not None:
-            io = io.checkpoint_io
         self.io = io
-        self._latest: dict[str, str] = {}
+
+    @property
+    def possible(self) -> bool:
+        """Not where checkpoints are written in the background: when one stands, and its files count, nobody knows."""
+        return not isinstance(self.io, _WrappingCheckpointIO)
 
     def write(self, state: dict[str, Any], checkpoint: str | Path) -> str:
         """Write this rank's file; the name of the folder, once all ranks have written theirs. A collective call."""
@@ -61,19 +62,17 @@ class Sidecars:
         return content["state"]
 
     def remove_old(self, checkpoint: str | Path, keep: str | None) -> None:
-        """On rank 0, remove the folders of `checkpoint` but `keep`, and the one before where it may be needed yet."""
-        if dist.is_initialized() and dist.get_rank() != 0:
+        """On rank 0, remove the folders of `checkpoint` but `keep`."""
+        if not self.possible or (dist.is_initialized() and dist.get_rank() != 0):
             return
-        kept = {keep, self._latest.get(str(checkpoint)) if self.later else None}
-        if keep:
-            self._latest[str(checkpoint)] = keep
         path = str(checkpoint).replace(os.sep, "/")
         fs = get_filesystem(checkpoint)
         fs.invalidate_cache()
-        for found in fs.ls(posixpath.dirname(path) or ".", detail=False):
-            folder = posixpath.basename(found.rstrip("/"))
-            if folder.startswith(f"{posixpath.basename(path)}.ranks-") and folder not in kept:
-                fs.rm(found, recursive=True)
+        with suppress(FileNotFoundError):  # a CheckpointIO may write somewhere else
+            for found in fs.ls(posixpath.dirname(path) or ".", detail=False):
+                folder = posixpath.basename(found.rstrip("/"))
+                if folder.startswith(f"{posixpath.basename(path)}.ranks-") and folder != keep:
+                    fs.rm(found, recursive=True)
 
 
 def _file(folder: str, rank: int) -> str:

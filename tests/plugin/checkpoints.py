@@ -1,6 +1,6 @@
 """Runs on every rank of a world: trainings that stop and go on from checkpoints. Prints the outcomes as one JSON line.
 
-usage: checkpoints.py FOLDER (which the worlds share), or checkpoints.py FOLDER spawn
+usage: checkpoints.py FOLDER (which the worlds share). Alone, without a world, it tries start_method="spawn".
 """
 
 import json
@@ -107,28 +107,21 @@ def apart(a, b):
 
 def stops(name, compressor, state="gather", where=FOLDER, plugins=None):
     """Moment -> how far the run that goes on from there is from the straight run."""
-
-    def path(moment):
-        return f"{where}/{WORLD}-{name}-{state}/{moment}.ckpt"
-
-    def save(trainer, moment):
-        trainer.save_checkpoint(path(moment))
-
-    os.makedirs(f"{FOLDER}/{WORLD}-{name}-{state}", exist_ok=True)
+    folder = f"{where}/{WORLD}-{name}-{state}"
+    os.makedirs(folder.removeprefix("file://"), exist_ok=True)
+    save = lambda trainer, moment: trainer.save_checkpoint(f"{folder}/{moment}.ckpt")  # noqa: E731
     straight = fit(compressor, state, save=save, plugins=plugins)[1]
-    return {moment: apart(straight, fit(compressor, state, path(moment))[1]) for moment in MOMENTS.values()}
+    return {when: apart(straight, fit(compressor, state, f"{folder}/{when}.ckpt")[1]) for when in MOMENTS.values()}
 
 
-def gather():
-    return {entry.name: stops(entry.name, quick(entry.cls)) for entry in lgc.entries()}
-
-
-def sidecar():
-    return {"dgc": stops("dgc", DGC, "sidecar"), "terngrad": stops("terngrad", FED_BACK, "sidecar")}
+def exact():
+    """In the usual ways; `other_ways`: written in the background, to a URL, too much for one file, or not everything."""
+    result = {f"{entry.name} gather": stops(entry.name, quick(entry.cls)) for entry in lgc.entries()}
+    result["dgc sidecar"] = stops("dgc", DGC, "sidecar")
+    return {**result, "terngrad sidecar": stops("terngrad", FED_BACK, "sidecar")}
 
 
 def other_ways():
-    """Written in the background, to a URL, too much for one file; and ways after which a run goes on differently."""
     result = {f"async {state}": stops("async", DGC, state, plugins=[AsyncCheckpointIO(Slow())]) for state in EXACT}
     result["url"] = stops("url", DGC, "sidecar", f"file://{FOLDER}")
     with mock.patch.object(checkpoint, "GATHER_LIMIT", 1):
@@ -180,10 +173,8 @@ def from_two_ranks():
     """What a run begins with that goes on from a checkpoint of two ranks, in several ways."""
     path = f"{FOLDER}/2-dgc-{{}}/mid-epoch.ckpt".format
     expected, result = mean_state(torch.load(path("gather"), weights_only=True)[KEY]["ranks"])["memory"], {}
-    for compressor, state, source in [(DGC, state, state) for state in (*EXACT, "mean")] + [
-        (DGC, "drop", "gather"),
-        (quick(lgc.OneBit), "gather", "gather"),
-    ]:
+    ways = [*((DGC, state, state) for state in (*EXACT, "mean")), (DGC, "drop", "gather"), (ONEBIT, "gather", "gather")]
+    for compressor, state, source in ways:
         said.clear()
         _, weights, watch = fit(compressor, state, path(source))
         first = weights.clone()
@@ -196,15 +187,16 @@ def from_two_ranks():
 
 
 def spawned():
-    """In the main process nobody waits for the others any more."""
+    """How far what the main process saves afterwards is from the weights that it got back."""
     trainer, weights, _ = fit(DGC, start_method="spawn")
     trainer.save_checkpoint(FOLDER / "spawned.ckpt")
-    print(json.dumps({"steps": trainer.global_step, "size": weights.norm().item()}))
+    saved = torch.load(FOLDER / "spawned.ckpt", weights_only=True)
+    return (torch.cat([part.reshape(-1) for part in saved["state_dict"].values()]) - weights).abs().max().item()
 
 
-DGC, FED_BACK = quick(lgc.DGC), quick(lgc.TernGrad, error_feedback=True)
+DGC, ONEBIT, FED_BACK = quick(lgc.DGC), quick(lgc.OneBit), quick(lgc.TernGrad, error_feedback=True)
 EXACT = ("gather", "sidecar")
-PARTS = {2: (gather, sidecar, other_ways, saved_again, best, from_two_ranks), 3: (gather, sidecar, from_two_ranks)}
+PARTS = {2: (exact, other_ways, saved_again, best, from_two_ranks), 3: (exact, from_two_ranks)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
@@ -212,9 +204,7 @@ if __name__ == "__main__":
     logger, handler = logging.getLogger("lightning.pytorch"), logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger.handlers, logger.propagate = [handler], False
-    if sys.argv[2:] == ["spawn"]:
-        spawned()
-    else:
-        outcome = {part.__name__: part() for part in PARTS[WORLD]}
-        if os.environ["RANK"] == "0":
-            print(json.dumps(outcome))
+    parts = PARTS[WORLD] if "RANK" in os.environ else (spawned,)
+    outcome = {part.__name__: part() for part in parts}
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(outcome))
