@@ -119,7 +119,7 @@ class GradientAverager:
     @property
     def dense_step(self) -> bool:
         """Whether the coming step is an ordinary dense average, which DDP may as well do, overlapped with backward."""
-        return self.sparsity == 0 and (self._compression is None or self._compression.memory.empty)
+        return self.sparsity == 0 and (self._compression is None or self._compression.empty)
 
     def average(self, *, grad_scale: float = 1.0) -> None:
         """Replace every `p.grad` by its average over the ranks, as the compressor sends it. A collective call.
@@ -196,7 +196,11 @@ class GradientAverager:
         A world of another size goes on from `averaging.mean_state` of all ranks' states.
         """
         memory = self._compression.state_dict() if self._compression else {}
-        return {"steps": self.steps, "memory": memory, "shapes": self.gradients.chosen}
+        remembers_dense = any(kind.startswith("dense_") for kind in memory)
+        dense_shapes = self.gradients.left_dense if remembers_dense else {}
+        return {
+            "steps": self.steps, "memory": memory, "shapes": self.gradients.chosen, "dense_shapes": dense_shapes
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace this rank's state. A parameter that only the state or only the model has is named in a warning.
@@ -205,7 +209,7 @@ class GradientAverager:
             ValueError: a tensor whose shape is not its parameter's, or of a parameter that is not compressed here.
         """
         if self._compression and state["memory"]:
-            compare(state["shapes"], self.gradients, warn=self.topology.rank == 0)
+            compare(state["shapes"], state["dense_shapes"], self.gradients, warn=self.topology.rank == 0)
             self._compression.load_state_dict(state["memory"])
             if self.topology.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._compression.state_dict(), self.gradients)

@@ -10,33 +10,37 @@ import torch
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.errors import refusal
 
+Shapes = Mapping[str, tuple[int, ...]]
 
-def compare(saved: Mapping[str, tuple[int, ...]], gradients: Gradients, *, warn: bool) -> None:
+
+def compare(compressed: Shapes, dense: Shapes, gradients: Gradients, *, warn: bool) -> None:
     """Refuse what can't be right, and warn of parameters that only one side has.
 
     Args:
-        saved: shape of every parameter that was compressed when the state was saved.
+        compressed: shape of every parameter that was compressed when the state was saved.
+        dense: shape of every other that something was remembered of.
         gradients: the model's.
         warn: whether this rank is the one that warns.
 
     Raises:
         ValueError: a parameter with another shape, or one that is left dense here.
     """
-    for name, shape in saved.items():
+    here = {**gradients.chosen, **gradients.left_dense}
+    for name in compressed:
         if name in gradients.left_dense:
             raise refusal("min_elements or exclude", f"options that leave {name!r} dense", "those of the checkpoint")
-        if name in gradients.chosen and tuple(shape) != gradients.chosen[name]:
-            raise ValueError(f"state of {name!r}: got shape {tuple(shape)}, allowed: {gradients.chosen[name]}")
-    gone = [name for name in saved if name not in gradients.chosen]
+    saved = {**compressed, **dense}
+    for name, shape in saved.items():
+        if name in here and tuple(shape) != here[name]:
+            raise ValueError(f"state of {name!r}: got shape {tuple(shape)}, allowed: {here[name]}")
+    gone = [name for name in saved if name not in here]
     new = [name for name in gradients.chosen if name not in saved]
     if warn and gone:
-        warnings.warn(
-            f"What the checkpoint remembers of {_some(gone)} is lost: the model has no such parameters.", stacklevel=3
-        )
+        lost = f"What the checkpoint remembers of {_some(gone)} is lost: the model has no such parameters."
+        warnings.warn(lost, stacklevel=3)
     if warn and new:
-        warnings.warn(
-            f"The checkpoint remembers nothing of {_some(new)}: it did not have these parameters.", stacklevel=3
-        )
+        lacking = f"The checkpoint remembers nothing of {_some(new)}: it did not have these parameters."
+        warnings.warn(lacking, stacklevel=3)
 
 
 def warn_of_lost_kinds(
@@ -45,7 +49,8 @@ def warn_of_lost_kinds(
     gradients: Gradients,
 ) -> None:
     """Warn of kinds of state that the compressor, with the options that it has now, does not keep."""
-    lost = [kind for kind, parts in saved.items() if set(parts) & set(gradients.chosen) - set(loaded.get(kind, {}))]
+    known = {*gradients.chosen, *gradients.left_dense}
+    lost = [kind for kind, parts in saved.items() if set(parts) & known - set(loaded.get(kind, {}))]
     if lost:
         warnings.warn(
             f"What the checkpoint keeps as {_some(lost)} is lost: with its options of now, nothing uses it.",

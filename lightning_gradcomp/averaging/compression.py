@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -14,7 +13,8 @@ from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.takeover import adopt, hand_back, rules
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
 from lightning_gradcomp.compressors.base import Lossy
-from lightning_gradcomp.compressors.memory import Velocity
+from lightning_gradcomp.compressors.memory import Memory, Residual, Velocity
+from lightning_gradcomp.compressors.wire import Everything
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -44,7 +44,14 @@ class Compression:
     def _take(self, gradients: Gradients) -> None:
         self.gradients = gradients
         self.memory = self.compressor.memory(gradients.layout, gradients.flat.device, self.topology.rank)
+        remembered = Memory if self.compressor.dense_values == "fp32" else Residual
+        self.dense_memory = remembered(gradients.dense_layout, gradients.flat.device)
         self._mean = torch.empty_like(gradients.compressed_flat)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is remembered."""
+        return self.memory.empty and self.dense_memory.empty
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients; the state follows by name."""
@@ -58,7 +65,7 @@ class Compression:
         total = 0
         for how, payload in self.compressor.messages(self.gradients.layout, density):
             if how == "gather":
-                total += self.topology.traffic(message_bytes(dense, payload, flags))
+                total += self.topology.traffic(message_bytes(dense, payload, flags, self.compressor.dense_values))
             elif how == "mean":
                 total += dense_traffic(payload + 4 * (dense + flags), self.topology.world)
             else:
@@ -67,24 +74,31 @@ class Compression:
             dense = flags = 0  # they have travelled
         return total
 
-    def _compensate(self, grad_scale: float) -> tuple[bool, list[bool], torch.Tensor]:
-        """Collect the gradients; (whether they are finite, what this rank adds to, what should be sent)."""
-        gradients, memory, names = self.gradients, self.memory, self.gradients.layout.names
+    def _compensate(self, grad_scale: float) -> tuple[bool, list[bool], torch.Tensor, torch.Tensor]:
+        """Collect the gradients.
+
+        Returns:
+            Whether they are finite, what this rank adds to, and what should be sent: compressed and dense.
+        """
+        gradients, memory = self.gradients, self.memory
         present = gradients.collect(grad_scale)
         optimizer = None
         if self.optimizer and isinstance(memory, Velocity):
             optimizer = self.optimizer
-            adopt(optimizer, gradients.compressed, names, memory)
+            adopt(optimizer, gradients.compressed, gradients.layout.names, memory)
         if not all_finite(gradients.flat):
-            return False, present, torch.zeros_like(gradients.compressed_flat)
+            return False, present, torch.zeros_like(gradients.compressed_flat), gradients.dense_flat
         self.compressor.clip_local(gradients.flat, self.topology.world)
         momenta = rules(optimizer, gradients.compressed)
-        present = [
-            has or more for has, more in zip_longest(present, (n in memory.started for n in names), fillvalue=False)
-        ]
-        moving = {name for name, has in zip(names, present, strict=False) if has}
+        started = memory.started | self.dense_memory.started
+        present = [has or name in started for has, name in zip(present, gradients.names, strict=True)]
+        moving = self._names(present)
         weights = [parameter.detach().reshape(-1) for parameter in gradients.compressed] if optimizer else []
-        return True, present, memory.compensate(gradients.compressed_flat, momenta, moving, weights)
+        dense = self.dense_memory.compensate(gradients.dense_flat, [], moving)
+        return True, present, memory.compensate(gradients.compressed_flat, momenta, moving, weights), dense
+
+    def _names(self, marked: list[bool]) -> set[str]:
+        return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
 
     def describe(self) -> str:
         """What is compressed, and what a step sends once the warm-up is over."""
@@ -102,14 +116,16 @@ class Compression:
         """A compressed step: `p.grad` becomes the average of what the ranks send; what they don't is remembered."""
         gradients, memory = self.gradients, self.memory
         with stats.phase("compress"):
-            finite, present, outgoing = self._compensate(grad_scale)
-        exchange = Exchange(self.topology, gradients.dense_flat, finite, present, stats, self._mean)
+            finite, present, outgoing, dense = self._compensate(grad_scale)
+        values = self.compressor.dense_values
+        exchange = Exchange(self.topology, dense, finite, present, stats, self._mean, values)
         mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
         with stats.phase("decompress"):
             if exchange.finite and all_finite(mean):  # the mean is the same on all ranks, so they agree
                 memory.forget(sent)
-                names = gradients.layout.names
-                memory.commit({name for name, has in zip(names, exchange.anywhere, strict=False) if has})
+                self.dense_memory.forget(Everything(exchange.dense_sent))
+                for books in (memory, self.dense_memory):
+                    books.commit(self._names(exchange.anywhere))
                 gradients.assign(mean, exchange.dense_mean, exchange.anywhere, grad_scale)
             else:
                 gradients.flat.fill_(torch.nan)
@@ -119,7 +135,8 @@ class Compression:
         """From sparse back to dense: send all that is remembered, and give the optimizer its momentum back."""
         gradients, memory = self.gradients, self.memory
         with stats.phase("compress"):
-            finite, present, outgoing = self._compensate(grad_scale)
+            finite, present, outgoing, dense = self._compensate(grad_scale)
+            gradients.dense_flat.copy_(dense)
             gradients.compressed_flat.copy_(outgoing if finite else torch.full_like(outgoing, torch.nan))
         flats = [gradients.flat, memory.coming_momentum] if isinstance(memory, Velocity) else [gradients.flat]
         with stats.phase("exchange"):
@@ -129,6 +146,7 @@ class Compression:
                 if self.optimizer and momentum:
                     hand_back(self.optimizer, gradients.compressed, gradients.layout.views(momentum[0]), anywhere)
                 memory.clear()
+                self.dense_memory.clear()
             compressed, dense = mean.split([gradients.layout.n, gradients.dense_layout.n])
             gradients.assign(compressed, dense, anywhere, grad_scale)
         traffic = dense_traffic(4 * sum(flat.numel() for flat in flats), self.topology.world)
@@ -146,7 +164,8 @@ class Compression:
 
     def state_dict(self) -> State:
         """Kind -> parameter name -> tensor, frozen parameters included."""
-        return {key: {**self._parked.get(key, {}), **parts} for key, parts in self.memory.state_dict().items()}
+        dense = {f"dense_{kind}": parts for kind, parts in self.dense_memory.state_dict().items()}
+        return {k: {**self._parked.get(k, {}), **parts} for k, parts in {**self.memory.state_dict(), **dense}.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replace everything that is remembered; what belongs to a frozen parameter is kept until it trains again.
@@ -155,5 +174,7 @@ class Compression:
             ValueError: a tensor whose shape is not its parameter's.
         """
         self.memory.load_state_dict(state)
-        frozen = set(self.gradients.chosen) - set(self.gradients.layout.names)
+        dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
+        self.dense_memory.load_state_dict({"residual": {}, **dense})
+        frozen = self.gradients.frozen
         self._parked = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}

@@ -1,6 +1,6 @@
 """A step's one message: the payload, the uncompressed gradients, and what every rank must know of every other.
 
-    | dense gradients, fp32 [d] | payload, uint8 [p] | flags, 1 bit each | 0-3 bytes of padding |
+    | dense gradients [d], padded to 4 bytes | payload, uint8 [p] | flags, 1 bit each | padded to 4 bytes |
 
 The first flag says that this rank's gradient is finite; the others, one a parameter, that it has something to add to
 it. Lengths follow from the layout and the density, so they are the same on all ranks.
@@ -13,16 +13,24 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
+from lightning_gradcomp.compressors.values import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.wire import pack_bits, unpack_bits
 
 
-def message_bytes(dense: int, payload: int, flags: int) -> int:
-    """Length of a message, a multiple of 4 so that each rank's fp32 part is aligned after a gather."""
-    return -(-(4 * dense + payload + (flags + 7) // 8) // 4) * 4
+def message_bytes(dense: int, payload: int, flags: int, dense_values: str) -> int:
+    """Length of a message; its parts begin at multiples of 4, so that fp32 is aligned in it, also after a gather."""
+    return _padded(value_bytes(dense, dense_values)) + _padded(payload + (flags + 7) // 8)
+
+
+def _padded(length: int) -> int:
+    return -(-length // 4) * 4
 
 
 class Exchange:
-    """One step's communication. `dense_mean`, `finite` and `anywhere` are there once the payload has travelled.
+    """One step's communication.
+
+    Once the payload has travelled, `dense_mean`, `finite` and `anywhere` are those of all ranks; `dense_sent` is what
+    the others have read of this rank's uncompressed gradients.
 
     Args:
         topology: how messages travel.
@@ -31,6 +39,7 @@ class Exchange:
         present: per parameter, whether this rank has something to add to its average.
         stats: where bytes and seconds are booked.
         mean: a buffer for the average of what is compressed, fp32 [n], kept from step to step.
+        dense_values: how the uncompressed gradients are written in a gather.
     """
 
     def __init__(
@@ -41,11 +50,12 @@ class Exchange:
         present: list[bool],
         stats: Stats,
         mean: torch.Tensor,
+        dense_values: str,
     ) -> None:
-        self._mean = mean
+        self._mean, self._values = mean, dense_values
         self.topology, self.stats, self._dense = topology, stats, dense
         self._flags = torch.tensor([finite, *present], dtype=torch.uint8, device=dense.device)
-        self.dense_mean = dense
+        self.dense_mean = self.dense_sent = dense
         self.finite = finite
         """Whether every rank's gradient is finite."""
         self.anywhere = present
@@ -55,22 +65,26 @@ class Exchange:
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's payload (uint8 [p], one length) in rank order; the rest of the message comes with it."""
         with self.stats.phase("compress"):
-            parts = torch.cat([self._dense.view(torch.uint8), payload, pack_bits(self._flags)])
-            length = message_bytes(self._dense.numel(), payload.numel(), self._flags.numel())
-            message = torch.nn.functional.pad(parts, (0, length - parts.numel()))
+            d = self._dense.numel()
+            dense = pack_values(self._dense, self._values)
+            self.dense_sent = unpack_values(dense, d, self._values)
+            begin = _padded(dense.numel())
+            end = begin + payload.numel()
+            message = payload.new_zeros(message_bytes(d, payload.numel(), self._flags.numel(), self._values))
+            message[: dense.numel()], message[begin:end] = dense, payload
+            flags = pack_bits(self._flags)
+            message[end : end + flags.numel()] = flags
         with self.stats.phase("exchange"):
             messages = self.topology.exchange(message)
-        self._book(self.topology.traffic(length))
+        self._book(self.topology.traffic(message.numel()))
         with self.stats.phase("decompress"):
-            begin = 4 * self._dense.numel()
-            end = begin + payload.numel()
             self.dense_mean = torch.zeros_like(self._dense)
             for row in messages:
-                self.dense_mean += row[:begin].view(torch.float32)
+                self.dense_mean += unpack_values(row[: dense.numel()], d, self._values)
             self.dense_mean /= len(messages)
-            flags = torch.stack([unpack_bits(row[end:], self._flags.numel()) for row in messages]).bool()
-            self.finite = bool(flags[:, 0].all())
-            self.anywhere = flags[:, 1:].any(0).tolist()
+            everyones = torch.stack([unpack_bits(row[end:], self._flags.numel()) for row in messages]).bool()
+            self.finite = bool(everyones[:, 0].all())
+            self.anywhere = everyones[:, 1:].any(0).tolist()
         return [row[begin:end] for row in messages]
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:

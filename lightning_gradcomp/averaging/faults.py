@@ -18,6 +18,8 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 LOST = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed? ?out|application timeout", re.IGNORECASE)
 """What the messages of torch.distributed about lost peers have in common; gloo's are plain RuntimeErrors."""
+TIMEOUT = timedelta(minutes=5)
+"""How long to wait for other ranks by default: torch's 30 minutes are long for ranks that have died, or hang."""
 PATIENCE = 2.0
 """Seconds to wait for word from the others. Lightning kills a run's processes 5 s after one of them has died."""
 

@@ -35,8 +35,8 @@ class Gradients:
         names = compressor.choose(shapes)
         self.chosen = {name: shape for name, shape in shapes.items() if name in names}
         """Shape of every parameter that is compressed when it trains."""
-        self.left_dense = [name for name in shapes if name not in names]
-        """Names of the others."""
+        self.left_dense = {name: shape for name, shape in shapes.items() if name not in names}
+        """Shape of every other."""
         taken = [(name, p) for name, p in named if name in names]
         left = [(name, p) for name, p in named if name not in names]
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
@@ -53,6 +53,21 @@ class Gradients:
     def trainable_now(self) -> list[bool]:
         """Which of the model's parameters require a gradient at this moment."""
         return [parameter.requires_grad for _, parameter in self._every]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of `parameters`."""
+        return self.layout.names + self.dense_layout.names
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each of `parameters`."""
+        return {name: tuple(p.shape) for name, p in zip(self.names, self.parameters, strict=True)}
+
+    @property
+    def frozen(self) -> set[str]:
+        """Names of the parameters that don't train just now."""
+        return {name for (name, _), trains in zip(self._every, self._trainable, strict=True) if not trains}
 
     @property
     def stale(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Memory
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
+from lightning_gradcomp.compressors.values import check_format
 from lightning_gradcomp.compressors.wire import Sent
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
@@ -91,12 +92,16 @@ class Lossy(Compressor, ABC):
 
     Args:
         warmup_epochs: epochs of dense training before the compression begins.
+        dense_values: how tensors that are not compressed are written beside those that are: "fp32", "bf16", "fp16" or
+            "int8"; what rounding changes is remembered. Where averages travel (PowerSGD), they stay fp32.
     """
 
     warmup_epochs: int = 0
+    dense_values: str = "fp32"
 
     def __post_init__(self) -> None:
         super(Lossy, self).__post_init__()
+        check_format(f"{type(self).__name__}.dense_values", self.dense_values)
         if self.warmup_epochs < 0:
             raise refusal(f"{type(self).__name__}.warmup_epochs", self.warmup_epochs, "0 or more")
 

@@ -69,7 +69,7 @@ class RankStates:
         if self.mode == "drop":
             return
         state, mode = rank_state(averager, accumulating), self.mode
-        total = averager.world * sum(part.nbytes for parts in state["memory"].values() for part in parts.values())
+        total = averager.world * _size(state, averager)
         if mode == "gather" and total > GATHER_LIMIT and self.sidecars.possible:
             rank_zero_info(f"What the {averager.world} ranks remember, {total:,} bytes, is saved in sidecar files.")
             mode = "sidecar"
@@ -101,9 +101,9 @@ class RankStates:
         saved = checkpoint.get(KEY)
         averager.steps = checkpoint["global_step"]
         if saved is None or self.mode == "drop" or saved.get("compressor") != _name(averager):
-            source = "a run without compression" if saved is None else f"compressor {saved.get('compressor')!r}"
-            asked = " and checkpoint_state='drop'" if self.mode == "drop" else ""
-            rank_zero_info(f"The checkpoint is of {source}{asked}: {_name(averager)} starts with nothing remembered.")
+            held = "nothing that ranks remember" if saved is None else f"what {saved.get('compressor')!r} remembers"
+            why = "checkpoint_state='drop'" if self.mode == "drop" else f"the checkpoint holds {held}"
+            rank_zero_info(f"{why}: {_name(averager)} starts with nothing remembered.")
             return
         if saved.get("format") != FORMAT:
             raise refusal(f"checkpoint[{KEY!r}]['format']", saved.get("format"), str(FORMAT))
@@ -136,14 +136,26 @@ def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer
             state["state"][index] = {**state["state"].get(index, {}), "momentum_buffer": buffers[parameter]}
 
 
+def _size(state: State, averager: GradientAverager) -> int:
+    """Bytes of what a rank remembers; the same on all, though an accumulation may lack gradients on some."""
+    memory = state["memory"]
+    accumulated = averager.gradients.flat.nbytes if "accumulated" in memory else 0
+    rest = (part.nbytes for kind, parts in memory.items() if kind != "accumulated" for part in parts.values())
+    return accumulated + sum(rest)
+
+
 def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
-    """As `mean_state`, made by all ranks together. What is remembered has the same names on all of them."""
+    """As `mean_state`, made by all ranks together."""
     memory = {k: parts for k, parts in state["memory"].items() if all(p.is_floating_point() for p in parts.values())}
-    parts = [(kind, name, part) for kind in sorted(memory) for name, part in sorted(memory[kind].items())]
-    mean: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in memory}
-    for kind, name, part in parts:
-        [flat], _ = all_reduce_mean(averager.topology, [part.reshape(-1).to(averager.gradients.flat.device)], [])
-        mean[kind][name] = flat.view(part.shape).cpu()
+    mean: State = {kind: {} for kind in memory}
+    for kind in sorted(memory):
+        # What is remembered has the same names on all ranks; what is accumulated may lack some on some.
+        shapes = averager.gradients.shapes if kind == "accumulated" else {n: p.shape for n, p in memory[kind].items()}
+        for name, shape in sorted(shapes.items()):
+            part = memory[kind].get(name, torch.zeros(shape)).to(averager.gradients.flat.device)
+            [flat], [anywhere] = all_reduce_mean(averager.topology, [part.reshape(-1)], [name in memory[kind]])
+            if anywhere:
+                mean[kind][name] = flat.view(shape).cpu()
     return {**state, "memory": mean}
 
 

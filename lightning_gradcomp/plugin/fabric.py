@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning.fabric.utilities.types import Optimizable
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
@@ -29,6 +31,7 @@ class CompressedFabricStrategy(DDPStrategy):
         compressor: a compressor, or its name.
         topology: "auto" or "all_gather".
         steps_per_epoch: lets a warm-up that counts epochs count them; else call `set_epoch`.
+        timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.
     """
 
@@ -37,9 +40,10 @@ class CompressedFabricStrategy(DDPStrategy):
         compressor: Compressor | str = "dgc",
         topology: str = "auto",
         steps_per_epoch: int | None = None,
+        timeout: timedelta = TIMEOUT,
         **ddp_options: Any,
     ) -> None:
-        super().__init__(**ddp_options)
+        super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
         named_topology(topology, None)
         self.topology, self.steps_per_epoch = topology, steps_per_epoch

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -52,8 +53,9 @@ class Sidecars:
         Raises:
             ValueError: it is not there, can't be read, or belongs to another save.
         """
-        remote = "://" in str(checkpoint)
-        beside = str(checkpoint) if remote else os.path.realpath(checkpoint)
+        fs, beside = get_filesystem(checkpoint), str(checkpoint)
+        if isinstance(fs, LocalFileSystem):  # also as file://
+            beside = os.path.realpath(str(fs._strip_protocol(beside)))
         path = _file(posixpath.join(posixpath.dirname(beside.replace(os.sep, "/")), name), rank)
         what, allowed = f"sidecar of rank {rank}", "the one saved with the checkpoint, or checkpoint_state='drop'"
         content = read(self.io.load_checkpoint, path, what, "token", allowed)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.replicas import compare_replicas
 from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
@@ -37,9 +38,6 @@ from lightning_gradcomp.plugin.refusals import (
 )
 from lightning_gradcomp.plugin.sidecar import Sidecars
 from lightning_gradcomp.registry import build
-
-TIMEOUT = timedelta(minutes=5)
-"""Instead of torch's 30 minutes: a rank that has died or hangs should not keep the others for so long."""
 
 
 class CompressedDDPStrategy(DDPWithNamedFaults):
@@ -96,10 +94,9 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self._switch = DDPSwitch(self.model)
 
     def setup(self, trainer: Trainer) -> None:
-        self.averager = None
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
-            return
+            return  # with what an earlier fit has left, which a checkpoint may still be made of
         assert self.lightning_module is not None
         check_optimizers(self.compressor, self.optimizers)
         self.averager = GradientAverager(

@@ -199,3 +199,17 @@ def test_a_loss_scale_never_enters_what_is_remembered():
 
     plain = run([1.0] * 6)
     torch.testing.assert_close(run([65536.0, 65536.0, 1024.0, 2.0, 65536.0, 512.0]), plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", [{"foreach": True}, {"fused": True}], ids=lambda option: next(iter(option)))
+def test_every_implementation_of_sgd_takes_the_same_steps(implementation):
+    def work(rank, group, **options):
+        model = Table()
+        optimizer, averager = averaged(model, group, nesterov=True, weight_decay=0.1, **options)
+        for step in range(6):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            averager.step()
+        return weights(model)
+
+    ours, expected = run_ranks(2, partial(work, **implementation)), run_ranks(2, work)
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-6, atol=1e-6)

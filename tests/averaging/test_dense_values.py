@@ -1,0 +1,82 @@
+"""What is not compressed may travel in fewer bits as well, and what that rounds off is remembered."""
+
+import pytest
+import torch
+
+from lightning_gradcomp.averaging import mean_state
+from lightning_gradcomp.compressors import DGC, OneBit, PowerSGD
+from tests.averaging.laws import quick
+from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same, train
+from tests.threads import run_ranks
+
+FORMATS = ["bf16", "fp16", "int8"]
+DENSE = ("small", "bias")
+"""The parameters of `Table` that are not compressed."""
+
+
+def books(world, compressor, steps=8, schedule=lambda epoch, step: 0.9):
+    """For every rank: sum of its dense gradients, sum of their averages, what it remembers at the end, its averager."""
+
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, compressor(), schedule, momentum=0.0)
+        own, applied = {}, {}
+        for step in range(steps):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            named = {name: p for name, p in model.named_parameters() if name in DENSE}
+            own = {name: own.get(name, 0) + p.grad.double() for name, p in named.items()}
+            averager.average()
+            applied = {name: applied.get(name, 0) + p.grad.double() for name, p in named.items()}
+        return own, applied, averager.state_dict(), averager.stats.bytes_sent
+
+    return run_ranks(world, work)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("values", FORMATS)
+def test_what_was_applied_and_the_mean_of_what_is_remembered_is_all_there_was(values, world):
+    ranks = books(world, lambda: quick(OneBit, dense_values=values))
+    remembered = mean_state([state for _, _, state, _ in ranks])["memory"]["dense_residual"]
+    for name in DENSE:
+        there_was = sum(own[name] for own, _, _, _ in ranks) / world
+        applied = ranks[0][1][name]
+        assert remembered[name].abs().max() > 0, "nothing was rounded, so nothing could be lost"
+        torch.testing.assert_close(applied + remembered[name].double(), there_was, rtol=1e-6, atol=1e-6)
+
+
+def test_a_return_to_dense_sends_what_is_remembered():
+    last = 7
+    ranks = books(2, lambda: quick(DGC, dense_values="bf16"), schedule=lambda epoch, step: 0.9 * (step < last))
+    assert not ranks[0][2]["memory"]["dense_residual"]
+    for name in DENSE:
+        there_was = sum(own[name] for own, _, _, _ in ranks) / 2
+        torch.testing.assert_close(ranks[0][1][name], there_was, rtol=1e-6, atol=1e-6)
+
+
+def test_the_message_is_as_much_shorter():
+    elements = sum(Table().get_parameter(name).numel() for name in DENSE)
+    [(_, _, _, whole), _] = books(2, lambda: quick(DGC), 1)
+    [(_, _, _, half), _] = books(2, lambda: quick(DGC, dense_values="bf16"), 1)
+    assert 2 * elements - 4 <= whole - half <= 2 * elements + 4
+
+
+def test_where_averages_travel_nothing_is_rounded():
+    [(_, _, state, _), _] = books(2, lambda: quick(PowerSGD, dense_values="bf16"))
+    assert all(not part.any() for part in state["memory"]["dense_residual"].values())
+
+
+def test_a_resumed_run_is_the_straight_run_to_the_bit():
+    def work(rank, group):
+        def fresh():
+            model = Table()
+            return model, *averaged(model, group, quick(DGC, dense_values="bf16"))
+
+        straight, first, second = fresh(), fresh(), fresh()
+        train(*straight, rank, 8, prescribed_loss)
+        train(*first, rank, 4, prescribed_loss)
+        for part, of in zip(second, first, strict=True):
+            part.load_state_dict(of.state_dict())
+        train(*second, rank, range(4, 8), prescribed_loss)
+        assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
+
+    run_ranks(2, work)

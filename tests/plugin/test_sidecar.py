@@ -1,0 +1,196 @@
+"""Files of checkpoints and beside them: which there are, which go, and what is said of those that can't be read."""
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import fsspec
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.plugin.checkpoint import KEY
+from lightning_gradcomp.plugin.sidecar import Sidecars
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch, index):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def fit(state="gather", ckpt=None, plugins=None, epochs=1):
+    """A fit on one rank, which has files of its own like any other."""
+    trainer = L.Trainer(
+        strategy=lgc.CompressedDDPStrategy(checkpoint_state=state), accelerator="cpu", devices=1, max_epochs=epochs,
+        plugins=plugins, **QUIET,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Net(), torch.ones(4, 4), ckpt_path=ckpt)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a checkpoint of each kind; "other.ckpt" is another save of "sidecar.ckpt"."""
+    folder = tmp_path_factory.mktemp("saved")
+    with mock.patch.dict(os.environ):
+        for state in ("gather", "sidecar"):
+            fit(state).save_checkpoint(folder / f"{state}.ckpt")
+        fit("sidecar").save_checkpoint(folder / "other.ckpt")
+        yield folder
+    torch.distributed.destroy_process_group()
+
+
+def beside(checkpoint):
+    """The only folder of a checkpoint."""
+    [folder] = checkpoint.parent.glob(f"{checkpoint.name}.ranks-*")
+    return folder
+
+
+@pytest.fixture
+def copies(saved, tmp_path):
+    """The same files, which a test may spoil."""
+    return Path(shutil.copytree(saved, tmp_path, dirs_exist_ok=True))
+
+
+def without_state_dict(path):
+    content = torch.load(path, weights_only=True)
+    torch.save({key: content[key] for key in content if key not in ("state_dict", "token")}, path)
+
+
+BROKEN = {
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "can't be read"),
+    "empty": (lambda path: path.write_bytes(b""), "can't be read"),
+    "no checkpoint at all": (lambda path: path.write_text("what a day"), "can't be read"),
+    "a pickle of something else": (lambda path: torch.save([1, 2], path), "holds something else"),
+    "a dict without what must be there": (without_state_dict, "holds something else"),
+    "gone": (Path.unlink, "not found"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "reason"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("which", ["checkpoint", "sidecar of rank 0"])
+def test_a_file_that_is_no_checkpoint_is_named_with_what_is_wrong_and_what_would_do(copies, which, spoil, reason):
+    state = "gather" if which == "checkpoint" else "sidecar"
+    checkpoint = copies / f"{state}.ckpt"
+    path = checkpoint if which == "checkpoint" else beside(checkpoint) / "rank-0.ckpt"
+    spoil(path)
+    with pytest.raises(ValueError, match=rf"^{which}: got .*, allowed: \w") as error:
+        fit(state, checkpoint)
+    assert str(path) in str(error.value) and reason in str(error.value)
+
+
+def test_a_file_of_another_save_or_rank_is_refused(copies):
+    path = beside(copies / "sidecar.ckpt") / "rank-0.ckpt"
+    own, other = (torch.load(file, weights_only=True) for file in (path, beside(copies / "other.ckpt") / path.name))
+    for content in (other, {**own, "rank": 1}):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=f"sidecar of rank 0: got '{path}, which belongs to another save'"):
+            fit("sidecar", copies / "sidecar.ckpt")
+
+
+def test_a_format_of_the_future_is_refused(copies):
+    path = copies / "gather.ckpt"
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, KEY: {**content[KEY], "format": 99}}, path)
+    with pytest.raises(ValueError, match=r"\['format'\]: got 99, allowed: 1"):
+        fit("gather", path)
+
+
+@pytest.mark.parametrize("scheme", ["", pytest.param("file://", marks=pytest.mark.xfail(strict=True, reason="bug 10"))])
+def test_a_checkpoint_is_read_with_its_folder_from_where_both_were_moved_to(copies, scheme):
+    for name in ("moved", "moved/again"):
+        (copies / name).mkdir()
+    folder = beside(copies / "sidecar.ckpt")
+    folder.rename(copies / "moved" / folder.name)
+    (copies / "sidecar.ckpt").rename(copies / "moved" / "renamed.ckpt")
+    (copies / "moved" / "again" / "link.ckpt").symlink_to("../renamed.ckpt")
+    assert fit("sidecar", f"{scheme}{copies}/moved/again/link.ckpt", epochs=2).global_step == 8
+
+
+def test_what_is_saved_to_one_path_again_and_again_has_one_folder_and_none_when_it_is_removed(saved, tmp_path):
+    trainer, path, seen = fit("sidecar"), tmp_path / "last.ckpt", set()
+    for _ in range(3):
+        trainer.save_checkpoint(path)
+        folder = beside(path)
+        assert torch.load(path, weights_only=True)[KEY]["sidecars"] == folder.name
+        assert [file.name for file in folder.iterdir()] == ["rank-0.ckpt"]
+        seen.add(folder)
+    assert len(seen) == 3
+    trainer.strategy.remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.xfail(strict=True, reason="bug 11")
+def test_a_validation_after_a_fit_does_not_cost_the_state(saved, tmp_path):
+    trainer = fit()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.validate(trainer.lightning_module, torch.ones(4, 4), verbose=False)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert KEY in torch.load(tmp_path / "last.ckpt", weights_only=True)
+
+
+def test_weights_alone_take_the_place_of_a_whole_checkpoint(saved, tmp_path):
+    trainer, path = fit("sidecar"), tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(path, weights_only=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    assert KEY not in torch.load(path, weights_only=True)
+
+
+def test_a_file_that_breaks_off_while_it_is_written_leaves_the_checkpoint_of_before_whole(saved, tmp_path):
+    trainer, path = fit("sidecar"), tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    write = TorchCheckpointIO.save_checkpoint
+
+    def break_off(self, checkpoint, path, storage_options=None):
+        if "state_dict" in checkpoint:
+            raise OSError("no space left on device")
+        write(self, checkpoint, path, storage_options)
+
+    with mock.patch.object(TorchCheckpointIO, "save_checkpoint", break_off), pytest.raises(OSError, match="no space"):
+        trainer.save_checkpoint(path)
+    assert fit("sidecar", path, epochs=2).global_step == 8
+
+
+def test_in_the_background_everything_goes_into_one_file(saved, tmp_path):
+    with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*got 'sidecar', allowed: gather, mean or drop"):
+        fit("sidecar", plugins=[AsyncCheckpointIO()])
+    with mock.patch("lightning_gradcomp.plugin.checkpoint.GATHER_LIMIT", -1):
+        trainer = fit(plugins=[AsyncCheckpointIO()])
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer.strategy.checkpoint_io.teardown()
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_on_another_filesystem_than_the_local_one():
+    sidecars, files, path = Sidecars(TorchCheckpointIO()), fsspec.filesystem("memory"), "memory://runs/a/last.ckpt"
+    for token in ("old", "new"):
+        content = {"token": token, "rank": 3, "state": {"steps": len(token)}}
+        sidecars.io.save_checkpoint(content, f"{path}.ranks-{token}/rank-3.ckpt")
+    sidecars.io.save_checkpoint({"token": "old"}, "memory://runs/a/another-last.ckpt.ranks-old/rank-3.ckpt")
+    assert sidecars.read(path, "last.ckpt.ranks-old", 3) == {"steps": 3}
+    sidecars.remove_old(path, keep="last.ckpt.ranks-new")
+    left = sorted(name.rpartition("/")[2] for name in files.ls("/runs/a", detail=False))
+    assert left == ["another-last.ckpt.ranks-old", "last.ckpt.ranks-new"]
+    with pytest.raises(ValueError, match=r"sidecar of rank 3: got 'memory://runs/a/last\.ckpt\.ranks-old/rank-3"):
+        sidecars.read(path, "last.ckpt.ranks-old", 3)
+    sidecars.remove_old("memory://runs/nowhere/last.ckpt", keep=None)  # a CheckpointIO may write somewhere else
