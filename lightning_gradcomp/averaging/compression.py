@@ -43,15 +43,19 @@ class Compression:
 
     def _take(self, gradients: Gradients) -> None:
         self.gradients = gradients
-        self.memory = self.compressor.memory(gradients.layout, gradients.flat.device, self.topology.rank)
-        remembered = Memory if self.compressor.dense_values == "fp32" else Residual
-        self.dense_memory = remembered(gradients.dense_layout, gradients.flat.device)
+        self.memory, self.dense_memory = self._blank_books()
         self._mean = torch.empty_like(gradients.compressed_flat)
 
     @property
     def empty(self) -> bool:
         """Whether nothing is remembered."""
         return self.memory.empty and self.dense_memory.empty
+
+    def _blank_books(self) -> tuple[Memory, Memory]:
+        gradients, device = self.gradients, self.gradients.flat.device
+        dense = Memory if self.compressor.dense_values == "fp32" else Residual
+        memory = self.compressor.memory(gradients.layout, device, self.topology.rank)
+        return memory, dense(gradients.dense_layout, device)
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients; the state follows by name."""
@@ -173,8 +177,10 @@ class Compression:
         Raises:
             ValueError: a tensor whose shape is not its parameter's.
         """
-        self.memory.load_state_dict(state)
+        memory, dense_memory = self._blank_books()  # so that an error leaves those of before as they were
+        memory.load_state_dict(state)
         dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
-        self.dense_memory.load_state_dict({"residual": {}, **dense})
+        dense_memory.load_state_dict({"residual": {}, **dense})
+        self.memory, self.dense_memory = memory, dense_memory
         frozen = self.gradients.frozen
         self._parked = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}

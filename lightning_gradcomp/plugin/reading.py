@@ -19,12 +19,12 @@ def read(load: Callable[..., Any], path: Any, what: str, key: str, allowed: str,
     except OSError as error:
         raise refusal(what, f"{path}: {error}", allowed) from error
     except Exception as error:  # torch.load has an error of its own for each way in which a file can be broken
-        raise refusal(what, f"{path}, which can't be read ({_first_line(error)})", allowed) from error
+        raise refusal(what, f"{path}, which can't be read ({_in_short(error)})", allowed) from error
     if not isinstance(content, dict) or key not in content:
         raise refusal(what, f"{path}, which holds something else", allowed)
     return content
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0]
+def _in_short(error: Exception) -> str:
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return first.partition(". ")[0]

@@ -11,7 +11,7 @@ from tests.processes import run
 SCRIPT = str(Path(__file__).with_name("fault_script.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
 TIMEOUT = 20.0
-"""Seconds that a rank waits for another; time enough for ten processes to start, and far less than the test may take."""
+"""Seconds that a rank waits for another: enough for ten processes to start, far less than the test may take."""
 
 CASES = {
     "kill": ((sys.executable,), "kill", "dgc"),

@@ -114,7 +114,7 @@ def test_a_format_of_the_future_is_refused(copies):
         fit("gather", path)
 
 
-@pytest.mark.parametrize("scheme", ["", pytest.param("file://", marks=pytest.mark.xfail(strict=True, reason="bug 10"))])
+@pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_checkpoint_is_read_with_its_folder_from_where_both_were_moved_to(copies, scheme):
     for name in ("moved", "moved/again"):
         (copies / name).mkdir()
@@ -138,7 +138,6 @@ def test_what_is_saved_to_one_path_again_and_again_has_one_folder_and_none_when_
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.xfail(strict=True, reason="bug 11")
 def test_a_validation_after_a_fit_does_not_cost_the_state(saved, tmp_path):
     trainer = fit()
     with warnings.catch_warnings():
