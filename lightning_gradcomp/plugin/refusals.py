@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: Lightni
     if strategy.checkpoint_state == "sidecar" and not strategy.rank_states.sidecars.possible:
         io = type(strategy.checkpoint_io).__name__
         raise refusal(f"checkpoint_state with {io}, which writes in the background", "sidecar", "gather, mean or drop")
-    if torch._dynamo.config.optimize_ddp == "python_reducer":
+    if "torch._dynamo" in sys.modules and torch._dynamo.config.optimize_ddp == "python_reducer":
         allowed = "True or False: it calls DDP's hook with something else"
         raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

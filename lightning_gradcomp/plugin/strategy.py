@@ -118,8 +118,10 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         super().on_train_start()
         assert self.lightning_module is not None and self.averager is not None
         self.rank_states.put_back_accumulated(self.averager)
-        batches = float(self.lightning_module.trainer.num_training_batches)
-        check_batches(self.all_gather(torch.tensor(batches, device=self.root_device)).flatten().tolist())
+        own = torch.tensor([float(self.lightning_module.trainer.num_training_batches)], device=self.root_device)
+        counts = own.new_empty(self.averager.world)
+        torch.distributed.all_gather_into_tensor(counts, own)
+        check_batches(counts.tolist())
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any

@@ -59,7 +59,7 @@ def test_help_is_short_and_shows_the_choices(tmp_path):
     text = gradcomp(tmp_path, "--help").stdout
     assert text.count("\n  gradcomp ") == 4
     for line in (
-        "recipe: digits",
+        "recipe: digits, digits_swin",
         "model: resnet18, resnet50, swin_mini",
         "logger: csv, none, tensorboard",
         "optimizer: adamw, sgd",

@@ -23,7 +23,7 @@ QUICK = {"min_elements": 40, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 
 """For small tensors, without warm-up. A compressor takes of these what it knows."""
 
 OTHER_OPTIONS = {
-    "dgc": [{"momentum_masking": False}, {"values": "int8", "dense_values": "bf16"}],
+    "dgc": [{"momentum_masking": False}, {"values": "int8"}],
     "gradient_dropping": [{"scope": "tensor"}, {"values": "bf16"}],
     "onebit": [{"groups": "column", "threshold": "mean"}],
     "twobit": [{"threshold": 0.5}],

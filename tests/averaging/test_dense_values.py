@@ -80,3 +80,19 @@ def test_a_resumed_run_is_the_straight_run_to_the_bit():
         assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
 
     run_ranks(2, work)
+
+
+def test_a_layer_frozen_for_a_while_finds_what_is_remembered_again():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, quick(DGC, dense_values="bf16"))
+        train(model, optimizer, averager, rank, 3, prescribed_loss)
+        before = averager.state_dict()["memory"]["dense_residual"]["small"]
+        model.small.requires_grad_(False)
+        train(model, optimizer, averager, rank, range(3, 5), prescribed_loss)
+        model.small.requires_grad_(True)
+        assert before.any() and torch.equal(averager.state_dict()["memory"]["dense_residual"]["small"], before)
+        train(model, optimizer, averager, rank, range(5, 6), prescribed_loss)
+        assert not torch.equal(averager.state_dict()["memory"]["dense_residual"]["small"], before)
+
+    run_ranks(2, work)

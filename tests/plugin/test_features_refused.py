@@ -66,5 +66,5 @@ def test_an_optimizer_that_evaluates_several_times(monkeypatch):
 
 def test_compiled_averaging(monkeypatch):
     """torch.compile can be told to average by itself, past DDP's hook."""
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", "python_reducer")
-    check_refused(monkeypatch, r"optimize_ddp: got 'python_reducer', allowed: True or False", Net, "onebit")
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        check_refused(monkeypatch, r"optimize_ddp: got 'python_reducer', allowed: True or False", Net, "onebit")

@@ -73,7 +73,6 @@ class MySGD(torch.optim.SGD):
         ),
         (lambda p: MySGD(p, lr=0.1), {"strategy": "dgc"}, r"optimizer of DGC: got '.*MySGD'"),
         (lambda p: [sgd(q) for q in [list(p)] * 2], {"strategy": "dgc"}, r"optimizers with DGC: got 2, allowed: 1"),
-        (sgd, {"strategy": "dgc", "gradient_clip_val": 1.0}, r"gradient_clip_val\) with DGC: got 1.0, .*clip_norm"),
         (sgd, {"strategy": "ddp_dense", "callbacks": [lgc.SparsityWarmup()]}, r"SparsityWarmup: got 'NoCompression'"),
     ],
 )
