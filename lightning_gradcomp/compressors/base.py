@@ -13,7 +13,7 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Memory
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.values import check_format
-from lightning_gradcomp.compressors.wire import Sent
+from lightning_gradcomp.compressors.wire import Sent, Sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 
@@ -145,9 +145,14 @@ def mean_of(
 ) -> torch.Tensor:
     """The mean of all ranks' `payloads`, added in rank order, like `flat`; this rank's decodes to `sent`."""
     mean = exchange.blank()
-    for rank, payload in enumerate(payloads):
-        (sent if rank == exchange.topology.rank else decode(payload)).add_to(mean)
-    return mean.div_(len(payloads))
+    everyones = [sent if rank == exchange.topology.rank else decode(row) for rank, row in enumerate(payloads)]
+    for one in everyones:
+        one.add_to(mean)
+    indices = [one.indices for one in everyones if isinstance(one, Sparse)]
+    if len(indices) == len(everyones) and not mean.is_cuda:  # all else is 0; on a GPU, finding out would take longer
+        mean[torch.cat(indices).unique()] /= len(everyones)
+        return mean
+    return mean.div_(len(everyones))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,9 +26,15 @@ class Momentum:
 
 
 def accumulate_velocity(
-    g: torch.Tensor, u: torch.Tensor, v: torch.Tensor, w: torch.Tensor | None, rule: Momentum, first: bool
+    g: torch.Tensor,
+    u: torch.Tensor,
+    v: torch.Tensor,
+    w: torch.Tensor | None,
+    rule: Momentum,
+    first: bool,
+    out: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Momentum correction (Lin et al. 2018, §3.2, eq. 7), in place: u ← m·u + g, v ← v + u; Nesterov: v ← v + g + m·u.
+    """Momentum correction (Lin et al. 2018, §3.2, eq. 7): m·u + g and v + u of it; Nesterov: v + g + m·u. Both into `out`.
 
     u is kept in the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so
     that a momentum changed by a schedule acts as it does in `torch.optim.SGD`, and the two can be exchanged. Weight
@@ -38,11 +44,11 @@ def accumulate_velocity(
     m, damp = rule.momentum, 0.0 if first else rule.dampening
     if w is not None and rule.weight_decay:
         g.add_(w, alpha=rule.weight_decay)
-    u.mul_(m).add_(g, alpha=1 - damp)
+    new_u, new_v = out
+    torch.mul(u, m, out=new_u).add_(g, alpha=1 - damp)
+    torch.add(v, g if rule.nesterov or not m else new_u, out=new_v)
     if rule.nesterov:
-        v.add_(g).add_(u, alpha=m)
-    else:
-        v.add_(u if m else g)
+        new_v.add_(new_u, alpha=m)
 
 
 class Memory:
@@ -140,10 +146,13 @@ class Velocity(Memory):
         for i, ((start, stop), name, rule) in enumerate(zip(self.layout.bounds, self.layout.names, rules, strict=True)):
             for begin, end in cut(start, stop, g.device):
                 part = slice(begin, end)
-                u, v = self._u[part].copy_(self.u[part]), self._v[part].copy_(self.v[part])
+                out = self._u[part], self._v[part]
                 if name in moving:
                     w = weights[i][begin - start : end - start] if weights else None
-                    accumulate_velocity(g[part], u, v, w, rule, first=name not in self.started)
+                    accumulate_velocity(g[part], self.u[part], self.v[part], w, rule, name not in self.started, out)
+                else:
+                    out[0].copy_(self.u[part])
+                    out[1].copy_(self.v[part])
         self._started = self.started | moving
         return self._v
 

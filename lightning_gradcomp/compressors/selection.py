@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.wire import IN_CACHE
 from lightning_gradcomp.lazy import torch
 
 SAMPLE_AT_LEAST = 65_536
@@ -42,24 +43,34 @@ def select(x: torch.Tensor, k: int) -> torch.Tensor:
     """Indices (int64, ascending) of the k entries of the 1-D float tensor `x` that are largest in magnitude."""
     if x.is_cuda:
         return torch.topk(x.abs(), k, sorted=False).indices.sort().values
-    magnitude = np.abs(x.numpy())
-    found = sampled(magnitude, k) if len(magnitude) >= SAMPLE_AT_LEAST else exact(magnitude, k)
-    return torch.from_numpy(found)
+    entries = x.numpy()
+    return torch.from_numpy(sampled(entries, k) if len(entries) >= SAMPLE_AT_LEAST else exact(np.abs(entries), k))
 
 
-def sampled(magnitude: np.ndarray, k: int) -> np.ndarray:
-    """`exact`, searched only among the entries above a threshold that a strided sample of 1 % suggests."""
+def sampled(x: np.ndarray, k: int) -> np.ndarray:
+    """`exact` of |x|, searched only among the entries above a threshold that a strided sample of 1 % suggests."""
     stride = 101  # odd and prime, so that it meets every row and column of a weight matrix
-    sample = magnitude[(k * 7) % stride :: stride]
-    expected = len(sample) * k / len(magnitude)
+    sample = np.abs(x[(k * 7) % stride :: stride])
+    expected = len(sample) * k / len(x)
     rank = math.ceil(expected + 3 * math.sqrt(expected)) + 1  # three standard deviations low
     if rank >= len(sample):
-        return exact(magnitude, k)
-    threshold = np.partition(sample, len(sample) - rank)[len(sample) - rank]
-    candidates = np.flatnonzero(magnitude >= threshold)
-    if not k <= len(candidates) <= len(magnitude) // 4:
-        return exact(magnitude, k)
-    return candidates[exact(magnitude[candidates], k)]
+        return exact(np.abs(x), k)
+    candidates = not_below(x, np.partition(sample, len(sample) - rank)[len(sample) - rank])
+    if not k <= len(candidates) <= len(x) // 4:
+        return exact(np.abs(x), k)
+    return candidates[exact(np.abs(x[candidates]), k)]
+
+
+def not_below(x: np.ndarray, threshold: np.floating) -> np.ndarray:
+    """Ascending indices where |x| ≥ threshold, found a piece at a time, which stays in the cache."""
+    magnitude, passes = np.empty(IN_CACHE, x.dtype), np.empty(IN_CACHE, bool)
+    found = []
+    for begin in range(0, len(x), IN_CACHE):
+        piece = x[begin : begin + IN_CACHE]
+        np.abs(piece, out=magnitude[: len(piece)])
+        np.greater_equal(magnitude[: len(piece)], threshold, out=passes[: len(piece)])
+        found.append(np.flatnonzero(passes[: len(piece)]) + begin)
+    return np.concatenate(found)
 
 
 def exact(magnitude: np.ndarray, k: int) -> np.ndarray:
