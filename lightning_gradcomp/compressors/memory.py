@@ -34,7 +34,7 @@ def accumulate_velocity(
     first: bool,
     out: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Momentum correction (Lin et al. 2018, §3.2, eq. 7): m·u + g and v + u of it; Nesterov: v + g + m·u. Both into `out`.
+    """Momentum correction (Lin et al. 2018, §3.2, eq. 7), into `out`: u ← m·u + g, v ← v + u; Nesterov v ← v + g + m·u.
 
     u is kept in the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so
     that a momentum changed by a schedule acts as it does in `torch.optim.SGD`, and the two can be exchanged. Weight

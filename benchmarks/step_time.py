@@ -1,0 +1,165 @@
+"""What a training step costs, by method, in milliseconds and as a ratio to computation alone; peers included.
+
+    torchrun --nproc-per-node=2 benchmarks/step_time.py --methods compute,ddp,dgc,powersgd
+
+Every method trains a copy of the model. They take turns, a few steps each, so that the machine's noise meets all of
+them alike; figures are medians over all steps of all turns, of the slower rank. Images are random, weights are trained
+as usual (SGD with momentum), and warm-ups are left out: what is timed is the compressed phase. One thread a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.app.models import build
+
+WHOLE = 1_000_000
+"""MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""
+
+Step = Callable[[torch.Tensor, torch.Tensor], int]
+"""Trains on (images, labels); returns the bytes that this rank sent, 0 where nobody counts them."""
+
+
+def forward_backward(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
+    model.zero_grad(set_to_none=True)
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+
+
+def stepper(method: str, model: torch.nn.Module) -> Step:
+    """How `method` trains `model`: "compute", "ddp", a hook of torch's, or a compressor with options after a colon."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if method in ("compute", "ddp", "fp16_hook", "powersgd_hook"):
+        wrapped = model if method == "compute" else with_hook(method, model)
+
+        def plain(images: torch.Tensor, labels: torch.Tensor) -> int:
+            forward_backward(wrapped, images, labels)
+            optimizer.step()
+            return 0
+
+        return plain
+    averager = lgc.GradientAverager(model, compressor(method), optimizer=optimizer)
+
+    def averaged(images: torch.Tensor, labels: torch.Tensor) -> int:
+        forward_backward(model, images, labels)
+        averager.step()
+        return averager.stats.bytes_sent
+
+    return averaged
+
+
+def with_hook(method: str, model: torch.nn.Module) -> DistributedDataParallel:
+    """DDP as it is, or with one of torch's compressing hooks."""
+    ddp = DistributedDataParallel(model, **({"bucket_cap_mb": WHOLE} if method == "powersgd_hook" else {}))
+    if method == "fp16_hook":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if method == "powersgd_hook":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return ddp
+
+
+def compressor(method: str) -> lgc.Compressor:
+    """`dgc`, or with options `dgc:values=bf16;dense_values=bf16`; without warm-up."""
+    name, _, options = method.partition(":")
+    [cls] = [entry.cls for entry in lgc.entries() if entry.name == name]
+    known = {field.name for field in fields(cls)}
+    given = dict(option.split("=") for option in options.split(";") if option)
+    read = {key: json.loads(value) if value[0].isdigit() else value for key, value in given.items()}
+    return cls(**{key: 0 for key in ("warmup_epochs", "dense_epochs") if key in known}, **read)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Method -> median milliseconds of a step, spread over the turns, ratio to computation, bytes sent."""
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, generator=generator)
+    labels = torch.randint(0, 10, (arguments.batch,), generator=generator)
+    steps = {}
+    for method in arguments.methods.split(","):
+        torch.manual_seed(0)  # the same weights on every rank
+        steps[method] = stepper(method, build(arguments.model, channels=3, classes=10))
+    seconds: dict[str, list[list[float]]] = {method: [] for method in steps}
+    sent = dict.fromkeys(steps, 0)
+    for turn in range(arguments.turns + 1):
+        for method, step in steps.items():
+            own = []
+            for _ in range(arguments.steps):
+                dist.barrier()
+                begin = time.perf_counter()
+                sent[method] = step(images, labels)
+                own.append(time.perf_counter() - begin)
+            slower = torch.tensor(own)
+            dist.all_reduce(slower, op=dist.ReduceOp.MAX)
+            if turn:  # the first is for buffers, buckets and caches
+                seconds[method].append(slower.tolist())
+        if rank == 0:
+            print(f"turn {turn} of {arguments.turns}", flush=True)
+    results = {}
+    for method, turns in seconds.items():
+        medians = [1e3 * median(turn) for turn in turns]
+        results[method] = {
+            "ms": 1e3 * median(second for turn in turns for second in turn),
+            "lowest_turn_ms": min(medians),
+            "highest_turn_ms": max(medians),
+            "bytes_sent": sent[method],
+        }
+    for result in results.values():
+        result["ratio_to_compute"] = result["ms"] / results["compute"]["ms"] if "compute" in results else float("nan")
+    return results
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Markdown."""
+    lines = ["| method | ms a step (lowest to highest turn) | to computation | bytes sent |", "|---|---|---|---|"]
+    for method, r in results.items():
+        spread = f"{r['ms']:.1f} ({r['lowest_turn_ms']:.1f} to {r['highest_turn_ms']:.1f})"
+        sent = f"{r['bytes_sent']:,}" if r["bytes_sent"] else "not counted"
+        lines.append(f"| {method} | {spread} | {r['ratio_to_compute']:.2f}x | {sent} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default="compute,ddp,fp16_hook,powersgd_hook,dgc,powersgd,onebit,twobit,terngrad")
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
+    parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
+    parser.add_argument("--steps", type=int, default=5, help="steps a turn")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = measure(arguments)
+    if dist.get_rank() == 0:
+        world, machine = (
+            dist.get_world_size(),
+            f"{os.cpu_count()} cores {platform.machine()}, torch {torch.__version__}",
+        )
+        print(
+            f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, N={world}, {machine}"
+        )
+        print(table(results))
+        if arguments.json:
+            conditions = {key: str(value) for key, value in vars(arguments).items()}
+            content = {"N": world, "machine": machine, "conditions": conditions, "results": results}
+            arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
