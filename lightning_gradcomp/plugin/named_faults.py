@@ -44,7 +44,8 @@ class DDPWithNamedFaults(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        leave_word(f"raised {type(exception).__name__}: {exception}")
-        if isinstance(exception, ExchangeFailed) and isinstance(self._launcher, SubprocessLauncher):
+        if not isinstance(exception, ExchangeFailed):
+            leave_word(f"raised {type(exception).__name__}: {exception}")
+        elif isinstance(self._launcher, SubprocessLauncher):
             time.sleep(PATIENCE)  # for the others to say what they have to say
             self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU
