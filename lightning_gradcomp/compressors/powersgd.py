@@ -79,7 +79,8 @@ class PowerSGD(Lossy):
     """PowerSGD: low-rank factors, two all-reduces a step, error feedback; for any optimizer.
 
     Args:
-        rank: r, columns of the factors. The paper uses 1 to 4; more is closer to the gradient.
+        rank: r, columns of the factors; more is closer to the gradient. The paper uses 1, 2 and 4, over 300 epochs; on
+            short runs 2 stays behind (docs/compressors.md).
         warm_start: begin each step's power iteration where the last one ended.
         min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
         warmup_epochs: dense epochs before the compression begins. The paper has none, but raises the learning rate over
@@ -93,7 +94,7 @@ class PowerSGD(Lossy):
         source="[Vogels et al. 2019](https://arxiv.org/abs/1905.13727)",
     )
 
-    rank: int = 2
+    rank: int = 4
     warm_start: bool = True
     min_compression: float = 2.0
     warmup_epochs: int = 1
