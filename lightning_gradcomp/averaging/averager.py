@@ -77,6 +77,8 @@ class GradientAverager:
         self._check_epochs_are_counted()
         self.stats = Stats()
         """What the last step cost."""
+        self.flag = self.flagged = False
+        """What this rank tells the others along with its gradients, and whether any rank did in the last `average`."""
         self._taken_over = False
         self.gradients = Gradients(model, self.compressor)
         self._compression: Compression | None = None
@@ -141,7 +143,8 @@ class GradientAverager:
             stats = Stats()
             present = self.gradients.collect(1.0)
             with stats.phase("exchange"):
-                [mean], anywhere = all_reduce_mean(
+                present = [*present, self.flag]
+                [mean], (*anywhere, self.flagged) = all_reduce_mean(
                     self.topology, [self.gradients.flat], present, self.compressor.wire, saturate=grad_scale == 1
                 )
             compressed, dense = mean.split([self.gradients.layout.n, self.gradients.dense_layout.n])
@@ -153,9 +156,9 @@ class GradientAverager:
         has_sparsity = hasattr(self.compressor, "sparsity")
         self.stats = Stats(dense_bytes=self._dense_traffic(), sparsity=sparsity if has_sparsity else 0.0)
         if sparsity:
-            self._compression.average(1 - sparsity, grad_scale, self.stats)
+            self.flagged = self._compression.average(1 - sparsity, grad_scale, self.stats, self.flag)
         else:
-            self._compression.settle(grad_scale, self.stats)
+            self.flagged = self._compression.settle(grad_scale, self.stats, self.flag)
         self._taken_over = self.compressor.owns_momentum
         self.steps += 1
 

@@ -65,7 +65,7 @@ class Compression:
 
     def traffic(self, density: float) -> int:
         """Bytes that a compressed step sends."""
-        dense, flags = self.gradients.dense_layout.n, 1 + len(self.gradients.parameters)
+        dense, flags = self.gradients.dense_layout.n, 2 + len(self.gradients.parameters)
         total = 0
         for how, payload in self.compressor.messages(self.gradients.layout, density):
             if how == "gather":
@@ -116,27 +116,37 @@ class Compression:
             f"{at_sparsity}{self.traffic(1 - sparsity):,} bytes sent a step"
         )
 
-    def average(self, density: float, grad_scale: float, stats: Stats) -> None:
-        """A compressed step: `p.grad` becomes the average of what the ranks send; what they don't is remembered."""
+    def average(self, density: float, grad_scale: float, stats: Stats, flag: bool) -> bool:
+        """A compressed step: `p.grad` becomes the average of what the ranks send; what they don't is remembered.
+
+        Returns:
+            Whether any rank's `flag` is set.
+        """
         gradients, memory = self.gradients, self.memory
         with stats.phase("compress"):
             finite, present, outgoing, dense = self._compensate(grad_scale)
         values = self.compressor.dense_values
-        exchange = Exchange(self.topology, dense, finite, present, stats, self._mean, values)
+        exchange = Exchange(self.topology, dense, finite, [*present, flag], stats, self._mean, values)
         mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
+        *anywhere, flagged = exchange.anywhere
         with stats.phase("decompress"):
             if exchange.finite and all_finite(mean):  # the mean is the same on all ranks, so they agree
                 memory.forget(sent)
                 self.dense_memory.forget(Everything(exchange.dense_sent))
                 for books in (memory, self.dense_memory):
-                    books.commit(self._names(exchange.anywhere))
-                gradients.assign(mean, exchange.dense_mean, exchange.anywhere, grad_scale)
+                    books.commit(self._names(anywhere))
+                gradients.assign(mean, exchange.dense_mean, anywhere, grad_scale)
             else:
                 gradients.flat.fill_(torch.nan)
-                gradients.assign(gradients.compressed_flat, gradients.dense_flat, exchange.anywhere, 1.0)
+                gradients.assign(gradients.compressed_flat, gradients.dense_flat, anywhere, 1.0)
+        return flagged
 
-    def settle(self, grad_scale: float, stats: Stats) -> None:
-        """From sparse back to dense: send all that is remembered, and give the optimizer its momentum back."""
+    def settle(self, grad_scale: float, stats: Stats, flag: bool) -> bool:
+        """From sparse back to dense: send all that is remembered, and give the optimizer its momentum back.
+
+        Returns:
+            Whether any rank's `flag` is set.
+        """
         gradients, memory = self.gradients, self.memory
         with stats.phase("compress"):
             finite, present, outgoing, dense = self._compensate(grad_scale)
@@ -144,7 +154,7 @@ class Compression:
             gradients.compressed_flat.copy_(outgoing if finite else torch.full_like(outgoing, torch.nan))
         flats = [gradients.flat, memory.coming_momentum] if isinstance(memory, Velocity) else [gradients.flat]
         with stats.phase("exchange"):
-            [mean, *momentum], anywhere = all_reduce_mean(self.topology, flats, present)
+            [mean, *momentum], (*anywhere, flagged) = all_reduce_mean(self.topology, flats, [*present, flag])
         with stats.phase("decompress"):
             if all_finite(mean):
                 if self.optimizer and momentum:
@@ -155,6 +165,7 @@ class Compression:
             gradients.assign(compressed, dense, anywhere, grad_scale)
         traffic = dense_traffic(4 * sum(flat.numel() for flat in flats), self.topology.world)
         stats.bytes_sent = stats.bytes_received = traffic
+        return flagged
 
     def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
         """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""

@@ -3,7 +3,7 @@
     | dense gradients [d], padded to 4 bytes | payload, uint8 [p] | flags, 1 bit each | padded to 4 bytes |
 
 The first flag says that this rank's gradient is finite; the others, one a parameter, that it has something to add to
-it. Lengths follow from the layout and the density, so they are the same on all ranks.
+it; the last is the caller's. Lengths follow from the layout and the density, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Exchange:
         topology: how messages travel.
         dense: uncompressed gradients, fp32 [d].
         finite: whether this rank's gradient is.
-        present: per parameter, whether this rank has something to add to its average.
+        present: per parameter, whether this rank has something to add to its average; and a flag of the caller's.
         stats: where bytes and seconds are booked.
         mean: a buffer for the average of what is compressed, fp32 [n], kept from step to step.
         dense_values: how the uncompressed gradients are written in a gather.
@@ -59,7 +59,7 @@ class Exchange:
         self.finite = finite
         """Whether every rank's gradient is finite."""
         self.anywhere = present
-        """Per parameter: whether any rank has something."""
+        """Per parameter, and for the flag: whether any rank has something."""
         self._carried = False
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:

@@ -68,16 +68,21 @@ class DDPSwitch:
         """An optimizer has used the gradients."""
         self._unspent = False
 
-    def after_backward(self, averager: GradientAverager) -> None:
-        """Average, unless DDP has done it, or does not synchronise this backward because gradients accumulate."""
+    def after_backward(self, averager: GradientAverager) -> bool:
+        """Average, unless DDP has done it, or does not synchronise this backward because gradients accumulate.
+
+        Returns:
+            Whether it was done here.
+        """
         self.accumulating = self._gradients_ready is None
         if self._gradients_ready is None:
             if self._ddp.static_graph and self._ddp.require_backward_grad_sync:
                 raise RuntimeError("DDP(static_graph=True) exchanged nothing: manual optimization needs lightning 2.6")
-            return
+            return False
         self._unspent = True
         if self._by_ddp:
             seconds = time.perf_counter() - self._gradients_ready
             averager.after_dense_step(grad_scale=self._grad_scale, seconds=seconds)
         else:
             averager.average(grad_scale=self._grad_scale)
+        return not self._by_ddp

@@ -23,7 +23,7 @@ from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.replicas import compare_replicas
 from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
-from lightning_gradcomp.plugin import launch
+from lightning_gradcomp.plugin import buffers, launch, sigterm
 from lightning_gradcomp.plugin.checkpoint import RankStates, export_momentum, in_step
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
@@ -91,10 +91,13 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
+        if not {"broadcast_buffers", "forward_sync_buffers"} & self._ddp_kwargs.keys():
+            buffers.spare_buffers(self.model, self.compressor)
         self._switch = DDPSwitch(self.model)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        sigterm.leave(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return  # with what an earlier fit has left, which a checkpoint may still be made of
         assert self.lightning_module is not None
@@ -106,6 +109,7 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
             topology=self.topology,
             epoch=trainer.current_epoch,
         )
+        sigterm.listen(trainer, self.averager)
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
         rank_zero_info(self.averager.describe())
@@ -123,6 +127,21 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         torch.distributed.all_gather_into_tensor(counts, own)
         check_batches(counts.tolist())
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.averager is not None
+        with self.explained("before a dense step"):
+            sigterm.ask(self.averager, self.root_device)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        buffers.share_buffers(self.model)
+
+    on_validation_start = on_test_start = on_predict_start = _share_buffers
+
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -136,7 +155,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         with self.explained("backward"):  # DDP averages in it where a step is dense
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
-        self._switch.after_backward(averager)
+        if self._switch.after_backward(averager):
+            sigterm.heed(averager, module.trainer)
         return precision.post_backward(closure_loss, module)
 
     def optimizer_step(

@@ -188,7 +188,7 @@ def test_a_step_is_two_all_reduces_of_thin_factors(world, rank):
         run_ranks(world, work)
     [(first, p_bytes), (second, q_bytes)] = log[0]
     assert first == second == "all_reduce"
-    assert p_bytes == 4 * (rank * (16 + 10) + 7 + 1 + 3)  # with the vector, and a flag for itself and each parameter
+    assert p_bytes == 4 * (rank * (16 + 10) + 7 + 2 + 3)  # with the vector, two flags and one for each parameter
     assert q_bytes == 4 * rank * (20 + 27)
 
 

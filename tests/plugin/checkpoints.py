@@ -35,7 +35,7 @@ class Net(L.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.ReLU(), torch.nn.Linear(20, 12))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.ReLU(), torch.nn.Linear(40, 12))
 
     def training_step(self, _, index):
         generator = torch.Generator().manual_seed(1000 * self.current_epoch + 10 * index + self.global_rank)

@@ -1,6 +1,6 @@
 """A training in which something happens to rank 1 at step 8. usage: fault_script.py KIND FOLDER STRATEGY SECONDS
 
-KIND: kill, stop, raise, term (SIGTERM for both ranks) or none. Nothing happens after a restart of torchrun's.
+KIND: kill, stop, raise, term (SIGTERM) or none. Nothing happens after a restart of torchrun's.
 """
 
 import os
@@ -23,7 +23,7 @@ FIRST_TRY = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def say(*what):
-    print(f"\n{time.time():.1f}", *what, flush=True)
+    print(" ".join(["\n" + f"{time.time():.1f}", *map(str, what)]), flush=True)  # in one piece: ranks share the output
 
 
 class Net(L.LightningModule):
@@ -33,7 +33,7 @@ class Net(L.LightningModule):
 
     def training_step(self, batch, index):
         rank = self.trainer.global_rank
-        if self.trainer.global_step == 8 and FIRST_TRY and (rank == 1 or KIND == "term"):
+        if self.trainer.global_step == 8 and rank == 1 and FIRST_TRY:
             say(KIND, "on rank", rank)
             if KIND == "raise":
                 raise ArithmeticError("a mistake in the training step")
@@ -48,7 +48,7 @@ class Net(L.LightningModule):
 
 class Say(L.Callback):
     def on_exception(self, trainer, module, error):
-        momentum = [group["momentum"] for group in trainer.optimizers[0].param_groups]
+        momentum = [group["momentum"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         say("rank", trainer.global_rank, "ends with momentum", momentum, f"{type(error).__name__}: {error}")
 
 

@@ -8,7 +8,10 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import torch
@@ -112,8 +115,7 @@ def dense_limit():
 def sparse_training():
     monitor, keep = lgc.CommunicationMonitor(), Keep()
     trainer, after = fit(sparse(), accumulate_grad_batches=2, callbacks=[monitor, keep])
-    first = after.clone()
-    torch.distributed.broadcast(first, 0)
+    first = everyones_first(after)
     return {
         "groups_seen": sorted(trainer.lightning_module.seen),
         "replicas_apart": apart(after, first),
@@ -169,8 +171,50 @@ def plain_to_sparse():
     return {"dense_apart": apart(straight, dense), "sparsity": now_sparse.strategy.averager.stats.sparsity}
 
 
+def round_trips():
+    """What is exchanged in compressed steps; how far the ranks' batch norms are apart then, and at the end."""
+    calls, apart_in_training = Counter(), []
+
+    class Count(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if index == 0:  # what the first step needs once is not what a step needs
+                calls.clear()
+            if index == 8:
+                calls_of_eight_steps.update(calls)
+                mean = module.features[1].running_mean
+                apart_in_training.append(apart(mean, everyones_first(mean)))
+
+    def counting(name):
+        collective = getattr(torch.distributed, name)
+
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return collective(*args, **kwargs)
+
+        return mock.patch.object(torch.distributed, name, call)
+
+    calls_of_eight_steps = Counter()
+    with ExitStack() as patches:
+        for name in ("broadcast", "all_reduce", "all_gather_into_tensor", "barrier"):
+            patches.enter_context(counting(name))
+        trainer, _ = fit(sparse(dense_epochs=0), epochs=1, callbacks=[Count()])
+    mean = trainer.lightning_module.features[1].running_mean
+    return {
+        "calls": calls_of_eight_steps,
+        "apart_in_training": apart_in_training,
+        "apart_at_the_end": apart(mean, everyones_first(mean)),
+    }
+
+
+def everyones_first(tensor):
+    """Rank 0's, on every rank."""
+    first = tensor.clone()
+    torch.distributed.broadcast(first, 0)
+    return first
+
+
 if __name__ == "__main__":
     WORLD = int(os.environ["WORLD_SIZE"])
-    outcome = {f.__name__: f() for f in (dense_limit, sparse_training, warm_up, resume, plain_to_sparse)}
+    outcome = {f.__name__: f() for f in (dense_limit, sparse_training, warm_up, resume, plain_to_sparse, round_trips)}
     if os.environ["RANK"] == "0":
         print(json.dumps(outcome))

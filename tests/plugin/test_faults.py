@@ -6,33 +6,40 @@ from pathlib import Path
 
 import pytest
 
+from lightning_gradcomp.plugin.named_faults import warn_of_stale_addresses
 from tests.processes import run
 
 SCRIPT = str(Path(__file__).with_name("fault_script.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-TIMEOUT = 20.0
-"""Seconds that a rank waits for another: enough for ten processes to start, far less than the test may take."""
+TIMEOUT = 12.0
+"""Seconds that a rank waits for another: enough for six processes to start, far less than the test may take."""
 
-CASES = {
-    "kill": ((sys.executable,), "kill", "dgc"),
-    "stop": ((sys.executable,), "stop", "dgc"),
-    "raise": ((sys.executable,), "raise", "dgc"),
-    "stop, dense": ((sys.executable,), "stop", "ddp_dense"),
+CASES = {  # the long ones first
     "restart": (TORCHRUN, "kill", "dgc"),
+    "stop": ((sys.executable,), "stop", "dgc"),
+    "stop, dense": ((sys.executable,), "stop", "ddp_dense"),
+    "kill": ((sys.executable,), "kill", "dgc"),
+    "raise": ((sys.executable,), "raise", "dgc"),
+    "term": ((sys.executable,), "term", "dgc"),
+    "term, dense": ((sys.executable,), "term", "ddp_dense"),
 }
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Case -> (folder, return code, output); they run at the same time, since they mostly wait."""
+    """Case -> (folder, return code, output); three run at a time, since they mostly wait."""
+
+    folders = {case: str(tmp_path_factory.mktemp("fault")) for case in CASES}  # which threads can't make
 
     def outcome(case):
         launcher, kind, strategy = CASES[case]
-        folder = str(tmp_path_factory.mktemp("fault"))
-        done = run(*launcher, SCRIPT, kind, folder, strategy, str(TIMEOUT), timeout=90)
+        folder = folders[case]
+        timeout = TIMEOUT if kind == "stop" else 3 * TIMEOUT  # the others end before
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        done = run(*launcher, SCRIPT, kind, folder, strategy, str(timeout), timeout=120, env=own_store)
         return folder, done.returncode, done.stdout
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(3) as pool:
         return dict(zip(CASES, pool.map(outcome, CASES), strict=True))
 
 
@@ -61,6 +68,14 @@ def test_a_rank_that_hangs_is_missed_after_the_timeout(outcomes, case, phase):
     assert TIMEOUT - 1 < waited < 3 * TIMEOUT
 
 
+@pytest.mark.parametrize("case", ["term", "term, dense"])
+def test_a_rank_that_is_told_to_end_tells_the_others_and_all_end_together(outcomes, case):
+    _, _, output = outcomes[case]
+    ends = [line for line in output.splitlines() if " ends with momentum " in line]
+    assert len(ends) == 2 and all("SIGTERMException" in line for line in ends), output
+    assert moment(output, "rank 0 ends") - moment(output, "term on rank 1") < TIMEOUT
+
+
 def test_what_a_rank_raised_is_known_to_the_others(outcomes):
     _, _, output = outcomes["raise"]
     assert "step 8, averaging gradients: the exchange failed; rank 1 raised ArithmeticError: a mistake" in output
@@ -78,6 +93,13 @@ def test_the_last_checkpoint_loads_and_the_run_goes_on(outcomes):
     done = run(sys.executable, SCRIPT, "none", folder, "dgc", str(TIMEOUT), timeout=90)
     assert done.returncode == 0, done.stdout
     assert "rank 0 did 30 steps, restored: True" in done.stdout
+
+
+def test_torchruns_shared_store_is_warned_of_where_it_restarts(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.warns(UserWarning, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        warn_of_stale_addresses()
 
 
 def test_under_torchrun_with_restarts_the_run_goes_on_by_itself(outcomes):

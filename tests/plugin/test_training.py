@@ -64,3 +64,12 @@ def test_checkpoint_is_also_one_of_plain_ddp(outcome):
 def test_plain_ddp_checkpoint_continues(outcome):
     assert outcome["plain_to_sparse"]["dense_apart"] <= 1e-6
     assert outcome["plain_to_sparse"]["sparsity"] == pytest.approx(0.9)
+
+
+def test_a_compressed_step_is_one_round_trip(outcome):
+    assert outcome["round_trips"]["calls"] == {"all_gather_into_tensor": 8}
+
+
+def test_batch_norms_are_rank_0s_when_somebody_looks_at_them(outcome):
+    assert outcome["round_trips"]["apart_in_training"][0] > 0
+    assert outcome["round_trips"]["apart_at_the_end"] == 0

@@ -1,0 +1,35 @@
+"""Batch norm's buffers, which DDP sends to all before every forward pass: as many round trips as a compressed step has.
+
+Batch norm doesn't look at them while it trains, so they are sent before validation, test and prediction, and at the end
+of training, instead. Where other modules have buffers, DDP goes on as it does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gradcomp.compressors import Compressor, Lossy
+
+
+def only_batch_norm_has_buffers(model: nn.Module) -> bool:
+    """Whether every buffer belongs to a batch norm layer; SyncBatchNorm, which has exchanges of its own, counts."""
+    owners = [module for module in model.modules() if next(module.buffers(recurse=False), None) is not None]
+    return all(isinstance(module, _BatchNorm) for module in owners)
+
+
+def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> None:
+    """Keep DDP from sending buffers before every forward pass, where nobody would look at them."""
+    if isinstance(compressor, Lossy) and only_batch_norm_has_buffers(ddp.module):
+        ddp.broadcast_buffers = False
+
+
+@torch.no_grad()
+def share_buffers(ddp: object) -> None:
+    """Before they are looked at: rank 0's buffers for all, if DDP has not sent them all along."""
+    if isinstance(ddp, DistributedDataParallel) and not ddp.broadcast_buffers:
+        for buffer in ddp.module.buffers():
+            dist.broadcast(buffer, src=0)

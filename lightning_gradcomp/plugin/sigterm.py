@@ -1,0 +1,57 @@
+"""SIGTERM, as clusters send it before they take a machine away: every rank ends after the same step.
+
+Lightning 2.6 broadcasts from inside the signal handler, where it meets another rank's exchange of gradients, and both
+wait until the timeout; it also asks rank 0 before every batch, one round trip each. Here the handler only takes note.
+A compressed step tells the others with its message; before a dense step they are asked.
+
+Private Lightning names used here: the Trainer's `_signal_connector` with its `_sigterm_notifier_fn` and
+`received_sigterm`, and the epoch loop's `_broadcast_sigterm_tensor`.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import FrameType
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_gradcomp.averaging import GradientAverager
+
+log = logging.getLogger(__name__)
+HANDLER, QUESTION = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
+
+
+def listen(trainer: Trainer, averager: GradientAverager) -> None:
+    """Take note of SIGTERM in `averager.flag`. Call it before Lightning registers its handlers."""
+    connector = trainer._signal_connector
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        log.info(f"rank {trainer.global_rank} received SIGTERM: training ends, on every rank, after the next step")
+        if not averager.flag and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)  # as Lightning does: the processes that it started
+        averager.flag = True
+
+    setattr(connector, HANDLER, note)
+    setattr(trainer.fit_loop.epoch_loop, QUESTION, lambda: None)
+
+
+def leave(trainer: Trainer) -> None:
+    """Give the handler and the question back to Lightning."""
+    vars(trainer._signal_connector).pop(HANDLER, None)
+    vars(trainer.fit_loop.epoch_loop).pop(QUESTION, None)
+
+
+def heed(averager: GradientAverager, trainer: Trainer) -> None:
+    """After a compressed step: if any rank told of a SIGTERM, Lightning ends the run after this batch, on all ranks."""
+    trainer._signal_connector.received_sigterm = averager.flagged
+
+
+def ask(averager: GradientAverager, device: torch.device) -> None:
+    """Before a dense step: end the run if any rank received a SIGTERM. Collective."""
+    if averager.dense_step:
+        flag = torch.tensor([averager.flag], dtype=torch.uint8, device=device)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        if flag.item():
+            raise SIGTERMException()
