@@ -105,21 +105,19 @@ def test_what_it_prints(run):
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """The folders of a sweep over the compressor and the number of processes."""
+    """The folders of a sweep over the number of processes."""
     folder = tmp_path_factory.mktemp("sweep")
-    options = ("compressor=none,dgc", "trainer.devices=2,1", "hydra.sweep.dir=sweep")
-    done = gradcomp(folder, *TINY, "-m", *options, timeout=200)
+    done = gradcomp(folder, *TINY, "-m", "trainer.devices=1,2", "hydra.sweep.dir=sweep", timeout=200)
     assert done.returncode == 0, done.stderr
-    return [folder / "sweep" / str(job) for job in range(4)]
+    return [folder / "sweep" / str(job) for job in range(2)]
 
 
-def test_a_sweep_is_a_series_of_fresh_runs(sweep):
+def test_a_sweep_is_a_series_of_fresh_runs(sweep, run):
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in sweep]
-    jobs = [(summary["config"]["compressor"]["name"], summary["communication"]["world_size"]) for summary in summaries]
-    assert jobs == [("none", 2), ("none", 1), ("dgc", 2), ("dgc", 1)]
-    threads = [summary["threads_per_process"] for summary in summaries]
-    assert threads[0] == threads[2] and threads[1] == threads[3]  # the last job's are not what an earlier one left
-    assert [summary["communication"]["ratio"] > 1 for summary in summaries] == [False, False, True, False]
+    assert [summary["communication"]["world_size"] for summary in summaries] == [1, 2]
+    assert [summary["communication"]["ratio"] > 1 for summary in summaries] == [False, True]
+    # The last job's threads are not what an earlier one left.
+    assert summaries[1]["threads_per_process"] == run[2]["threads_per_process"]
 
 
 def test_the_same_seed_gives_the_same_result_alone_and_in_a_sweep(run, sweep):
@@ -127,7 +125,7 @@ def test_the_same_seed_gives_the_same_result_alone_and_in_a_sweep(run, sweep):
         with (folder / "metrics.csv").open() as file:
             return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
 
-    assert numbers(sweep[2]) == numbers(run[1])
+    assert numbers(sweep[1]) == numbers(run[1])
 
 
 def test_a_training_that_fails_is_a_sentence_and_an_exit_code(tmp_path):
