@@ -1,6 +1,6 @@
 """What a training step costs, by method, in milliseconds and as a ratio to computation alone; peers included.
 
-    torchrun --nproc-per-node=2 benchmarks/step_time.py --methods compute,ddp,dgc,powersgd
+    torchrun --nproc-per-node=2 -m benchmarks.step_time --methods compute,ddp,dgc,powersgd
 
 Every method trains a copy of the model. They take turns, a few steps each, so that the machine's noise meets all of
 them alike; figures are medians over all steps of all turns, of the slower rank. Images are random, weights are trained
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,10 +19,12 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gradcomp as lgc
+from benchmarks import report
 from lightning_gradcomp.app.models import build
 
 WHOLE = 1_000_000
@@ -121,14 +121,30 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     return results
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
-    """Markdown."""
-    lines = ["| method | ms a step (lowest to highest turn) | to computation | bytes sent |", "|---|---|---|---|"]
+def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
+    """For the table."""
+    lines = []
     for method, r in results.items():
         spread = f"{r['ms']:.1f} ({r['lowest_turn_ms']:.1f} to {r['highest_turn_ms']:.1f})"
         sent = f"{r['bytes_sent']:,}" if r["bytes_sent"] else "not counted"
-        lines.append(f"| {method} | {spread} | {r['ratio_to_compute']:.2f}x | {sent} |")
-    return "\n".join(lines)
+        lines.append([method, spread, f"{r['ratio_to_compute']:.2f}x", sent])
+    return lines
+
+
+def draw(results: dict[str, dict[str, float]]) -> Callable[[Axes], None]:
+    """Bars, with the range of the turns."""
+
+    def on(axes: Axes) -> None:
+        middle = [r["ms"] for r in results.values()]
+        reach = [
+            [r["ms"] - r["lowest_turn_ms"] for r in results.values()],
+            [r["highest_turn_ms"] - r["ms"] for r in results.values()],
+        ]
+        axes.barh(list(results), middle, xerr=reach, color="tab:blue")
+        axes.invert_yaxis()
+        axes.set(xlabel="ms a step (median; lowest and highest turn)")
+
+    return on
 
 
 def main() -> None:
@@ -139,24 +155,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
     parser.add_argument("--steps", type=int, default=5, help="steps a turn")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--out", type=Path, help="a folder for step_time.json and step_time.png")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = measure(arguments)
     if dist.get_rank() == 0:
-        world, machine = (
-            dist.get_world_size(),
-            f"{os.cpu_count()} cores {platform.machine()}, torch {torch.__version__}",
-        )
+        conditions = {**vars(arguments), "N": dist.get_world_size()}
+        print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")
+        print(f"N={conditions['N']}, {report.machine()}")
         print(
-            f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, N={world}, {machine}"
+            report.table(
+                ["method", "ms a step (lowest to highest turn)", "to computation", "bytes sent"], rows(results)
+            )
         )
-        print(table(results))
-        if arguments.json:
-            conditions = {key: str(value) for key, value in vars(arguments).items()}
-            content = {"N": world, "machine": machine, "conditions": conditions, "results": results}
-            arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+        report.write(arguments.out, "step_time", results, conditions, draw(results))
     dist.barrier()
     dist.destroy_process_group()
 
