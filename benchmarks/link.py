@@ -1,0 +1,160 @@
+"""Runs a command on emulated nodes of this machine, joined by a link of a given rate and delay. Linux, root.
+
+    python -m benchmarks.link --nodes 2 --rate-mbit 1000 --delay-ms 20 -- python train.py
+
+Every node is a network namespace with one interface, `eth0`, and one process pinned to a core (or to its share of
+them), which gets the variables that torchrun sets. The rate holds for what a node sends, and for what it receives where
+there is no delay to emulate, by the kernel's token bucket (tc-tbf). A delay is netem's, or a TUN device's where the
+kernel has no netem. What each node sent, headers and all, is printed at the end. Without root, or without `ip` and
+`tc`, it says so, and the processes talk over loopback at its full speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from benchmarks.delay import MTU, Forwarder, open_tun
+
+PORT = 29_500
+QUEUE = "400ms"
+"""How long packets may wait for tokens: long enough that TCP finds the rate without losses."""
+
+
+def ip(*words: str, check: bool = True) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if check and done.returncode:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def shape(namespace: str, device: str, rate_mbit: float) -> None:
+    """Let `device` send no faster than the rate."""
+    burst = max(2 * MTU, round(rate_mbit * 1e6 / 8 / 1000))  # a millisecond's worth, and never less than a packet
+    words = ["tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{rate_mbit}mbit"]
+    ip("netns", "exec", namespace, *words, "burst", str(burst), "latency", QUEUE)
+
+
+def has_netem(namespace: str) -> bool:
+    """Whether the kernel can delay packets by itself."""
+    words = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    return not subprocess.run(["ip", "netns", "exec", namespace, *words], capture_output=True).returncode
+
+
+def address(node: int) -> str:
+    return f"10.77.0.{node + 1}"
+
+
+@contextmanager
+def nodes(count: int, rate_mbit: float | None, delay_ms: float) -> Iterator[list[str]]:
+    """The namespaces of `count` nodes, joined by a switch or by a forwarder with delay."""
+    name = f"link{os.getpid()}"
+    switch, names = f"{name}s", [f"{name}n{node}" for node in range(count)]
+    with ExitStack() as undo:
+        for namespace in (switch, *names):
+            ip("netns", "add", namespace)
+            undo.callback(ip, "netns", "del", namespace, check=False)
+            ip("-n", namespace, "link", "set", "lo", "up")
+        by_tun = delay_ms > 0 and not has_netem(switch)
+        if by_tun:
+            devices = {}
+            for node, namespace in enumerate(names):
+                devices[address(node)] = tun = open_tun(namespace, "eth0")
+                undo.callback(os.close, tun)
+                ip("-n", namespace, "link", "set", "eth0", "mtu", str(MTU), "txqueuelen", "10000")
+            forwarder = Forwarder(devices, delay_ms / 1000)
+            forwarder.start()
+            undo.callback(forwarder.join)
+            undo.callback(forwarder.stop.set)
+        else:
+            ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", switch, "link", "set", "br0", "up")
+            for node, namespace in enumerate(names):
+                port = f"port{node}"
+                ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+                ip("-n", switch, "link", "set", port, "master", "br0", "up")
+                if delay_ms:
+                    words = ["tc", "qdisc", "add", "dev", port, "root", "netem", "delay", f"{delay_ms}ms"]
+                    ip("netns", "exec", switch, *words, "limit", "100000")
+                elif rate_mbit:
+                    shape(switch, port, rate_mbit)
+        for node, namespace in enumerate(names):
+            ip("-n", namespace, "address", "add", f"{address(node)}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+            if rate_mbit:
+                shape(namespace, "eth0", rate_mbit)
+        yield names
+
+
+def sent(namespace: str) -> int:
+    """Bytes that a node has sent, headers included."""
+    [link] = json.loads(ip("-n", namespace, "-s", "-j", "link", "show", "dev", "eth0"))
+    return link["stats64"]["tx"]["bytes"]
+
+
+def start(command: list[str], node: int, count: int, namespace: str | None) -> subprocess.Popen:
+    """The command as rank `node`, on its share of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = {core for place, core in enumerate(cores) if place % count == node} or {cores[node % len(cores)]}
+    where = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    if namespace is None:
+        where = {"MASTER_ADDR": "127.0.0.1"}
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(node), "NODE_RANK": str(node)}
+    environment = {
+        **os.environ, **where, **local, "RANK": str(node), "WORLD_SIZE": str(count), "MASTER_PORT": str(PORT),
+        "OMP_NUM_THREADS": str(len(share)), "TORCHELASTIC_RUN_ID": "link",
+    }  # fmt: skip
+    prefix = ["ip", "netns", "exec", namespace] if namespace else []
+    return subprocess.Popen(
+        [*prefix, *command],
+        env=environment,
+        preexec_fn=lambda: os.sched_setaffinity(0, share),
+        start_new_session=True,
+    )
+
+
+def wait(processes: list[subprocess.Popen]) -> int:
+    """The first exit code that is not 0, or 0; the others are ended then."""
+    waiting, code = list(processes), 0
+    try:
+        while waiting and not code:
+            for process in list(waiting):
+                try:
+                    code = code or process.wait(timeout=0.2)
+                    waiting.remove(process)
+                except subprocess.TimeoutExpired:
+                    continue
+    finally:
+        for process in waiting:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--rate-mbit", type=float, help="of each node's link; default: as fast as the machine")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
+    parser.add_argument("command", nargs="+", help="after --")
+    arguments = parser.parse_args()
+    if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        print("benchmarks.link: no link can be emulated (that needs Linux, root, ip and tc): running on loopback")
+        return wait([start(arguments.command, node, arguments.nodes, None) for node in range(arguments.nodes)])
+    with nodes(arguments.nodes, arguments.rate_mbit, arguments.delay_ms) as names:
+        processes = [start(arguments.command, node, len(names), name) for node, name in enumerate(names)]
+        code = wait(processes)
+        for node, name in enumerate(names):
+            print(f"node {node} sent {sent(name):,} bytes")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The emulated link has its rate and its delay, and leaves nothing behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run
+
+SCRIPT = str(Path(__file__).with_name("link_script.py"))
+ROOT = str(Path(__file__).resolve().parents[2])
+LINK = (sys.executable, "-m", "benchmarks.link", "--nodes", "2")
+HERE = sys.platform == "linux" and not os.geteuid() and shutil.which("ip") and shutil.which("tc")
+
+
+def allowed():
+    """Whether this process may make namespaces: root of a container often may not."""
+    made = HERE and not subprocess.run(["ip", "netns", "add", "maybe"], capture_output=True).returncode
+    return bool(made and not subprocess.run(["ip", "netns", "del", "maybe"], capture_output=True).returncode)
+
+
+pytestmark = pytest.mark.skipif(not allowed(), reason="an emulated link needs Linux, root, ip and tc")
+
+
+def times(*options):
+    done = run(*LINK, *options, "--", sys.executable, SCRIPT, cwd=ROOT, timeout=40)
+    assert done.returncode == 0, done.stdout
+    figures, *counts = done.stdout.splitlines()
+    megabyte, round_trip = map(float, figures.split())
+    sent = [int(line.split()[-2].replace(",", "")) for line in counts]
+    return megabyte, round_trip, sent
+
+
+def test_a_rate_is_kept_and_what_was_sent_is_counted():
+    megabyte, round_trip, (by_0, by_1) = times("--rate-mbit", "20")
+    assert 0.35 < megabyte < 0.8 and round_trip < 0.02  # 0.4 s, less what the bucket holds
+    assert 1_000_000 < by_1 < 1_200_000 and by_0 < 100_000
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="needs netem or TUN")
+def test_a_delay_is_one_way():
+    _, round_trip, _ = times("--rate-mbit", "100", "--delay-ms", "15")
+    assert 0.03 <= round_trip < 0.06
+
+
+def test_a_node_that_fails_ends_the_others_and_no_namespace_is_left():
+    done = run(*LINK, "--", sys.executable, SCRIPT, "fail", cwd=ROOT, timeout=40)
+    assert done.returncode == 3
+    assert "link" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
