@@ -1,0 +1,133 @@
+"""Seconds until the digits recipe reaches an accuracy over a link of a given rate, by method.
+
+    python -m benchmarks.time_to_accuracy --rate-mbit 1000 --methods none,dgc --seeds 0,1,2 --out results
+
+Methods are what `gradcomp compressor=...` takes, with further overrides after a colon
+(`dgc:compressor.values=bf16;trainer.max_epochs=8`). Every run is the whole recipe, on nodes that benchmarks.link
+starts; the clock is rank 0's, starts with `fit` and runs on during validation. Methods take turns, seed by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import lightning as L
+from hydra import compose, initialize_config_dir
+from matplotlib.axes import Axes
+
+from benchmarks import report
+from lightning_gradcomp.app import runfile
+from lightning_gradcomp.app.classifier import Classifier
+from lightning_gradcomp.app.compose import checked, register, shipped
+from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES
+from lightning_gradcomp.app.models import build as build_model
+from lightning_gradcomp.app.quiet import quiet
+from lightning_gradcomp.app.train import build
+from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+
+Curve = list[tuple[float, float]]
+"""(seconds, validation accuracy) after each epoch."""
+
+
+class Clock(L.Callback):
+    """Notes when each validation ended, and with what."""
+
+    def __init__(self) -> None:
+        self.curve: Curve = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.begin = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.curve.append((time.perf_counter() - self.begin, trainer.callback_metrics["val_acc"].item()))
+
+
+def train(folder: Path) -> None:
+    """One rank of the run that config.yaml in `folder` describes; rank 0 writes curve.json."""
+    quiet()
+    run = runfile.load(folder)
+    L.seed_everything(run.seed, workers=True, verbose=False)
+    data, trainer = build(run, folder, CommunicationMonitor())
+    clock = Clock()
+    trainer.callbacks.append(clock)
+    trainer.fit(Classifier(build_model(run.model.name, channels=CHANNELS, classes=CLASSES), run.optimizer), data)
+    if trainer.is_global_zero:
+        (folder / "curve.json").write_text(json.dumps(clock.curve))
+
+
+def curve(method: str, seed: int, link: list[str]) -> Curve:
+    """Run a recipe over the link."""
+    name, _, more = method.partition(":")
+    overrides = [f"compressor={name}", f"seed={seed}", "trainer.enable_progress_bar=false", "trainer.devices=1"]
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        config = compose("train", [*overrides, *(word for word in more.split(";") if word)])
+    config.trainer.num_nodes = int(link[1])
+    with tempfile.TemporaryDirectory() as folder:
+        runfile.save(checked(config), Path(folder))
+        command = [sys.executable, "-m", "benchmarks.link", *link, "--", sys.executable, "-m", __spec__.name]
+        subprocess.run([*command, "--train", folder], check=True)
+        return [tuple(point) for point in json.loads(Path(folder, "curve.json").read_text())]
+
+
+def reached(points: Curve, accuracy: float) -> float:
+    """Seconds until `accuracy`; infinite where it never came."""
+    return next((seconds for seconds, now in points if now >= accuracy), float("inf"))
+
+
+def draw(curves: dict[str, list[Curve]], accuracy: float) -> Callable[[Axes], None]:
+    """A line a run, a colour a method."""
+
+    def on(axes: Axes) -> None:
+        for number, (method, runs) in enumerate(curves.items()):
+            for run, points in enumerate(runs):
+                axes.plot(*zip(*points, strict=True), color=f"C{number}", label=None if run else method, marker=".")
+        axes.axhline(accuracy, color="grey", linewidth=0.8)
+        axes.set(xlabel="seconds", ylabel="validation accuracy", ylim=(max(0.0, 2 * accuracy - 1.02), 1))
+        axes.legend()
+
+    return on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default="none,dgc")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--accuracy", type=float, default=0.98)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--rate-mbit", type=float, default=1000)
+    parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--out", type=Path, help="a folder for time_to_accuracy.json and .png")
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.train:
+        train(arguments.train)
+        return
+    register()
+    link = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("rate-mbit", "delay-ms")]
+    link = ["--nodes", str(arguments.nodes), *link]
+    curves: dict[str, list[Curve]] = {method: [] for method in arguments.methods.split(",")}
+    for seed in arguments.seeds.split(","):
+        for method, runs in curves.items():
+            runs.append(curve(method, int(seed), link))
+            print(f"{method}, seed {seed}: {runs[-1]}", flush=True)
+    rows = []
+    for method, runs in curves.items():
+        times = [reached(points, arguments.accuracy) for points in runs]
+        whole = [points[-1][0] for points in runs]
+        each = ", ".join(f"{seconds:.0f}" for seconds in times)
+        rows.append([method, f"{median(times):.0f} ({each})", f"{median(whole):.0f}"])
+    print(f"\n{report.machine()}, N={arguments.nodes}, {arguments.rate_mbit:g} Mbit/s, {arguments.delay_ms:g} ms")
+    print(report.table(["method", f"seconds to {arguments.accuracy:.0%} (each seed)", "whole run"], rows))
+    report.write(arguments.out, "time_to_accuracy", curves, vars(arguments), draw(curves, arguments.accuracy))
+
+
+if __name__ == "__main__":
+    main()
