@@ -181,10 +181,12 @@ class GradientAverager:
         name = type(self.compressor).__name__
         if self.world == 1:
             return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
+        assert self.topology.group is not None
+        where = f"N={self.world}, {self.topology.group.name()}"
         if self._compression is None:
             sent = self._dense_traffic() * self.compressor.wire.itemsize // 4
-            return f"{name}: {sent:,} bytes sent a step (N={self.world}, ring all-reduce)."
-        return f"{name}: {self._compression.describe()}, against {self._dense_traffic():,} dense (N={self.world})."
+            return f"{name}: {sent:,} bytes sent a step ({where}, ring all-reduce)."
+        return f"{name}: {self._compression.describe()}, against {self._dense_traffic():,} dense ({where})."
 
     def _dense_traffic(self) -> int:
         return dense_traffic(4 * self.gradients.flat.numel(), self.world)

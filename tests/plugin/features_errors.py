@@ -95,6 +95,19 @@ def sparse_gradients():
     return raised(fit, onebit(), SparseEmbedding)
 
 
+class Unused(Net):
+    """A layer that nothing runs through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nowhere = nn.Linear(16, 4)
+
+
+def unused_parameter():
+    """DDP's own words, where DDP averages."""
+    return raised(fit, dense(), Unused)
+
+
 class TwoGradients(torch.optim.SGD):
     """Takes a second gradient in each step, where the first has led, as SAM does."""
 
@@ -178,6 +191,6 @@ def uneven_batches():
 
 
 FEATURES = (
-    low_precision, loss_scale, overflow, sparse_gradients, two_gradients_a_step, two_backward_calls,
-    no_sync, block_backward_sync, disturbed_replica, uneven_batches,
+    low_precision, loss_scale, overflow, sparse_gradients, unused_parameter, two_gradients_a_step,
+    two_backward_calls, no_sync, block_backward_sync, disturbed_replica, uneven_batches,
 )  # fmt: skip

@@ -176,6 +176,6 @@ def momentum_in_the_monitor():
 
 
 FEATURES = (
-    stochastic_weight_averaging, ema_weight_averaging, tuner_lr_find, lr_finder_callback, fit_twice, compiled,
-    tied_weights, momentum_in_the_monitor,
+    stochastic_weight_averaging, ema_weight_averaging, tuner_lr_find, lr_finder_callback, fit_twice,
+    compiled, tied_weights, momentum_in_the_monitor,
 )  # fmt: skip

@@ -177,6 +177,10 @@ def test_an_optimizer_that_takes_two_gradients_trains_dense_only(result):
     assert outcome["apart"] == 0
 
 
+def test_ddps_own_words_about_unused_parameters_are_kept(result):
+    check_raised(result("unused_parameter"), "RuntimeError", r"find_unused_parameters")
+
+
 @pytest.mark.parametrize("optimization", ["automatic", "manual"])
 def test_a_disturbed_replica_is_named(result, optimization):
     message = r"step 5: parameter 'head.weight' on rank 1 .*1 of 4 parameters"
