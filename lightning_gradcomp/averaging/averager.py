@@ -25,6 +25,7 @@ from lightning_gradcomp.averaging.topologies import dense_traffic
 from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
+from lightning_gradcomp.compressors.wire import Everything
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
 
@@ -141,14 +142,14 @@ class GradientAverager:
                 self._compression.lay_out(self.gradients)
         if self.dense_step:
             stats = Stats()
-            present = self.gradients.collect(1.0)
+            self.gradients.collect(1.0)
             with stats.phase("exchange"):
-                present = [*present, self.flag]
+                present = [*self.gradients.present, self.flag]
                 [mean], (*anywhere, self.flagged) = all_reduce_mean(
                     self.topology, [self.gradients.flat], present, self.compressor.wire, saturate=grad_scale == 1
                 )
             compressed, dense = mean.split([self.gradients.layout.n, self.gradients.dense_layout.n])
-            self.gradients.assign(compressed, dense, anywhere, 1.0)
+            self.gradients.assign(Everything(compressed), dense, anywhere, 1.0)
             self.after_dense_step(grad_scale=grad_scale, seconds=stats.seconds["exchange"])
             return
         assert self._compression is not None

@@ -13,6 +13,7 @@ from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.takeover import adopt, hand_back, rules
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
 from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.memory import Memory, Residual, Velocity
 from lightning_gradcomp.compressors.wire import Everything
 
@@ -85,21 +86,28 @@ class Compression:
             Whether they are finite, what this rank adds to, and what should be sent: compressed and dense.
         """
         gradients, memory = self.gradients, self.memory
-        present = gradients.collect(grad_scale)
+        present = gradients.present
+        if self.compressor.clips:
+            gradients.collect(grad_scale)
+            self.compressor.clip_local(gradients.flat, self.topology.world)
+            incoming = Incoming.of(gradients.compressed_flat, gradients.layout)
+        else:
+            gradients.collect_dense(grad_scale)
+            incoming = gradients.incoming(grad_scale)
         optimizer = None
         if self.optimizer and isinstance(memory, Velocity):
             optimizer = self.optimizer
             adopt(optimizer, gradients.compressed, gradients.layout.names, memory)
-        if not all_finite(gradients.flat):
-            return False, present, torch.zeros_like(gradients.compressed_flat), gradients.dense_flat
-        self.compressor.clip_local(gradients.flat, self.topology.world)
         momenta = rules(optimizer, gradients.compressed)
         started = memory.started | self.dense_memory.started
-        present = [has or name in started for has, name in zip(present, gradients.names, strict=True)]
-        moving = self._names(present)
+        moves = [has or name in started for has, name in zip(present, gradients.names, strict=True)]
+        moving = self._names(moves)
         weights = [parameter.detach().reshape(-1) for parameter in gradients.compressed] if optimizer else []
-        dense = self.dense_memory.compensate(gradients.dense_flat, [], moving)
-        return True, present, memory.compensate(gradients.compressed_flat, momenta, moving, weights), dense
+        outgoing = memory.compensate(incoming, momenta, moving, weights)
+        if not (incoming.finite and all_finite(gradients.dense_flat)):
+            return False, present, torch.zeros_like(outgoing), gradients.dense_flat
+        dense = Incoming.of(gradients.dense_flat, gradients.dense_layout)
+        return True, moves, outgoing, self.dense_memory.compensate(dense, [], moving)
 
     def _names(self, marked: list[bool]) -> set[str]:
         return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
@@ -130,7 +138,7 @@ class Compression:
         mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
         *anywhere, flagged = exchange.anywhere
         with stats.phase("decompress"):
-            if exchange.finite and all_finite(mean):  # the mean is the same on all ranks, so they agree
+            if exchange.finite and all_finite(mean.values):  # the mean is the same on all ranks, so they agree
                 memory.forget(sent)
                 self.dense_memory.forget(Everything(exchange.dense_sent))
                 for books in (memory, self.dense_memory):
@@ -138,7 +146,7 @@ class Compression:
                 gradients.assign(mean, exchange.dense_mean, anywhere, grad_scale)
             else:
                 gradients.flat.fill_(torch.nan)
-                gradients.assign(gradients.compressed_flat, gradients.dense_flat, anywhere, 1.0)
+                gradients.assign(Everything(gradients.compressed_flat), gradients.dense_flat, anywhere, 1.0)
         return flagged
 
     def settle(self, grad_scale: float, stats: Stats, flag: bool) -> bool:
@@ -162,7 +170,7 @@ class Compression:
                 memory.clear()
                 self.dense_memory.clear()
             compressed, dense = mean.split([gradients.layout.n, gradients.dense_layout.n])
-            gradients.assign(compressed, dense, anywhere, grad_scale)
+            gradients.assign(Everything(compressed), dense, anywhere, grad_scale)
         traffic = dense_traffic(4 * sum(flat.numel() for flat in flats), self.topology.world)
         stats.bytes_sent = stats.bytes_received = traffic
         return flagged

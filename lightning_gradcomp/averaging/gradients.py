@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.wire import Mean, Sparse
 from lightning_gradcomp.errors import refusal
 
 
@@ -45,10 +47,7 @@ class Gradients:
         device = named[0][1].device if named else torch.device("cpu")
         self.flat = torch.zeros(self.layout.n + self.dense_layout.n, device=device)
         self.compressed_flat, self.dense_flat = self.flat[: self.layout.n], self.flat[self.layout.n :]
-        self._views = self._views_of(self.compressed_flat, self.dense_flat)
-
-    def _views_of(self, compressed: torch.Tensor, dense: torch.Tensor) -> list[torch.Tensor]:
-        return self.layout.views(compressed) + self.dense_layout.views(dense)
+        self._views = self.layout.views(self.compressed_flat) + self.dense_layout.views(self.dense_flat)
 
     def trainable_now(self) -> list[bool]:
         """Which of the model's parameters require a gradient at this moment."""
@@ -89,21 +88,61 @@ class Gradients:
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter)
 
-    def collect(self, scale: float) -> list[bool]:
-        """Fill `flat` with every `p.grad` / scale, 0 where there is none; tells where there was one."""
-        for view, parameter in zip(self._views, self.parameters, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
-        if scale != 1:
-            self.flat.div_(scale)
+    @property
+    def present(self) -> list[bool]:
+        """Which of `parameters` have a gradient."""
         return [parameter.grad is not None for parameter in self.parameters]
 
-    def assign(self, compressed: torch.Tensor, dense: torch.Tensor, present: list[bool], scale: float) -> None:
+    def collect(self, scale: float) -> None:
+        """Fill `flat` with every `p.grad` / scale, 0 where there is none."""
+        _fill(self._views, self.parameters)
+        if scale != 1:
+            self.flat.div_(scale)
+
+    def collect_dense(self, scale: float) -> None:
+        """As `collect`, of the dense ones alone."""
+        _fill(self._views[len(self.compressed) :], self.dense)
+        if scale != 1:
+            self.dense_flat.div_(scale)
+
+    def incoming(self, scale: float) -> Incoming:
+        """The compressed ones, as they are in `p.grad`."""
+        parts = [None if p.grad is None else p.grad.reshape(-1) for p in self.compressed]
+        return Incoming(parts, self.layout, self.compressed_flat, scale)
+
+    def assign(self, compressed: Mean, dense: torch.Tensor, present: list[bool], scale: float) -> None:
         """Write the flat averages · scale into `p.grad` wherever `present`, making a gradient where there is none."""
-        for view, parameter, wanted in zip(self._views_of(compressed, dense), self.parameters, present, strict=True):
+        few, many = present[: len(self.compressed)], present[len(self.compressed) :]
+        if isinstance(compressed, Sparse):
+            self._scatter(compressed, few, scale)
+        else:
+            _write(self.layout.views(compressed.values), self.compressed, few, scale)
+        _write(self.dense_layout.views(dense), self.dense, many, scale)
+
+    def _scatter(self, mean: Sparse, present: list[bool], scale: float) -> None:
+        """`_write` for an average that is 0 nearly everywhere: the copy of a flat one would cost more than all else."""
+        bounds = torch.tensor([0, *(stop for _, stop in self.layout.bounds)], device=mean.indices.device)
+        cuts = torch.searchsorted(mean.indices, bounds).tolist()
+        values = mean.values if scale == 1 else mean.values * scale
+        pieces = zip(self.compressed, present, self.layout.bounds, cuts, cuts[1:], strict=False)
+        for parameter, wanted, (start, _), begin, end in pieces:
             if wanted:
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(view if scale == 1 else view * scale)
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+                places = torch.unravel_index(mean.indices[begin:end] - start, parameter.shape)
+                parameter.grad[places] = values[begin:end].to(parameter.grad.dtype)
+
+
+def _fill(views: list[torch.Tensor], parameters: list[nn.Parameter]) -> None:
+    for view, parameter in zip(views, parameters, strict=True):
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad)
+
+
+def _write(views: list[torch.Tensor], parameters: list[nn.Parameter], present: list[bool], scale: float) -> None:
+    for view, parameter, wanted in zip(views, parameters, present, strict=True):
+        if wanted:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(view if scale == 1 else view * scale)

@@ -13,7 +13,7 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Memory
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.values import check_format
-from lightning_gradcomp.compressors.wire import Sent, Sparse
+from lightning_gradcomp.compressors.wire import Everything, Mean, Sent, Sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 
@@ -79,6 +79,11 @@ class Compressor:
         """Sparsity as a function of (epoch, step), 0 in dense phases; None: always dense."""
         return None
 
+    @property
+    def clips(self) -> bool:
+        """Whether `clip_local` does something."""
+        return False
+
     def clip_local(self, gradient: torch.Tensor, world: int) -> None:
         """Clip a rank's whole gradient (flat, in place) before it is accumulated, on `world` ranks."""
 
@@ -125,7 +130,7 @@ class Lossy(Compressor, ABC):
     @abstractmethod
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Any
-    ) -> tuple[torch.Tensor, Sent]:
+    ) -> tuple[Mean, Sent]:
         """The average of what all ranks sent of their `flat`, bitwise the same on each, and what this rank sent.
 
         Args:
@@ -142,17 +147,18 @@ def mean_of(
     exchange: Exchange,
     sent: Sent,
     decode: Callable[[torch.Tensor], Sent],
-) -> torch.Tensor:
-    """The mean of all ranks' `payloads`, added in rank order, like `flat`; this rank's decodes to `sent`."""
-    mean = exchange.blank()
+) -> Mean:
+    """The mean of all ranks' `payloads`, added in rank order, of what is as long as `flat`; this rank's is `sent`."""
     everyones = [sent if rank == exchange.topology.rank else decode(row) for rank, row in enumerate(payloads)]
+    sparse = [one for one in everyones if isinstance(one, Sparse)]
+    if len(sparse) == len(everyones) and not flat.is_cuda:  # on a GPU, to wait for the number of indices takes longer
+        indices, places = torch.cat([one.indices for one in sparse]).unique(return_inverse=True)
+        values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in sparse]))
+        return Sparse(indices, values.div_(len(sparse)))
+    mean = exchange.blank()
     for one in everyones:
         one.add_to(mean)
-    indices = [one.indices for one in everyones if isinstance(one, Sparse)]
-    if len(indices) == len(everyones) and not mean.is_cuda:  # all else is 0; on a GPU, finding out would take longer
-        mean[torch.cat(indices).unique()] /= len(everyones)
-        return mean
-    return mean.div_(len(everyones))
+    return Everything(mean.div_(len(everyones)))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -177,7 +183,7 @@ class Codec(Lossy):
 
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Any
-    ) -> tuple[torch.Tensor, Sent]:
+    ) -> tuple[Mean, Sent]:
         """Encode, gather, decode and add in rank order."""
         with exchange.stats.phase("compress"):
             payload, sent = self.encode(flat, layout, density)

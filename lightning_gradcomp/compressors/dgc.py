@@ -82,6 +82,11 @@ class DGC(Codec):
         """Dense epochs, the exponential ramp, then `sparsity`."""
         return Ramp(tuple(exponential(self.sparsity, self.warmup_epochs)), self.sparsity, dense=self.dense_epochs)
 
+    @property
+    def clips(self) -> bool:
+        """With `clip_norm`."""
+        return self.clip_norm is not None
+
     def clip_local(self, gradient: torch.Tensor, world: int) -> None:
         """Rescale a rank's gradient to a norm of at most √N · clip_norm.
 

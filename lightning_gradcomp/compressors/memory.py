@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.wire import Sent, cut
 from lightning_gradcomp.lazy import torch
@@ -66,16 +67,16 @@ class Memory:
         return not self.started
 
     def compensate(
-        self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+        self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
-        """What to send for this step's gradient g (flat fp32 [n]).
+        """What to send for this step's gradient g: flat fp32 [n].
 
         Args:
             rules: how SGD would treat each parameter, for a memory that owns the momentum.
             moving: the parameters that take part.
             weights: the parameters themselves, flat, for their decay.
         """
-        return g
+        return g.whole()
 
     def forget(self, sent: Sent) -> None:
         """Take out what was sent."""
@@ -102,10 +103,14 @@ class Residual(Memory):
         self.residual, self._residual = torch.zeros(layout.n, device=device), torch.zeros(layout.n, device=device)
 
     def compensate(
-        self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+        self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
         """The residual and the gradient."""
-        return torch.add(self.residual, g, out=self._residual)
+        for i, (start, stop) in enumerate(self.layout.bounds):
+            for begin, end in cut(start, stop, self.device):
+                part = slice(begin, end)
+                torch.add(self.residual[part], g.piece(i, begin - start, end - start), out=self._residual[part])
+        return self._residual
 
     def forget(self, sent: Sent) -> None:
         sent.take_from(self._residual)
@@ -137,19 +142,20 @@ class Velocity(Memory):
         self._started = self.started
 
     def compensate(
-        self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+        self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
-        """The velocity to send from: v + u after this step's gradient g, which is used up.
+        """The velocity to send from: v + u after this step's gradient g.
 
         A parameter that is new among those `moving` starts without dampening.
         """
         for i, ((start, stop), name, rule) in enumerate(zip(self.layout.bounds, self.layout.names, rules, strict=True)):
-            for begin, end in cut(start, stop, g.device):
+            for begin, end in cut(start, stop, self.device):
                 part = slice(begin, end)
                 out = self._u[part], self._v[part]
                 if name in moving:
                     w = weights[i][begin - start : end - start] if weights else None
-                    accumulate_velocity(g[part], self.u[part], self.v[part], w, rule, name not in self.started, out)
+                    first, own = name not in self.started, g.piece(i, begin - start, end - start)
+                    accumulate_velocity(own, self.u[part], self.v[part], w, rule, first, out)
                 else:
                     out[0].copy_(self.u[part])
                     out[1].copy_(self.v[part])

@@ -20,7 +20,7 @@ from zlib import crc32
 from lightning_gradcomp.compressors.base import Card, Lossy
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
-from lightning_gradcomp.compressors.wire import Piecewise
+from lightning_gradcomp.compressors.wire import Everything, Piecewise
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
@@ -126,7 +126,7 @@ class PowerSGD(Lossy):
 
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Factors
-    ) -> tuple[torch.Tensor, Piecewise]:
+    ) -> tuple[Everything, Piecewise]:
         """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P; the average is P Qᵀ, what was sent P Q_localᵀ."""
         stats, r = exchange.stats, self.rank
         matrices = [flat[a:b].view(shape[0], -1) for (a, b), shape in zip(layout.bounds, layout.shapes, strict=True)]
@@ -147,4 +147,4 @@ class PowerSGD(Lossy):
                 # Only the span matters. Kept at the gradient's scale, M Q would have the square of it, and under- or
                 # overflow for good.
                 memory.coming_queries = [q / torch.where(q.abs().max() > 0, q.abs().max(), 1) for q in qs]
-            return mean, Piecewise(layout.bounds, lambda i: (ps[i] @ local[i].T).view(-1))
+            return Everything(mean), Piecewise(layout.bounds, lambda i: (ps[i] @ local[i].T).view(-1))

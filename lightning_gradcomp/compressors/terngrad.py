@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Lossy, mean_of
+from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum, Residual
-from lightning_gradcomp.compressors.wire import Piecewise, Sent, cut
+from lightning_gradcomp.compressors.wire import Mean, Piecewise, Sent, cut
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
@@ -78,9 +79,9 @@ class Draws(Residual):
         self._after = self.generator.get_state()
 
     def compensate(
-        self, g: torch.Tensor, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+        self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
-        return super().compensate(g, rules, moving) if self.error_feedback else g
+        return super().compensate(g, rules, moving) if self.error_feedback else g.whole()
 
     def draw(self, draws: Callable[[torch.Generator], torch.Tensor]) -> torch.Tensor:
         """What `draws` makes of the generator, which moves on when the step is committed."""
@@ -157,7 +158,7 @@ class TernGrad(Lossy):
 
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Draws
-    ) -> tuple[torch.Tensor, Piecewise]:
+    ) -> tuple[Mean, Piecewise]:
         """Clip, agree on the scalers, ternarise, gather."""
         with exchange.stats.phase("compress"):
             gradients = [clipped(flat[a:b], self.clip_sigma) for a, b in layout.bounds]

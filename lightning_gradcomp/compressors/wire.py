@@ -89,6 +89,9 @@ class Piecewise:
 Sent = Sparse | Everything | Piecewise
 """What a rank has sent, as the others will read it."""
 
+Mean = Sparse | Everything
+"""The average over the ranks."""
+
 IN_CACHE = 65_536
 """Elements of a piece: 256 KiB."""
 

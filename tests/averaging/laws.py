@@ -14,6 +14,7 @@ from torch import nn
 from lightning_gradcomp import registry
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum
 from tests.averaging.workers import averaged, seeded
@@ -57,7 +58,7 @@ def _remembers(make):
     if not isinstance(compressor, Lossy):
         return False
     memory = compressor.memory(layout, torch.device("cpu"), 0)
-    memory.compensate(torch.ones(layout.n), [Momentum()], {"a"})
+    memory.compensate(Incoming.of(torch.ones(layout.n), layout), [Momentum()], {"a"})
     memory.commit({"a"})
     return any(memory.state_dict().get(kind) for kind in KEPT)
 

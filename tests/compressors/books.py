@@ -2,6 +2,7 @@
 
 import torch
 
+from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 
 CPU = torch.device("cpu")
@@ -25,7 +26,9 @@ class Worker:
         self.payload = None
 
     def push(self, gradient):
-        outgoing = self.memory.compensate(gradient.reshape(-1).float(), [], set(self.layout.names))
+        outgoing = self.memory.compensate(
+            Incoming.of(gradient.reshape(-1).float(), self.layout), [], set(self.layout.names)
+        )
         self.payload, sent = self.compressor.encode(outgoing, self.layout, 0.5)
         self.memory.forget(sent)
         self.memory.commit(set(self.layout.names))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum, Velocity
 from lightning_gradcomp.compressors.wire import Sparse
@@ -27,9 +28,14 @@ def velocity(masking=True, layout=LAYOUT):
     return Velocity(layout, CPU, masking=masking)
 
 
+def compensated(memory, g, rule, moving=BOTH):
+    """What to send for the flat gradient `g`."""
+    return memory.compensate(Incoming.of(g, memory.layout), [rule] * len(memory.layout.names), moving)
+
+
 def sparse_step(memory, g, rule, k=4):
     """One committed step that sends the k largest; returns what was sent, as a dense tensor."""
-    outgoing = memory.compensate(g, [rule] * len(memory.layout.names), BOTH)
+    outgoing = compensated(memory, g, rule)
     indices = outgoing.abs().topk(k).indices.sort().values
     values = outgoing[indices].clone()
     memory.forget(Sparse(indices, values))
@@ -102,7 +108,7 @@ def test_what_was_sent_in_full_is_gone_to_the_last_bit():
 
 def test_what_quantising_took_from_the_sent_values_is_remembered():
     memory = velocity()
-    outgoing = memory.compensate(gradients(1)[0], [RULES["plain"]] * 2, BOTH).clone()
+    outgoing = compensated(memory, gradients(1)[0], RULES["plain"]).clone()
     indices = torch.tensor([1, 7, 20])
     rounded = outgoing[indices].bfloat16().float()
     memory.forget(Sparse(indices, rounded))
@@ -127,7 +133,7 @@ def test_a_step_that_is_not_committed_leaves_no_trace():
         sparse_step(books, first, RULES["nesterov"])
     before = memory.state_dict()
     spoiled[3], spoiled[11] = float("nan"), float("inf")
-    outgoing = memory.compensate(spoiled, [RULES["nesterov"]] * 2, BOTH)
+    outgoing = compensated(memory, spoiled, RULES["nesterov"])
     memory.forget(Sparse(torch.tensor([3, 4]), outgoing[[3, 4]]))
     assert same(memory.state_dict(), before)
     for books in (memory, other):
@@ -138,10 +144,10 @@ def test_a_step_that_is_not_committed_leaves_no_trace():
 def test_a_parameter_without_a_gradient_starts_when_its_first_gradient_comes():
     memory, rule = velocity(), Momentum(momentum=0.9, dampening=0.5)
     first, second = gradients(2)
-    memory.compensate(torch.where(torch.arange(LAYOUT.n) < 12, first, 0.0), [rule, rule], {"a"})
+    compensated(memory, torch.where(torch.arange(LAYOUT.n) < 12, first, 0.0), rule, {"a"})
     memory.commit()
     assert set(memory.state_dict()["momentum"]) == {"a"}
-    memory.compensate(second, [rule, rule], BOTH)
+    compensated(memory, second, rule)
     memory.commit()
     momentum = flat(memory, "momentum")
     torch.testing.assert_close(momentum[:12], 0.9 * first[:12] + 0.5 * second[:12])
@@ -154,7 +160,7 @@ def test_an_adopted_momentum_buffer_goes_on_where_the_optimizer_left_it():
     assert memory.empty
     memory.adopt("b", buffer[12:].view(5, 2))
     assert not memory.empty
-    memory.compensate(g, [rule, rule], BOTH)
+    compensated(memory, g, rule)
     memory.commit()
     torch.testing.assert_close(flat(memory, "momentum"), torch.cat([g[:12], 0.9 * buffer[12:] + 0.5 * g[12:]]))
 
