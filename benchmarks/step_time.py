@@ -19,6 +19,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+import torchvision
 from matplotlib.axes import Axes
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +38,12 @@ Step = Callable[[torch.Tensor, torch.Tensor], int]
 def forward_backward(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
     model.zero_grad(set_to_none=True)
     torch.nn.functional.cross_entropy(model(images), labels).backward()
+
+
+def network(name: str) -> torch.nn.Module:
+    """`torchvision.resnet18`, with ImageNet's stem, or `resnet18`, the recipes', with one for small images."""
+    source, _, model = name.rpartition(".")
+    return torchvision.models.get_model(model, num_classes=10) if source else build(name, channels=3, classes=10)
 
 
 def stepper(method: str, model: torch.nn.Module) -> Step:
@@ -90,7 +97,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     steps = {}
     for method in arguments.methods.split(","):
         torch.manual_seed(0)  # the same weights on every rank
-        steps[method] = stepper(method, build(arguments.model, channels=3, classes=10))
+        steps[method] = stepper(method, network(arguments.model))
     seconds: dict[str, list[list[float]]] = {method: [] for method in steps}
     sent = dict.fromkeys(steps, 0)
     for turn in range(arguments.turns + 1):
@@ -150,7 +157,7 @@ def draw(results: dict[str, dict[str, float]]) -> Callable[[Axes], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="compute,ddp,fp16_hook,powersgd_hook,dgc,powersgd,onebit,twobit,terngrad")
-    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--model", default="torchvision.resnet18", help="or a name of the recipes', as resnet18")
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
     parser.add_argument("--steps", type=int, default=5, help="steps a turn")
