@@ -21,15 +21,20 @@ def only_batch_norm_has_buffers(model: nn.Module) -> bool:
     return all(isinstance(module, _BatchNorm) for module in owners)
 
 
-def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> None:
-    """Keep DDP from sending buffers before every forward pass, where nobody would look at them."""
-    if isinstance(compressor, Lossy) and only_batch_norm_has_buffers(ddp.module):
+def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
+    """Keep DDP from sending buffers before every forward pass, where nobody would look at them.
+
+    Returns:
+        Whether `share_buffers` has to make up for it.
+    """
+    spared = isinstance(compressor, Lossy) and only_batch_norm_has_buffers(ddp.module)
+    if spared:
         ddp.broadcast_buffers = False
+    return spared
 
 
 @torch.no_grad()
-def share_buffers(ddp: object) -> None:
-    """Before they are looked at: rank 0's buffers for all, if DDP has not sent them all along."""
-    if isinstance(ddp, DistributedDataParallel) and not ddp.broadcast_buffers:
-        for buffer in ddp.module.buffers():
-            dist.broadcast(buffer, src=0)
+def share_buffers(model: nn.Module) -> None:
+    """Before they are looked at: rank 0's buffers for all."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)

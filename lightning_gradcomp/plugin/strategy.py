@@ -80,6 +80,7 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self.averager: GradientAverager | None = None
         """Set while fitting."""
         self._clipping = LocalClipping()
+        self._buffers_spared = False
 
     def _configure_launcher(self) -> None:
         self._launcher = launch.launcher(self, self._start_method, self.check)
@@ -91,8 +92,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        if not {"broadcast_buffers", "forward_sync_buffers"} & self._ddp_kwargs.keys():
-            buffers.spare_buffers(self.model, self.compressor)
+        as_ddp_does = {"broadcast_buffers", "forward_sync_buffers"}.isdisjoint(self._ddp_kwargs)
+        self._buffers_spared = as_ddp_does and buffers.spare_buffers(self.model, self.compressor)
         self._switch = DDPSwitch(self.model)
 
     def setup(self, trainer: Trainer) -> None:
@@ -138,7 +139,9 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self._share_buffers()
 
     def _share_buffers(self) -> None:
-        buffers.share_buffers(self.model)
+        if self._buffers_spared:
+            assert self.model is not None
+            buffers.share_buffers(self.model)
 
     on_validation_start = on_test_start = on_predict_start = _share_buffers
 

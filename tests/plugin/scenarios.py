@@ -199,10 +199,13 @@ def round_trips():
             patches.enter_context(counting(name))
         trainer, _ = fit(sparse(dense_epochs=0), epochs=1, callbacks=[Count()])
     mean = trainer.lightning_module.features[1].running_mean
+    each_its_own = lgc.CompressedDDPStrategy(sparse(dense_epochs=0).compressor, broadcast_buffers=False)
+    own = fit(each_its_own, epochs=1)[0].lightning_module.features[1].running_mean
     return {
         "calls": calls_of_eight_steps,
         "apart_in_training": apart_in_training,
         "apart_at_the_end": apart(mean, everyones_first(mean)),
+        "own_apart_at_the_end": apart(own, everyones_first(own)),
     }
 
 

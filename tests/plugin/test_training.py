@@ -73,3 +73,7 @@ def test_a_compressed_step_is_one_round_trip(outcome):
 def test_batch_norms_are_rank_0s_when_somebody_looks_at_them(outcome):
     assert outcome["round_trips"]["apart_in_training"][0] > 0
     assert outcome["round_trips"]["apart_at_the_end"] == 0
+
+
+def test_batch_norms_stay_each_ranks_own_where_the_user_wants_that(outcome):
+    assert outcome["round_trips"]["own_apart_at_the_end"] > 0
