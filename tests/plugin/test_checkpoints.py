@@ -2,11 +2,13 @@
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from packaging.version import Version
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
@@ -58,6 +60,8 @@ def test_a_run_that_goes_on_is_the_straight_run_to_the_bit(either, way, moment):
 
 @pytest.mark.parametrize("way", ["async", "url", "limit"])
 def test_so_is_one_from_a_checkpoint_that_is_written_another_way(two, way):
+    if way == "async" and Version(version("lightning")) < Version("2.6"):
+        pytest.skip("AsyncCheckpointIO writes what training has changed meanwhile")
     assert two["other_ways"][way] == dict.fromkeys(MOMENTS, 0)
 
 
