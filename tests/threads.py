@@ -17,6 +17,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+GATHERS = ("all_gather_into_tensor", "all_to_all_single")
+"""Either of which brings every rank's message to every rank."""
+
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -57,6 +60,8 @@ def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: 
 def checked_collectives(world: int, timeout: float = 10) -> Iterator[list[list[tuple[str, int]]]]:
     """Inside, each rank's log of (collective, bytes it put in) is kept, and ranks that differ are an AssertionError.
 
+    What an all-to-all sends to each rank is one length here, and is logged once.
+
     gloo meets a collective that is not the same on all ranks with a hang, or by aborting the process.
     """
     log: list[list[tuple[str, int]]] = [[] for _ in range(world)]
@@ -64,7 +69,8 @@ def checked_collectives(world: int, timeout: float = 10) -> Iterator[list[list[t
 
     def checked(name: str, collective: Callable) -> Callable:
         def call(*tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-            log[group.rank()].append((name, tensors[-1].numel() * tensors[-1].element_size()))
+            size = tensors[-1].numel() * tensors[-1].element_size()
+            log[group.rank()].append((name, size // world if name == "all_to_all_single" else size))
             together.wait(timeout)
             latest = [calls[-1] for calls in log]
             together.wait(timeout)

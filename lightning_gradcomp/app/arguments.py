@@ -14,6 +14,7 @@ from lightning_gradcomp.registry import entries
 OVERRIDE = re.compile(r"(?P<root>\w+)(\.(?P<option>\w+)[\w.]*)?=(?P<value>.*)")  # without +, ~, and Hydra's rarer forms
 SWITCHES = ("-m", "--multirun", "-r", "--run", "--resolve")  # flags without a value; no word stands after the others
 ONE_CLASS = {"model": Model, "data": Data, "trainer": Trainer, "logger": Logger}
+ALONE = ("seed", "topology")  # options that are in no group
 OWN_CONFIG = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
 
 
@@ -43,8 +44,8 @@ def check(flags: list[str], words: list[str]) -> None:
         root, option, value = override["root"], override["option"], override["value"]
         if root == "hydra":
             continue
-        if root not in groups and root != "seed":
-            raise refusal(root, value, ", ".join([*groups, "seed"]))
+        if root not in groups and root not in ALONE:
+            raise refusal(root, value, ", ".join([*groups, *ALONE]))
         if option and option not in (allowed := _options(root, chosen.get(root))):
             raise refusal(f"{root}.{option}", value, ", ".join(allowed) or f"{root} alone, which has no options")
         if root in groups and not option and value in ("", "null"):

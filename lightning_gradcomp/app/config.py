@@ -26,6 +26,7 @@ def at_least(what: str, got: float, least: float) -> None:
         raise refusal(what, got, f"{least} or more")
 
 
+TOPOLOGIES = ("auto", "all_gather")
 MODELS = ("resnet18", "resnet50", "swin_mini")
 
 
@@ -142,6 +143,7 @@ class Run:
     """One run: everything that decides its result."""
 
     seed: int
+    topology: str
     model: Model
     data: Data
     compressor: Compressor
@@ -151,6 +153,7 @@ class Run:
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
+        one_of("topology", self.topology, TOPOLOGIES)
         if self.compressor.owns_momentum and type(self.optimizer) is not SGD:
             others = ", ".join(entry.name for entry in entries() if not entry.cls.owns_momentum)
             raise refusal(

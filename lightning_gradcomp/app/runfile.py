@@ -37,6 +37,7 @@ def load(folder: Path) -> Run:
     compressors: dict[str, type] = {entry.name: entry.cls for entry in entries()}
     return Run(
         seed=values["seed"],
+        topology=values["topology"],
         model=Model(**values["model"]),
         data=Data(**values["data"]),
         compressor=compressors[values["compressor"].pop("name")](**values["compressor"]),

@@ -6,6 +6,7 @@ whatever DDP does to its buckets, there is one message a step, and a failing ste
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.takeover import check_optimizer, momentum_taken_over
 from lightning_gradcomp.averaging.topologies import dense_traffic
 from lightning_gradcomp.averaging.topologies import topology as named_topology
+from lightning_gradcomp.averaging.trial import Trial
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.compressors.wire import Everything
@@ -44,7 +46,7 @@ class GradientAverager:
         compressor: an instance, or a name with default options.
         optimizer: needed by compressors that own the momentum (DGC): `torch.optim.SGD` itself.
         process_group: default: the world; a process without torch.distributed is a world of one.
-        topology: "auto" or "all_gather".
+        topology: "all_gather", or "auto": the same, but dense where a trial in the first steps finds that quicker.
         steps_per_epoch: lets a schedule that counts epochs count them.
         epoch: the epoch to begin with, for a caller that counts epochs itself, in `averager.epoch`.
 
@@ -59,7 +61,7 @@ class GradientAverager:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
-        topology: str = "auto",
+        topology: str = "all_gather",
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
     ) -> None:
@@ -85,6 +87,10 @@ class GradientAverager:
         self._compression: Compression | None = None
         if isinstance(self.compressor, Lossy):
             self._compression = Compression(self.compressor, self.gradients, self.topology, optimizer)
+        self.trial: Trial | None = None
+        """With topology="auto": whether compressing pays here."""
+        if topology == "auto" and self._compression and self.world > 1:
+            self.trial = Trial(process_group, self.gradients.flat.device)
 
     @property
     def memory(self) -> Any:
@@ -115,9 +121,9 @@ class GradientAverager:
         self._check_epochs_are_counted()
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
-        if sparsity and self._compression.traffic(1 - sparsity) < self._dense_traffic():
-            return sparsity
-        return 0.0
+        if not sparsity or self._compression.traffic(1 - sparsity) >= self._dense_traffic():
+            return 0.0
+        return sparsity if self.trial is None or self.trial.allows(1 - sparsity) else 0.0
 
     @property
     def dense_step(self) -> bool:
@@ -161,7 +167,13 @@ class GradientAverager:
         else:
             self.flagged = self._compression.settle(grad_scale, self.stats, self.flag)
         self._taken_over = self.compressor.owns_momentum
+        self._step_ended(1 - sparsity)
+
+    def _step_ended(self, density: float) -> None:
         self.steps += 1
+        if self.trial and self.trial.step_ended(density) and self.trial.lost and self.topology.rank == 0:
+            name = type(self.compressor).__name__
+            warnings.warn(f"{name}: {self.trial.outcome}. topology='all_gather' compresses all the same.", stacklevel=2)
 
     def after_dense_step(self, *, grad_scale: float = 1.0, seconds: float = 0.0) -> None:
         """Book a dense step; DDP may have done the averaging, in `seconds` that backward did not hide."""
@@ -171,7 +183,7 @@ class GradientAverager:
         self.stats = Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
         self.stats.seconds["exchange"] = seconds
         self.compressor.clip_average(self.gradients.parameters, grad_scale)
-        self.steps += 1
+        self._step_ended(1.0)
 
     def taken_over(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """For the length of `optimizer.step()`: no momentum or weight decay where the average already holds them."""
@@ -187,7 +199,8 @@ class GradientAverager:
         if self._compression is None:
             sent = self._dense_traffic() * self.compressor.wire.itemsize // 4
             return f"{name}: {sent:,} bytes sent a step ({where}, ring all-reduce)."
-        return f"{name}: {self._compression.describe()}, against {self._dense_traffic():,} dense ({where})."
+        tried = f" {self.trial.outcome or 'The first steps will show whether that is quicker'}." if self.trial else ""
+        return f"{name}: {self._compression.describe()}, against {self._dense_traffic():,} dense ({where}).{tried}"
 
     def _dense_traffic(self) -> int:
         return dense_traffic(4 * self.gradients.flat.numel(), self.world)
@@ -205,8 +218,12 @@ class GradientAverager:
         remembers_dense = any(kind.startswith("dense_") for kind in memory)
         dense_shapes = self.gradients.left_dense if remembers_dense else {}
         return {
-            "steps": self.steps, "memory": memory, "shapes": self.gradients.chosen, "dense_shapes": dense_shapes
-        }  # fmt: skip
+            "steps": self.steps,
+            "memory": memory,
+            "shapes": self.gradients.chosen,
+            "dense_shapes": dense_shapes,
+            "trial": self.trial and self.trial.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace this rank's state. A parameter that only the state or only the model has is named in a warning.
@@ -219,4 +236,6 @@ class GradientAverager:
             self._compression.load_state_dict(state["memory"])
             if self.topology.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._compression.state_dict(), self.gradients)
+        if self.trial and state.get("trial"):
+            self.trial.load_state_dict(state["trial"])
         self.steps = state["steps"]

@@ -12,7 +12,7 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of what all ranks remember; every rank of any world may load it.
 
     It keeps what is conserved: everything applied so far + the mean over ranks of what is remembered. Sums are in fp64.
-    What is no number (TernGrad's generator) is left out: new ranks begin a new one.
+    What is no number (TernGrad's generator) is left out: new ranks begin a new one, and a new trial.
 
     Args:
         states: `GradientAverager.state_dict()` of every rank, in any order; they are read one by one.
@@ -25,7 +25,7 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if all(part.is_floating_point() for part in parts.values()):
                 add(total.setdefault(kind, {}), parts)
     memory = {kind: divided(parts, world) for kind, parts in total.items()}
-    return {**last, "memory": memory}
+    return {**last, "memory": memory, "trial": None}
 
 
 def add(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:

@@ -14,6 +14,11 @@ def dense_traffic(num_bytes: int, world: int) -> int:
     return round(2 * (world - 1) / world * num_bytes)
 
 
+SHORT = 262_144
+"""Bytes of a message that gloo had better send by all-to-all, where every rank writes to every other at once: its
+all-gather is a ring, which waits N-1 times for the link's delay, but fills the link better when messages are long."""
+
+
 class AllGather:
     """Every rank's message goes to every rank: one collective a step, N-1 copies leave each rank."""
 
@@ -29,7 +34,10 @@ class AllGather:
     def exchange(self, message: torch.Tensor) -> torch.Tensor:
         """The messages of all ranks in rank order, uint8 [N, L], from this rank's, uint8 [L]."""
         out = message.new_empty(self.world * message.numel())
-        dist.all_gather_into_tensor(out, message, group=self.group)
+        if self.world > 2 and message.numel() <= SHORT and not message.is_cuda:
+            dist.all_to_all_single(out, message.repeat(self.world), group=self.group)
+        else:
+            dist.all_gather_into_tensor(out, message, group=self.group)
         return out.view(self.world, -1)
 
     def traffic(self, num_bytes: int) -> int:
@@ -49,3 +57,4 @@ def topology(name: str, group: dist.ProcessGroup | None) -> AllGather:
 
 
 TOPOLOGIES = {"auto": AllGather, "all_gather": AllGather}
+"""By name; "auto" is also asked whether to compress at all (`trial.py`)."""

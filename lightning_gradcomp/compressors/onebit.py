@@ -9,13 +9,15 @@ Groups never span two parameters. A group of zeros decodes to exactly 0.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Codec
+from lightning_gradcomp.compressors.elementwise import at_least, look_up
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
-from lightning_gradcomp.compressors.wire import Piecewise, cut, pack_bits, unpack_bits
+from lightning_gradcomp.compressors.wire import Piecewise, cut, pack_bits
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
@@ -31,20 +33,29 @@ def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tenso
         mean = v.mean(1, keepdim=True)
         deviation = (v - mean).abs().mean(1, keepdim=True)
         return v >= mean, torch.cat([mean - deviation, mean + deviation], 1)
-    bits = v >= 0
+    bits = at_least(v, 0)
     ones = bits.view(torch.uint8).sum(1, dtype=torch.int32)
     of_ones, of_zeros = v.clamp(min=0).sum(1), v.clamp(max=0).sum(1)
     return bits, torch.stack([of_zeros / (v.shape[1] - ones).clamp(min=1), of_ones / ones.clamp(min=1)], 1)
 
 
 def values_of(bits: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
-    """The values (fp32 [groups, size]) of 0/1 `bits` [groups, size], exactly those in `pair` [groups, 2].
+    """low + bit · (high - low), for `bits` (fp32 [groups, size], each 0 or 1; used up) and `pair` (fp32 [groups, 2]).
 
-    One product is the value and the other 0. torch.where takes seven times as long on a CPU.
+    That is `high` but for its last bit, on every rank alike. torch.where takes ten times as long on a CPU.
     """
-    ones = bits.float()
-    high = ones * pair[:, 1:]
-    return high.addcmul_(ones.neg_().add_(1), pair[:, :1])
+    low, high = pair[:, :1], pair[:, 1:]
+    return bits.mul_(high - low).add_(low)
+
+
+def table_of(device: torch.device) -> torch.Tensor:
+    """The eight bits of every byte, the lowest first: fp32 [256, 8]."""
+    return (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device) & 1).float()
+
+
+def packed_bytes(n: int) -> int:
+    """Bytes of n bits."""
+    return -(-n // 8)
 
 
 @register("onebit")
@@ -85,13 +96,16 @@ class OneBit(Codec):
         return Residual(layout, device)
 
     def _pieces(self, layout: Layout, device: torch.device) -> list[tuple[int, int, int]]:
-        """(start, stop, group size) of runs of equal groups: a tensor's full groups, a few at a time, then its rest."""
+        """(start, stop, group size) of runs of equal groups: a tensor's full groups, a few at a time, then its rest.
+
+        Runs begin with a byte of their own, also where they are cut: what is sent is the same from any device.
+        """
         pieces = []
         for (start, stop), shape in zip(layout.bounds, layout.shapes, strict=True):
             n = stop - start
             size = min(n, {"block": self.group_size, "column": n // shape[0], "tensor": n}[self.groups])
             full = stop - n % size
-            pieces += [(first, last, size) for first, last in cut(start, full, device, multiple=size)]
+            pieces += [(first, last, size) for first, last in cut(start, full, device, multiple=math.lcm(size, 8))]
             if n % size:
                 pieces.append((full, stop, n % size))
         return pieces
@@ -99,16 +113,16 @@ class OneBit(Codec):
     def payload_bytes(self, layout: Layout, density: float) -> int:
         """Two fp32 a group, a bit an element."""
         pieces = self._pieces(layout, torch.device("cpu"))
-        return 8 * sum((stop - start) // size for start, stop, size in pieces) + (layout.n + 7) // 8
+        return sum(8 * ((stop - start) // size) + packed_bytes(stop - start) for start, stop, size in pieces)
 
     def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Piecewise]:
         """The means of all groups and the bits of all elements."""
-        bits, means = torch.empty(layout.n, dtype=torch.bool, device=flat.device), []
+        packed, means = [], []
         for start, stop, size in self._pieces(layout, flat.device):
-            piece_bits, pair = quantise(flat[start:stop].view(-1, size), self.threshold)
-            bits[start:stop] = piece_bits.view(-1)
+            bits, pair = quantise(flat[start:stop].view(-1, size), self.threshold)
+            packed.append(pack_bits(bits.view(torch.uint8).view(-1)))
             means.append(pair)
-        payload = torch.cat([torch.cat(means).view(-1).view(torch.uint8), pack_bits(bits.view(torch.uint8))])
+        payload = torch.cat([torch.cat(means).view(-1).view(torch.uint8), *packed])
         return payload, self.decode(payload, layout, density)
 
     def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Piecewise:
@@ -117,10 +131,12 @@ class OneBit(Codec):
         counts = [(stop - start) // size for start, stop, size in pieces]
         length = 8 * sum(counts)
         pairs = payload[:length].view(torch.float32).view(-1, 2).split(counts)
-        bits = unpack_bits(payload[length:], layout.n)
+        packed = payload[length:].split([packed_bytes(stop - start) for start, stop, _ in pieces])
+        table = table_of(payload.device)
 
         def values(number: int) -> torch.Tensor:
             start, stop, size = pieces[number]
-            return values_of(bits[start:stop].view(-1, size), pairs[number]).view(-1)
+            bits = look_up(table, packed[number])[: stop - start]
+            return values_of(bits.view(-1, size), pairs[number]).view(-1)
 
         return Piecewise([(start, stop) for start, stop, _ in pieces], values)

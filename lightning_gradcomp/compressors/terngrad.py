@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Lossy, mean_of
+from lightning_gradcomp.compressors.elementwise import above, look_up
 from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum, Residual
@@ -32,24 +33,34 @@ DIGITS = 5
 """Ternary digits in a byte: 3^5 = 243."""
 
 
-def clipped(g: torch.Tensor, c: float) -> torch.Tensor:
-    """g (fp32 [n]) within ±c standard deviations around 0, which the paper takes for the mean; as it is for c = 0."""
+def scaler_of(g: torch.Tensor, c: float) -> torch.Tensor:
+    """s (fp32 scalar) of g (fp32 [n]): its largest magnitude, but at most c standard deviations (c = 0: any number).
+
+    They are around 0, which the paper takes for the mean. Squares of fp32 don't fit into fp32: s is divided out first.
+    """
+    largest = torch.stack(g.aminmax()).abs().max()
     if c == 0:
-        return g
-    sigma = float(g.norm(dtype=torch.float64)) / g.numel() ** 0.5  # squares of fp32 don't fit into fp32
-    limit = min(c * sigma, torch.finfo(torch.float32).max)
-    return g.clamp(-limit, limit)
+        return largest
+    unit = largest.clamp(min=torch.finfo(torch.float32).tiny)
+    pieces = [g[start:stop] / unit for start, stop in cut(0, g.numel(), g.device)]
+    squares = torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()
+    return torch.minimum(largest, c * (squares / g.numel()).sqrt() * unit)
 
 
 def ternarise(g: torch.Tensor, s: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """-1, 0 or 1 (int8 [n]) with expectation g / s, for g (fp32 [n]) within ±s; 0 where s is 0."""
-    draws = torch.rand(g.shape, generator=generator, device=g.device)
-    return (draws * s < g.abs()).to(torch.int8) * g.sign().to(torch.int8)
+    draws = torch.rand(g.shape, generator=generator, device=g.device).mul_(s)
+    return above(g, draws).view(torch.int8) - above(g.neg(), draws).view(torch.int8)
+
+
+def packed_bytes(n: int) -> int:
+    """Bytes of n ternary digits."""
+    return -(-n // DIGITS)
 
 
 def pack(t: torch.Tensor) -> torch.Tensor:
     """Five digits of t (int8 [n], each -1, 0 or 1) in a byte, the first lowest: uint8 [ceil(n / 5)]."""
-    digits = torch.nn.functional.pad(t + 1, (0, -t.numel() % DIGITS)).to(torch.uint8).view(-1, DIGITS)
+    digits = torch.nn.functional.pad(t + 1, (0, -t.numel() % DIGITS)).view(torch.uint8).view(-1, DIGITS)
     packed = digits[:, DIGITS - 1].clone()
     for digit in reversed(range(DIGITS - 1)):
         packed.mul_(3).add_(digits[:, digit])
@@ -62,11 +73,9 @@ def table_of(device: torch.device) -> torch.Tensor:
     return (torch.arange(3**DIGITS, device=device).unsqueeze(1) // powers % 3 - 1).float()
 
 
-def unpack(packed: torch.Tensor, start: int, stop: int, table: torch.Tensor) -> torch.Tensor:
-    """Digits start to stop of those that `pack` wrote, as fp32."""
-    first = start // DIGITS
-    digits = torch.nn.functional.embedding(packed[first : -(-stop // DIGITS)].int(), table).view(-1)
-    return digits[start - first * DIGITS : stop - first * DIGITS]
+def unpack(packed: torch.Tensor, n: int, table: torch.Tensor) -> torch.Tensor:
+    """The n digits that `pack` wrote, as fp32, from `table_of` its device."""
+    return look_up(table, packed)[:n]
 
 
 class Draws(Residual):
@@ -153,22 +162,27 @@ class TernGrad(Lossy):
 
     def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
         """The scalers, where they are shared, then scalers and digits."""
-        payload = ("gather", 4 * len(layout.sizes) + -(-layout.n // DIGITS))
+        payload = ("gather", sum(4 + packed_bytes(size) for size in layout.sizes))
         return [("maximum", 4 * len(layout.sizes)), payload] if self.share_scaler else [payload]
 
     def average(
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Draws
     ) -> tuple[Mean, Piecewise]:
-        """Clip, agree on the scalers, ternarise, gather."""
+        """Agree on the scalers, clip, ternarise, gather."""
         with exchange.stats.phase("compress"):
-            gradients = [clipped(flat[a:b], self.clip_sigma) for a, b in layout.bounds]
-            scalers = torch.stack([g.abs().max() for g in gradients])
+            scalers = limits = torch.stack([scaler_of(flat[a:b], self.clip_sigma) for a, b in layout.bounds])
         if self.share_scaler:
             scalers = exchange.maximum(scalers)
+
+        def digits(generator: torch.Generator) -> torch.Tensor:
+            parts = []
+            for (a, b), limit, s in zip(layout.bounds, limits, scalers, strict=True):
+                for start, stop in cut(a, b, flat.device, multiple=DIGITS):
+                    parts.append(pack(ternarise(flat[start:stop].clamp(-limit, limit), s, generator)))
+            return torch.cat(parts)
+
         with exchange.stats.phase("compress"):
-            pairs = zip(gradients, scalers, strict=True)
-            digits = memory.draw(lambda generator: torch.cat([ternarise(g, s, generator) for g, s in pairs]))
-            payload = torch.cat([scalers.view(torch.uint8), pack(digits)])
+            payload = torch.cat([scalers.view(torch.uint8), memory.draw(digits)])
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
             sent = self.decode(payload, layout)
@@ -177,13 +191,16 @@ class TernGrad(Lossy):
     def decode(self, payload: torch.Tensor, layout: Layout) -> Piecewise:
         """What a rank sent, from its payload."""
         begin, table = 4 * len(layout.sizes), table_of(payload.device)
-        pieces, scalers = [], []
+        pieces, parts = [], []
         for s, (a, b) in zip(payload[:begin].view(torch.float32), layout.bounds, strict=True):
-            pieces += cut(a, b, payload.device)
-            scalers += [s] * (len(pieces) - len(scalers))
+            for start, stop in cut(a, b, payload.device, multiple=DIGITS):
+                end = begin + packed_bytes(stop - start)
+                pieces.append((start, stop))
+                parts.append((payload[begin:end], stop - start, table, s))
+                begin = end
 
         def values(number: int) -> torch.Tensor:
-            start, stop = pieces[number]
-            return unpack(payload[begin:], start, stop, table) * scalers[number]
+            packed, n, table, s = parts[number]
+            return unpack(packed, n, table).mul_(s)
 
         return Piecewise(pieces, values)

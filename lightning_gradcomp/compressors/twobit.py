@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Codec
+from lightning_gradcomp.compressors.elementwise import at_least, interleave, look_up
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
 from lightning_gradcomp.compressors.wire import Piecewise, cut
@@ -33,11 +34,8 @@ def packed_bytes(n: int) -> int:
 
 def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """The codes of r (fp32 [n]) at threshold t (fp32 scalar): uint8 [packed_bytes(n)] in MXNet's order."""
-    codes = torch.zeros(packed_bytes(r.numel()) * 4, dtype=torch.uint8, device=r.device)
-    sent, up = (r.abs() >= t).view(torch.uint8), (r >= t).view(torch.uint8)
-    torch.add(up, sent, alpha=2, out=codes[: r.numel()])  # 11, 10 or 00 in a byte each
-    # Four bytes b0 b1 b2 b3 as one number, times 2^30 + 2^20 + 2^10 + 1: its top byte is b0 b1 b2 b3, two bits each.
-    return ((codes.view(torch.int32) * 0x40100401) >> 24).to(torch.uint8)
+    codes = interleave(at_least(r.abs(), t), at_least(r, t))  # 11, 10 or 00
+    return torch.nn.functional.pad(codes, (0, packed_bytes(r.numel()) - codes.numel()))
 
 
 def table_of(t: torch.Tensor) -> torch.Tensor:
@@ -49,7 +47,7 @@ def table_of(t: torch.Tensor) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, n: int, table: torch.Tensor) -> torch.Tensor:
     """The values (fp32 [n]) that `pack` wrote, from `table_of` its threshold."""
-    return torch.nn.functional.embedding(packed.int(), table).view(-1)[:n]
+    return look_up(table, packed)[:n]
 
 
 @register("twobit")
@@ -86,8 +84,9 @@ class TwoBit(Codec):
     def _threshold(self, r: torch.Tensor) -> torch.Tensor:
         if self.threshold != "auto":
             return r.new_tensor(self.threshold)
+        magnitudes = torch.stack([r[start:stop].abs().sum() for start, stop in cut(0, r.numel(), r.device)])
         # A tensor of zeros has mean magnitude 0, at which every element would send ±0.
-        return torch.clamp(AUTO * r.abs().mean(), min=torch.finfo(torch.float32).tiny)
+        return torch.clamp(AUTO * magnitudes.sum() / r.numel(), min=torch.finfo(torch.float32).tiny)
 
     def payload_bytes(self, layout: Layout, density: float) -> int:
         """An fp32 threshold a tensor, two bits an element."""

@@ -98,7 +98,7 @@ IN_CACHE = 65_536
 
 def cut(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
     """start to stop in pieces of about `IN_CACHE`, whose lengths but the last's are multiples; one piece on a GPU."""
-    size = (IN_CACHE if device.type == "cpu" else max(stop - start, IN_CACHE)) // multiple * multiple
+    size = max((IN_CACHE if device.type == "cpu" else stop - start) // multiple, 1) * multiple
     return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 

@@ -78,16 +78,21 @@ class CommunicationMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager = averager_of(trainer)
         self._world = averager.world
-        self._topology = "all_reduce" if averager.memory is None else averager.topology.name
+        self._topology = "all_reduce" if averager.dense_step else averager.topology.name
+        self._trial = averager.trial.outcome if averager.trial else ""
 
     def summary(self) -> dict[str, Any]:
-        """Totals over the fit and the last step's bytes, of this rank, and the median milliseconds a step by phase."""
+        """Totals over the fit and the last step's bytes, of this rank, and the median milliseconds a step by phase.
+
+        With topology="auto", `trial` says in words what the first steps have shown.
+        """
         sent, dense = sum(s.bytes_sent for s in self._steps), sum(s.dense_bytes for s in self._steps)
         phases = {"compute": self._compute}
         phases |= {name: [s.seconds[name] for s in self._steps] for name in ("compress", "exchange", "decompress")}
         return {
             "world_size": self._world,
             "topology": self._topology,
+            "trial": self._trial,
             "steps": len(self._steps),
             "bytes_sent": sent,
             "dense_bytes": dense,

@@ -29,7 +29,8 @@ class CompressedFabricStrategy(DDPStrategy):
 
     Args:
         compressor: a compressor, or its name.
-        topology: "auto" or "all_gather".
+        topology: "all_gather", or "auto": the same, but dense where a trial in the first steps finds that quicker. Such
+            a decision hangs on the clock: choose "all_gather" where runs must be repeatable to the bit.
         steps_per_epoch: lets a warm-up that counts epochs count them; else call `set_epoch`.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.

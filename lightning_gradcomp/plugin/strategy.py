@@ -47,7 +47,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
 
     Args:
         compressor: a compressor, or its name.
-        topology: "auto" or "all_gather".
+        topology: "all_gather", or "auto": the same, but dense where a trial in the first steps finds that quicker. Such
+            a decision hangs on the clock: choose "all_gather" where runs must be repeatable to the bit.
         checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint, up to
             1 GiB, beyond that as "sidecar". "sidecar": a file for each rank, in a folder beside the checkpoint. "mean":
             one copy of the mean over ranks, with which a resumed run is no longer exact. "drop": nothing is saved, or
@@ -151,7 +152,7 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         """As `Strategy.backward`, with the averaging before the hooks that look at the gradients."""
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
-        averager.epoch = module.current_epoch
+        averager.epoch, pays = module.current_epoch, averager.trial and averager.trial.won
         self._switch.before_backward(averager, precision)
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
@@ -160,6 +161,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self.post_backward(closure_loss)
         if self._switch.after_backward(averager):
             sigterm.heed(averager, module.trainer)
+        if averager.trial and averager.trial.won and not pays:
+            rank_zero_info(averager.trial.outcome)
         return precision.post_backward(closure_loss, module)
 
     def optimizer_step(

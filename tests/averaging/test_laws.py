@@ -32,7 +32,7 @@ from tests.averaging.workers import (
     train,
     weights,
 )
-from tests.threads import checked_collectives, run_ranks
+from tests.threads import GATHERS, checked_collectives, run_ranks
 
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 lossy = pytest.mark.parametrize("make", LOSSY.values(), ids=LOSSY)
@@ -473,8 +473,8 @@ def test_all_ranks_call_the_same_collectives_and_report_what_they_carried(make, 
             averager.step()
             carried = 0
             for collective, length in log[rank][already:]:
-                gather = collective == "all_gather_into_tensor"
-                carried += (world - 1) * length if gather else round(2 * (world - 1) / world * length)
+                gathers = collective in GATHERS
+                carried += (world - 1) * length if gathers else round(2 * (world - 1) / world * length)
             sent = averager.stats.bytes_sent
             assert sent == averager.stats.bytes_received
             assert sent == carried if compressed else carried - flags <= sent <= carried

@@ -108,21 +108,24 @@ def test_a_column_is_a_units_fan_in():
 
 
 @ways
-@pytest.mark.parametrize("layout", [ODD, one(1, 1), one(1, 8), one(3, 3), one(700, 3)], ids=str)
+@pytest.mark.parametrize("layout", [ODD, one(1, 1), one(1, 8), one(3, 3), one(700, 3), one(3, 90_000)], ids=str)
 def test_the_payload_is_two_numbers_a_group_and_one_bit_an_element(layout, options):
     compressor = OneBit(**options)
     worker = Worker(compressor, layout)
     v = normal(layout.n)
     decoded = worker.push(v)
-    groups = 0
+    groups, runs = 0, []
     for size, shape in zip(layout.sizes, layout.shapes, strict=True):
         per_group = {"column": size // shape[0], "tensor": size}.get(
             options.get("groups"), options.get("group_size", 512)
         )
         groups += -(-size // per_group)
+        runs += [run for run in (size // per_group * per_group, size % per_group) if run]
     assert worker.payload.dtype == torch.uint8
-    assert worker.payload.numel() == 8 * groups + -(-layout.n // 8) == compressor.payload_bytes(layout, 0.5)
-    assert bits_of(worker.payload[8 * groups :], layout.n) == (v >= 0).int().tolist()
+    lengths = [-(-run // 8) for run in runs]
+    assert worker.payload.numel() == 8 * groups + sum(lengths) == compressor.payload_bytes(layout, 0.5)
+    bits = [bits_of(part, run) for part, run in zip(worker.payload[8 * groups :].split(lengths), runs, strict=True)]
+    assert [bit for run in bits for bit in run] == (v >= 0).int().tolist()
     assert torch.equal(worker.residual, v - decoded)
 
 

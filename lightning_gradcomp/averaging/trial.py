@@ -1,0 +1,103 @@
+"""Whether compression pays here, found by trying: `topology="auto"`.
+
+How much of a dense exchange hides behind backward, and what else the processors have to do meanwhile, no model of the
+link can know. So a run's own steps are timed, from the end of one averaging to the end of the next: a few dense ones,
+then a few compressed ones. If those are not quicker, the run goes on dense. All ranks count the same steps and share
+the times of the slowest, so they decide alike.
+
+A schedule's first levels are less sparse than its last: where one has lost, one of half its density is tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+UNCOUNTED = 3
+"""Steps of either kind before those that count: buffers and buckets are made in them, and caches filled."""
+
+COUNTED = 5
+
+
+class Trial:
+    """The books of one run's trials on one rank.
+
+    Args:
+        group: the ranks.
+        device: where they compute; a GPU is waited for while its steps are timed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._dense: list[float | None] = []
+        self._compressed: list[float | None] = []
+        self._ended: float | None = None
+        self._lost_at: float | None = None
+        self.won = False
+        """Whether it is known that compression pays."""
+        self.outcome = ""
+        """What the latest trial has found, in words."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether compression did not pay in the latest trial."""
+        return self._lost_at is not None
+
+    def allows(self, density: float) -> bool:
+        """Whether the coming step may send `density` of everything; the dense ones to compare with come first."""
+        if self._lost_at is not None and density > self._lost_at / 2:
+            return False
+        return self.won or len(self._dense) == UNCOUNTED + COUNTED
+
+    def step_ended(self, density: float) -> bool:
+        """Book a step that has sent `density` of everything, 1 in a dense one. A collective call.
+
+        Returns:
+            Whether it was the one that decides.
+        """
+        steps = self._dense if density == 1 else self._compressed
+        if self.won or len(steps) == UNCOUNTED + COUNTED:
+            self._ended = None
+            return False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        steps.append(None if self._ended is None else now - self._ended)
+        self._ended = now
+        if len(self._compressed) < UNCOUNTED + COUNTED:
+            return False
+        self._decide(density)
+        return True
+
+    def _decide(self, density: float) -> None:
+        medians = [median([s for s in steps[UNCOUNTED:] if s is not None]) for steps in (self._dense, self._compressed)]
+        slowest = torch.tensor(medians, dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._group)
+        dense, compressed = (1e3 * seconds for seconds in slowest.tolist())
+        self._compressed.clear()
+        self.won = compressed < dense
+        self._lost_at = None if self.won else density
+        self.outcome = (
+            f"Steps are {'compressed' if self.won else 'dense'} from now on: one takes {compressed:.1f} ms compressed "
+            f"and {dense:.1f} ms dense (medians of {COUNTED} steps of the slowest rank)"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from, so that it decides as this one: plain numbers."""
+        return {
+            "dense": list(self._dense),
+            "compressed": list(self._compressed),
+            "lost_at": self._lost_at,
+            "won": self.won,
+            "outcome": self.outcome,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace everything."""
+        self._dense, self._compressed = list(state["dense"]), list(state["compressed"])
+        self._lost_at, self.won, self.outcome = state["lost_at"], state["won"], state["outcome"]
