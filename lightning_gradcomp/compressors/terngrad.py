@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Lossy, mean_of
+from lightning_gradcomp.compressors.draws import Generator, generator
 from lightning_gradcomp.compressors.elementwise import above, look_up
 from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
@@ -47,9 +48,9 @@ def scaler_of(g: torch.Tensor, c: float) -> torch.Tensor:
     return torch.minimum(largest, c * (squares / g.numel()).sqrt() * unit)
 
 
-def ternarise(g: torch.Tensor, s: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def ternarise(g: torch.Tensor, s: torch.Tensor, generator: Generator) -> torch.Tensor:
     """-1, 0 or 1 (int8 [n]) with expectation g / s, for g (fp32 [n]) within ±s; 0 where s is 0."""
-    draws = torch.rand(g.shape, generator=generator, device=g.device).mul_(s)
+    draws = generator.uniform(g.numel(), s)
     return above(g, draws).view(torch.int8) - above(g.neg(), draws).view(torch.int8)
 
 
@@ -61,10 +62,12 @@ def packed_bytes(n: int) -> int:
 def pack(t: torch.Tensor) -> torch.Tensor:
     """Five digits of t (int8 [n], each -1, 0 or 1) in a byte, the first lowest: uint8 [ceil(n / 5)]."""
     digits = torch.nn.functional.pad(t + 1, (0, -t.numel() % DIGITS)).view(torch.uint8).view(-1, DIGITS)
-    packed = digits[:, DIGITS - 1].clone()
+    columns = digits.T if digits.is_cuda else digits.T.numpy()  # which takes a third of the time, on a CPU
+    packed = columns[DIGITS - 1] + 0
     for digit in reversed(range(DIGITS - 1)):
-        packed.mul_(3).add_(digits[:, digit])
-    return packed
+        packed *= 3
+        packed += columns[digit]
+    return torch.as_tensor(packed)
 
 
 def table_of(device: torch.device) -> torch.Tensor:
@@ -78,12 +81,12 @@ def unpack(packed: torch.Tensor, n: int, table: torch.Tensor) -> torch.Tensor:
     return look_up(table, packed)[:n]
 
 
-class Draws(Residual):
+class Drawing(Residual):
     """This rank's generator of random numbers, never the global one; and a residual where that is wanted."""
 
     def __init__(self, layout: Layout, device: torch.device, seed: int, error_feedback: bool) -> None:
         super().__init__(layout if error_feedback else Layout((), ()), device)
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = generator(seed, device)
         self.error_feedback = error_feedback
         self._after = self.generator.get_state()
 
@@ -92,7 +95,7 @@ class Draws(Residual):
     ) -> torch.Tensor:
         return super().compensate(g, rules, moving) if self.error_feedback else g.whole()
 
-    def draw(self, draws: Callable[[torch.Generator], torch.Tensor]) -> torch.Tensor:
+    def draw(self, draws: Callable[[Generator], torch.Tensor]) -> torch.Tensor:
         """What `draws` makes of the generator, which moves on when the step is committed."""
         before = self.generator.get_state()
         drawn = draws(self.generator)
@@ -156,9 +159,9 @@ class TernGrad(Lossy):
         chosen = [name for name, shape in shapes.items() if self.takes(name, shape)]
         return set(chosen[:-1] if self.dense_last_layer else chosen)
 
-    def memory(self, layout: Layout, device: torch.device, rank: int) -> Draws:
+    def memory(self, layout: Layout, device: torch.device, rank: int) -> Drawing:
         """A generator, and a residual with `error_feedback`."""
-        return Draws(layout, device, self.seed * 1_000_003 + rank, self.error_feedback)
+        return Drawing(layout, device, self.seed * 1_000_003 + rank, self.error_feedback)
 
     def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
         """The scalers, where they are shared, then scalers and digits."""
@@ -166,7 +169,7 @@ class TernGrad(Lossy):
         return [("maximum", 4 * len(layout.sizes)), payload] if self.share_scaler else [payload]
 
     def average(
-        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Draws
+        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Drawing
     ) -> tuple[Mean, Piecewise]:
         """Agree on the scalers, clip, ternarise, gather."""
         with exchange.stats.phase("compress"):
@@ -174,7 +177,7 @@ class TernGrad(Lossy):
         if self.share_scaler:
             scalers = exchange.maximum(scalers)
 
-        def digits(generator: torch.Generator) -> torch.Tensor:
+        def digits(generator: Generator) -> torch.Tensor:
             parts = []
             for (a, b), limit, s in zip(layout.bounds, limits, scalers, strict=True):
                 for start, stop in cut(a, b, flat.device, multiple=DIGITS):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.compressors import GradientDropping, OneBit, PowerSGD, TernGrad, TwoBit
+from lightning_gradcomp.compressors.draws import HostGenerator
 from tests.averaging.workers import Table, averaged, bowl_gradient, bowl_loss, train
 from tests.reference.gradient_dropping import PaperGradientDropping
 from tests.reference.onebit import PaperOneBit
@@ -23,15 +24,15 @@ from tests.reference.terngrad import PaperTernGrad
 from tests.reference.twobit import KVStoreTwoBit
 from tests.threads import run_ranks
 
-STEPS = range(9700, 9760)
+STEPS = range(9820, 9880)
 SGD = {"lr": 0.02, "momentum": 0.9}
 COMPRESSED = ["kernel", "matrix"]
 
 
 def draws(rank, seed=0):
     """The uniform numbers that TernGrad's rank draws."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
-    return lambda n: torch.rand(n, generator=generator).numpy()
+    generator = HostGenerator(seed * 1_000_003 + rank)
+    return lambda n: generator.uniform(n, torch.tensor(1.0)).numpy()
 
 
 def queries(rank):

@@ -1,0 +1,61 @@
+"""Uniform random numbers from a rank's own generator, never the global one.
+
+On a CPU torch takes 4 ns for each, which is more than all other arithmetic of a compressor together; 16 bits of numpy's
+SFC64 take 1 ns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_gradcomp.lazy import torch
+
+
+class HostGenerator:
+    """For a CPU: the middles of 65,536 equal steps."""
+
+    def __init__(self, seed: int) -> None:
+        self._bits = np.random.SFC64(seed)
+
+    def uniform(self, n: int, top: torch.Tensor) -> torch.Tensor:
+        """fp32 [n], uniform in (0, top); `top`: fp32 scalar."""
+        steps = self._bits.random_raw(-(-n // 4)).view(np.uint16)[:n].astype(np.float32)
+        step = top / 65_536
+        return torch.from_numpy(steps).mul_(step).add_(step / 2)
+
+    def get_state(self) -> torch.Tensor:
+        """uint8 [32]."""
+        return torch.from_numpy(self._bits.state["state"]["state"].copy()).view(torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go on where `get_state` was called."""
+        whole = self._bits.state
+        whole["state"]["state"] = np.frombuffer(state.numpy().tobytes(), np.uint64)
+        self._bits.state = whole
+
+
+class DeviceGenerator:
+    """For a GPU: torch's."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def uniform(self, n: int, top: torch.Tensor) -> torch.Tensor:
+        """fp32 [n], uniform in [0, top); `top`: fp32 scalar."""
+        return torch.rand(n, generator=self._generator, device=self._generator.device).mul_(top)
+
+    def get_state(self) -> torch.Tensor:
+        """uint8 on the CPU."""
+        return self._generator.get_state()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go on where `get_state` was called."""
+        self._generator.set_state(state)
+
+
+Generator = HostGenerator | DeviceGenerator
+
+
+def generator(seed: int, device: torch.device) -> Generator:
+    """The one for `device`."""
+    return HostGenerator(seed) if device.type == "cpu" else DeviceGenerator(seed, device)
