@@ -13,16 +13,19 @@ from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.takeover import adopt, hand_back, rules
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
 from lightning_gradcomp.compressors.base import Lossy
-from lightning_gradcomp.compressors.incoming import Incoming
+from lightning_gradcomp.compressors.incoming import Incoming, all_finite
 from lightning_gradcomp.compressors.memory import Memory, Residual, Velocity
 from lightning_gradcomp.compressors.wire import Everything
 
 State = dict[str, dict[str, torch.Tensor]]
 
 
-def all_finite(flat: torch.Tensor) -> bool:
-    """Whether there is no NaN or infinity in `flat`. A finite sum tells at a third of the cost; a large one may lie."""
-    return bool(torch.isfinite(flat.sum()) or torch.isfinite(flat).all())
+def fill_unless(finite: torch.Tensor, flat: torch.Tensor, value: float) -> None:
+    """flat = value, unless `finite` (0-d bool)."""
+    if flat.is_cuda:  # to ask would be to wait for the answer
+        flat.masked_fill_(~finite, value)
+    elif not finite:
+        flat.fill_(value)
 
 
 class Compression:
@@ -79,14 +82,13 @@ class Compression:
             dense = flags = 0  # they have travelled
         return total
 
-    def _compensate(self, grad_scale: float) -> tuple[bool, list[bool], torch.Tensor, torch.Tensor]:
+    def _compensate(self, grad_scale: float) -> tuple[torch.Tensor, list[bool], torch.Tensor, torch.Tensor]:
         """Collect the gradients.
 
         Returns:
-            Whether they are finite, what this rank adds to, and what should be sent: compressed and dense.
+            Whether they are finite (0-d bool), what this rank adds to, and what should be sent: compressed and dense.
         """
         gradients, memory = self.gradients, self.memory
-        present = gradients.present
         if self.compressor.clips:
             gradients.collect(grad_scale)
             self.compressor.clip_local(gradients.flat, self.topology.world)
@@ -100,14 +102,13 @@ class Compression:
             adopt(optimizer, gradients.compressed, gradients.layout.names, memory)
         momenta = rules(optimizer, gradients.compressed)
         started = memory.started | self.dense_memory.started
-        moves = [has or name in started for has, name in zip(present, gradients.names, strict=True)]
+        moves = [has or name in started for has, name in zip(gradients.present, gradients.names, strict=True)]
         moving = self._names(moves)
         weights = [parameter.detach().reshape(-1) for parameter in gradients.compressed] if optimizer else []
         outgoing = memory.compensate(incoming, momenta, moving, weights)
-        if not (incoming.finite and all_finite(gradients.dense_flat)):
-            return False, present, torch.zeros_like(outgoing), gradients.dense_flat
-        dense = Incoming.of(gradients.dense_flat, gradients.dense_layout)
-        return True, moves, outgoing, self.dense_memory.compensate(dense, [], moving)
+        incoming_dense = Incoming.of(gradients.dense_flat, gradients.dense_layout)
+        dense = self.dense_memory.compensate(incoming_dense, [], moving)
+        return incoming.finite & incoming_dense.finite, moves, outgoing, dense
 
     def _names(self, marked: list[bool]) -> set[str]:
         return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
@@ -133,12 +134,13 @@ class Compression:
         gradients, memory = self.gradients, self.memory
         with stats.phase("compress"):
             finite, present, outgoing, dense = self._compensate(grad_scale)
+            fill_unless(finite, outgoing, 0.0)
         values = self.compressor.dense_values
         exchange = Exchange(self.topology, dense, finite, [*present, flag], stats, self._mean, values)
         mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
-        *anywhere, flagged = exchange.anywhere
         with stats.phase("decompress"):
-            if exchange.finite and all_finite(mean.values):  # the mean is the same on all ranks, so they agree
+            good, (*anywhere, flagged) = exchange.agreed(mean)
+            if good:
                 memory.forget(sent)
                 self.dense_memory.forget(Everything(exchange.dense_sent))
                 for books in (memory, self.dense_memory):
@@ -159,7 +161,8 @@ class Compression:
         with stats.phase("compress"):
             finite, present, outgoing, dense = self._compensate(grad_scale)
             gradients.dense_flat.copy_(dense)
-            gradients.compressed_flat.copy_(outgoing if finite else torch.full_like(outgoing, torch.nan))
+            gradients.compressed_flat.copy_(outgoing)
+            fill_unless(finite, gradients.compressed_flat, torch.nan)
         flats = [gradients.flat, memory.coming_momentum] if isinstance(memory, Velocity) else [gradients.flat]
         with stats.phase("exchange"):
             [mean, *momentum], (*anywhere, flagged) = all_reduce_mean(self.topology, flats, [*present, flag])

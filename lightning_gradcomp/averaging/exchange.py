@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
+from lightning_gradcomp.compressors.incoming import all_finite
 from lightning_gradcomp.compressors.values import pack_values, unpack_values, value_bytes
-from lightning_gradcomp.compressors.wire import pack_bits, unpack_bits
+from lightning_gradcomp.compressors.wire import Mean, pack_bits, unpack_bits
 
 
 def message_bytes(dense: int, payload: int, flags: int, dense_values: str) -> int:
@@ -29,13 +30,13 @@ def _padded(length: int) -> int:
 class Exchange:
     """One step's communication.
 
-    Once the payload has travelled, `dense_mean`, `finite` and `anywhere` are those of all ranks; `dense_sent` is what
-    the others have read of this rank's uncompressed gradients.
+    Once the payload has travelled, `dense_mean` is that of all ranks, and `agreed` tells what they know of each other;
+    `dense_sent` is what the others have read of this rank's uncompressed gradients.
 
     Args:
         topology: how messages travel.
         dense: uncompressed gradients, fp32 [d].
-        finite: whether this rank's gradient is.
+        finite: whether this rank's gradient is, 0-d bool.
         present: per parameter, whether this rank has something to add to its average; and a flag of the caller's.
         stats: where bytes and seconds are booked.
         mean: a buffer for the average of what is compressed, fp32 [n], kept from step to step.
@@ -46,7 +47,7 @@ class Exchange:
         self,
         topology: AllGather,
         dense: torch.Tensor,
-        finite: bool,
+        finite: torch.Tensor,
         present: list[bool],
         stats: Stats,
         mean: torch.Tensor,
@@ -54,12 +55,8 @@ class Exchange:
     ) -> None:
         self._mean, self._values = mean, dense_values
         self.topology, self.stats, self._dense = topology, stats, dense
-        self._flags = torch.tensor([finite, *present], dtype=torch.uint8, device=dense.device)
+        self._finite, self._present = finite.view(1), _flags(present, dense.device)
         self.dense_mean = self.dense_sent = dense
-        self.finite = finite
-        """Whether every rank's gradient is finite."""
-        self.anywhere = present
-        """Per parameter, and for the flag: whether any rank has something."""
         self._carried = False
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
@@ -70,10 +67,11 @@ class Exchange:
             self.dense_sent = unpack_values(dense, d, self._values)
             begin = _padded(dense.numel())
             end = begin + payload.numel()
-            message = payload.new_zeros(message_bytes(d, payload.numel(), self._flags.numel(), self._values))
+            flags = torch.cat([self._finite, self._present])
+            message = payload.new_zeros(message_bytes(d, payload.numel(), flags.numel(), self._values))
             message[: dense.numel()], message[begin:end] = dense, payload
-            flags = pack_bits(self._flags)
-            message[end : end + flags.numel()] = flags
+            packed = pack_bits(flags.view(torch.uint8))
+            message[end : end + packed.numel()] = packed
         with self.stats.phase("exchange"):
             messages = self.topology.exchange(message)
         self._book(self.topology.traffic(message.numel()))
@@ -82,24 +80,20 @@ class Exchange:
             for row in messages:
                 self.dense_mean += unpack_values(row[: dense.numel()], d, self._values)
             self.dense_mean /= len(messages)
-            everyones = torch.stack([unpack_bits(row[end:], self._flags.numel()) for row in messages]).bool()
-            self.finite = bool(everyones[:, 0].all())
-            self.anywhere = everyones[:, 1:].any(0).tolist()
+            everyones = torch.stack([unpack_bits(row[end:], flags.numel()) for row in messages]).bool()
+            self._finite, self._present = everyones[:, :1].all(0), everyones[:, 1:].any(0)
         return [row[begin:end] for row in messages]
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
         """The mean of `flat` (fp32 [n]) over the ranks; the rest of the message travels with the first call."""
         with self.stats.phase("exchange"):
-            if self._carried:
-                [mean], _ = all_reduce_mean(self.topology, [flat], [])
-                self._book(dense_traffic(4 * flat.numel(), self.topology.world))
-                return mean
             # not finite: 1, so that it adds up to something; a sum of "finite" would have to be compared with N
-            flags = [not self.finite, *self._flags[1:].tolist()]
-            dense = self._dense if self.finite else torch.zeros_like(self._dense)
-            [mean, self.dense_mean], (spoiled, *self.anywhere) = all_reduce_mean(self.topology, [flat, dense], flags)
-            self.finite, self._carried = not spoiled, True
-            self._book(dense_traffic(4 * (flat.numel() + dense.numel() + len(flags)), self.topology.world))
+            rest = [] if self._carried else [self._dense, torch.cat([~self._finite, self._present]).float()]
+            mean, *means = all_reduce(self.topology, [flat, *rest])
+            if rest:
+                self.dense_mean, flags = means
+                self._finite, self._present, self._carried = flags[:1] == 0, flags[1:] > 0, True
+            self._book(dense_traffic(4 * sum(part.numel() for part in (flat, *rest)), self.topology.world))
             return mean
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
@@ -110,6 +104,16 @@ class Exchange:
             self._book(dense_traffic(4 * values.numel(), self.topology.world))
             return largest
 
+    def agreed(self, mean: Mean) -> tuple[bool, list[bool]]:
+        """What all ranks know, now that they have the same mean.
+
+        Returns:
+            Whether every rank's gradient and the mean are finite; per parameter, and for the flag, whether any rank
+            has something.
+        """
+        good, *anywhere = read(torch.cat([self._finite & all_finite(mean.values), self._present]))
+        return good, anywhere
+
     def blank(self) -> torch.Tensor:
         """The buffer for the average, fp32 [n], filled with 0. A new one each step would cost more time."""
         return self._mean.zero_()
@@ -117,6 +121,16 @@ class Exchange:
     def _book(self, traffic: int) -> None:
         self.stats.bytes_sent += traffic
         self.stats.bytes_received += traffic
+
+
+def read(flags: torch.Tensor) -> list[bool]:
+    """The `flags` as Python's: the one place in a compressed step where the host waits for a GPU."""
+    return flags.tolist()
+
+
+def _flags(marks: list[bool], device: torch.device) -> torch.Tensor:
+    """`marks` on the device, bool. To wait for the copy would be to wait for all that a GPU was asked before."""
+    return torch.tensor(marks, dtype=torch.bool).to(device, non_blocking=True)
 
 
 def all_reduce_mean(
@@ -127,13 +141,20 @@ def all_reduce_mean(
     saturate: bool = True,
 ) -> tuple[list[torch.Tensor], list[bool]]:
     """The means of flat `tensors` over the ranks, in one all-reduce that also tells what is `present` on any rank."""
-    parts = [*tensors, torch.tensor(present, dtype=torch.float32, device=tensors[0].device)]
+    flags = _flags(present, tensors[0].device).float()
+    *means, anywhere = all_reduce(topology, [*tensors, flags], wire, saturate)
+    return means, read(anywhere > 0)
+
+
+def all_reduce(
+    topology: AllGather, parts: list[torch.Tensor], wire: torch.dtype = torch.float32, saturate: bool = True
+) -> list[torch.Tensor]:
+    """The means of the flat `parts` over the ranks, fp32, in one all-reduce."""
     buffer = torch.cat(parts)
     if topology.world > 1:
         buffer = share(buffer, topology.world, wire, saturate)
         dist.all_reduce(buffer, group=topology.group)
-    *means, anywhere = buffer.float().split([part.numel() for part in parts])
-    return means, (anywhere > 0).tolist()
+    return list(buffer.float().split([part.numel() for part in parts]))
 
 
 def share(values: torch.Tensor, world: int, wire: torch.dtype, saturate: bool) -> torch.Tensor:

@@ -41,8 +41,6 @@ def interleave(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """The bits of two bool tensors [n] in turn, four of each in a byte, the first highest: uint8 [2 · ceil(n / 8)]."""
     if first.is_cuda:
         bits = torch.nn.functional.pad(torch.stack([first, second], 1).view(-1), (0, -2 * len(first) % 16)).view(-1, 8)
-        return (bits * torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=bits.device)).sum(
-            1, dtype=torch.uint8
-        )
+        return (bits.byte() << torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
     high, low = (np.take(_spread(), np.packbits(bits.numpy())).view(np.uint8) for bits in (first, second))
     return torch.from_numpy(high | low >> 1)

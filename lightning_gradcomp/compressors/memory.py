@@ -40,13 +40,16 @@ def accumulate_velocity(
     u is kept in the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so
     that a momentum changed by a schedule acts as it does in `torch.optim.SGD`, and the two can be exchanged. Weight
     decay λ·w is added to g first: inside the momentum it has the strength that it has in SGD. `first`: no earlier
-    gradient, hence no dampening, as in torch. All tensors 1-D fp32 of one length; g is used up.
+    gradient, hence no dampening, as in torch. All tensors 1-D fp32 of one length.
     """
     m, damp = rule.momentum, 0.0 if first else rule.dampening
-    if w is not None and rule.weight_decay:
-        g.add_(w, alpha=rule.weight_decay)
     new_u, new_v = out
-    torch.mul(u, m, out=new_u).add_(g, alpha=1 - damp)
+    if w is not None and rule.weight_decay:
+        g = torch.add(g, w, alpha=rule.weight_decay, out=new_v)
+    if damp:
+        torch.mul(u, m, out=new_u).add_(g, alpha=1 - damp)
+    else:
+        torch.add(g, u, alpha=m, out=new_u)
     torch.add(v, g if rule.nesterov or not m else new_u, out=new_v)
     if rule.nesterov:
         new_v.add_(new_u, alpha=m)

@@ -40,7 +40,7 @@ def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 def table_of(t: torch.Tensor) -> torch.Tensor:
     """The four values (each +t, -t or 0) of every byte there is, for threshold t (fp32 scalar): fp32 [256, 4]."""
-    shifts = torch.tensor([6, 4, 2, 0], device=t.device)
+    shifts = torch.arange(6, -1, -2, device=t.device)
     codes = (torch.arange(256, device=t.device).unsqueeze(1) >> shifts) & 3
     return torch.stack([torch.zeros_like(t), torch.zeros_like(t), -t, t])[codes]
 
@@ -83,7 +83,7 @@ class TwoBit(Codec):
 
     def _threshold(self, r: torch.Tensor) -> torch.Tensor:
         if self.threshold != "auto":
-            return r.new_tensor(self.threshold)
+            return torch.full((), float(self.threshold), device=r.device)
         magnitudes = torch.stack([r[start:stop].abs().sum() for start, stop in cut(0, r.numel(), r.device)])
         # A tensor of zeros has mean magnitude 0, at which every element would send ±0.
         return torch.clamp(AUTO * magnitudes.sum() / r.numel(), min=torch.finfo(torch.float32).tiny)

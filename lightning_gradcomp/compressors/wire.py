@@ -133,7 +133,9 @@ def unpack_indices(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
     low = low_bits(n, k)
     low_length = (k * low + 7) // 8
     high_part = unpack_bits(packed[low_length:], k + (n >> low) + 1)
-    high = high_part.nonzero().squeeze(1) - torch.arange(k, device=packed.device)
+    # Told how many there are, a GPU needn't be waited for; a CPU would take longer.
+    ones = torch.nonzero_static(high_part, size=k) if packed.is_cuda else high_part.nonzero()
+    high = ones.squeeze(1) - torch.arange(k, device=packed.device)
     if not low:
         return high
     shifts = torch.arange(low, device=packed.device)
@@ -168,8 +170,8 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     if not bits.is_cuda:  # numpy's is many times faster on the CPU than torch's shifts
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
-    return (padded * weights).sum(1, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (padded << shifts).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: torch.Tensor, length: int) -> torch.Tensor:

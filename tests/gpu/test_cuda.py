@@ -1,0 +1,142 @@
+"""The GPU's path against the CPU's: the same bytes where the arithmetic is exact, and no waiting."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_gradcomp.averaging import exchange
+from lightning_gradcomp.averaging.meter import Stats
+from lightning_gradcomp.compressors import DGC, GradientDropping, TwoBit, terngrad, twobit
+from lightning_gradcomp.compressors.incoming import all_finite
+from lightning_gradcomp.compressors.selection import select
+from lightning_gradcomp.compressors.values import BYTES, pack_values, unpack_values
+from lightning_gradcomp.compressors.wire import pack_bits, pack_indices, unpack_bits, unpack_indices
+from tests.averaging.workers import seeded
+from tests.gpu.worlds import CASES, NAMES, Echo, Model, compression, draw_on_the_cpu, no_sum, sum_of_pair, train_pair
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+EXACT = [
+    DGC(),
+    DGC(momentum_masking=False),
+    GradientDropping(),
+    GradientDropping(scope="tensor"),
+    TwoBit(threshold=0.5),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
+def test_averages_are_those_of_the_cpu(cls, options, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", sum_of_pair)
+    draw_on_the_cpu(monkeypatch)
+    compressor = cls(**{"min_elements": 500, **options})
+    on_cpu, on_gpu = (train_pair(compressor, device, steps=5) for device in ("cpu", "cuda"))
+    for (expected, _), (averages, _) in zip(on_cpu, on_gpu, strict=True):
+        for own, theirs in zip(averages, expected, strict=True):
+            torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+    assert all(torch.equal(first, second) for first, second in zip(on_gpu[0][0], on_gpu[1][0], strict=True))
+
+
+@pytest.mark.parametrize("compressor", EXACT, ids=repr)
+def test_messages_are_those_of_the_cpu_to_the_bit(compressor):
+    on_cpu, on_gpu = (train_pair(compressor, device, steps=5) for device in ("cpu", "cuda"))
+    for (_, expected), (_, messages) in zip(on_cpu, on_gpu, strict=True):
+        assert len(messages) == 5
+        assert all(torch.equal(own, theirs) for own, theirs in zip(messages, expected, strict=True))
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 7), (1000, 1), (1000, 999), (100_003, 101), (3_000_000, 30_000)])
+def test_exactly_k_ascending_indices_of_the_largest(n, k):
+    x = torch.randn(n, generator=seeded(n))
+    indices = select(x.cuda(), k)
+    assert indices.dtype == torch.int64
+    assert indices.shape == (k,)
+    assert bool((indices.diff() > 0).all())
+    assert torch.equal(x[indices.cpu()].abs().sort().values, x.abs().topk(k).values.flip(0))
+
+
+def test_exactly_k_ascending_indices_of_equal_numbers():
+    for x in (torch.zeros(100_000, device="cuda"), torch.ones(100_000, device="cuda")):
+        indices = select(x, 1000)
+        assert indices.shape == (1000,)
+        assert bool((indices.diff() > 0).all())
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (8, 8), (9, 3), (1000, 1), (1000, 999), (100_003, 101)])
+def test_indices_are_packed_as_on_the_cpu_and_read_back(n, k):
+    indices = torch.randperm(n, generator=seeded(n))[:k].sort().values
+    packed = pack_indices(indices.cuda(), n)
+    assert torch.equal(packed.cpu(), pack_indices(indices, n))
+    assert torch.equal(unpack_indices(packed, n, k).cpu(), indices)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 1000])
+def test_bits_and_codes_are_packed_as_on_the_cpu_and_read_back(n):
+    x = torch.randn(n, generator=seeded(n))
+    bits, digits, t = (x > 0).view(torch.uint8), x.round().clamp(-1, 1).to(torch.int8), torch.tensor(0.5)
+    for own, theirs in (
+        (pack_bits(bits.cuda()), pack_bits(bits)),
+        (unpack_bits(pack_bits(bits.cuda()), n), bits),
+        (terngrad.pack(digits.cuda()), terngrad.pack(digits)),
+        (terngrad.table_of(torch.device("cuda")), terngrad.table_of(torch.device("cpu"))),
+        (twobit.pack(x.cuda(), t.cuda()), twobit.pack(x, t)),
+        (twobit.table_of(t.cuda()), twobit.table_of(t)),
+    ):
+        assert own.is_cuda
+        assert torch.equal(own.cpu(), theirs)
+
+
+@pytest.mark.parametrize("values", BYTES)
+def test_values_are_packed_as_on_the_cpu_and_read_back(values):
+    x = torch.randn(1000, generator=seeded(1))
+    packed = pack_values(x.cuda(), values)
+    assert torch.equal(packed.cpu(), pack_values(x, values))
+    assert torch.equal(unpack_values(packed, 1000, values).cpu(), unpack_values(packed.cpu(), 1000, values))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_seen_and_what_is_large_is_not_mistaken_for_it(value):
+    x = torch.full((100_000,), 3e38, device="cuda")
+    assert bool(all_finite(x))
+    x[77_777] = value
+    assert not bool(all_finite(x))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_is_remembered_on_no_rank(value):
+    model = Model("cuda")
+    compressed = compression(model, GradientDropping(min_elements=500), Echo())
+    for step in range(3):
+        model.prescribe(0, step)
+        if step == 2:
+            before = compressed.state_dict()
+            model.parts[2].grad[3, 2, 1, 0] = value
+        compressed.average(0.1, 1.0, Stats(), False)
+    assert all(bool(part.grad.isnan().all()) for part in model.parts)
+    after = compressed.state_dict()["residual"]
+    assert all(torch.equal(part, after[name]) for name, part in before["residual"].items())
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
+def test_the_host_waits_once_a_step(cls, options, monkeypatch):
+    """The exchange itself apart, which is not there."""
+    reads, read = [], exchange.read
+
+    def waiting(flags):
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        reads.append(read(flags))
+        torch.cuda.set_sync_debug_mode(mode)
+        return reads[-1]
+
+    monkeypatch.setattr(dist, "all_reduce", no_sum)
+    monkeypatch.setattr(exchange, "read", waiting)
+    model = Model("cuda")
+    compressed = compression(model, cls(**{"min_elements": 500, **options}), Echo())
+    for step in range(4):
+        model.prescribe(0, step)
+        try:
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # libraries are loaded in the first
+            compressed.average(0.1, 1.0, Stats(), False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(reads) == 4

@@ -1,0 +1,71 @@
+"""A compressed step on a GPU asks for its result once. Seen without a GPU: tensors that hold no data can't be asked."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gradcomp.averaging import exchange
+from lightning_gradcomp.averaging.meter import Stats
+from tests.gpu.worlds import CASES, NAMES, Echo, Model, compression, draw_on_the_cpu, no_sum
+
+
+class NothingLeaves(TorchDispatchMode):
+    """Refuses to copy from the GPU, which FakeTensorMode allows where the shape is known."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_cuda:
+            assert not any(arg.is_cuda for arg in args if isinstance(arg, torch.Tensor)), f"{op} waits for the GPU"
+        return result
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    """Tensors have shapes and devices alone; there are no other ranks and no GPU's generator."""
+    monkeypatch.setattr(dist, "all_reduce", no_sum)
+    draw_on_the_cpu(monkeypatch)
+    with FakeTensorMode(), NothingLeaves():
+        yield
+
+
+def steps(cls, options, number):
+    """`number` steps, each of which is yielded after."""
+    model = Model("cuda")
+    compressed = compression(model, cls(**{"min_elements": 500, **options}), Echo())
+    for step in range(number):
+        model.prescribe(1, step)
+        compressed.average(0.1, 2.0**16, Stats(), False)
+        yield
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
+def test_the_flags_are_all_that_a_step_reads(cls, options, no_data, monkeypatch):
+    reads = []
+
+    def read(flags):
+        reads.append(flags)
+        return [True] * (len(flags) - 1) + [False]
+
+    monkeypatch.setattr(exchange, "read", read)
+    for step, _ in enumerate(steps(cls, options, 3)):
+        assert len(reads) == step + 1
+    assert all(flags.is_cuda and flags.shape == (1 + 5 + 1,) for flags in reads)
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
+def test_that_read_would_have_been_noticed(cls, options, no_data):
+    with pytest.raises(DataDependentOutputException):
+        next(steps(cls, options, 1))
+
+
+@pytest.mark.parametrize(
+    "ask", [torch.Tensor.item, bool, float, exchange.read, torch.nonzero, torch.unique, torch.Tensor.cpu]
+)
+def test_so_would_any_other(ask, no_data):
+    number = torch.zeros(1, device="cuda")
+    assert number.is_cuda
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException, AssertionError)):
+        ask(number)

@@ -1,0 +1,135 @@
+"""Steps of two ranks in one process without a process group, on any device; and what they are to be run with."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.meter import Stats
+from lightning_gradcomp.compressors import terngrad
+from lightning_gradcomp.compressors.draws import DeviceGenerator
+from tests.averaging.workers import seeded
+
+OPTIONS = {
+    "dgc": [{"clip_norm": 1.0}, {"values": "int8", "dense_values": "int8"}, {"values": "bf16", "dense_values": "fp16"}],
+    "gradient_dropping": [{"scope": "tensor", "values": "fp16", "dense_values": "bf16"}],
+    "onebit": [{"threshold": "mean", "groups": "column"}],
+    "twobit": [{"threshold": 0.5}],
+    "powersgd": [{"warm_start": False, "rank": 1}],
+    "terngrad": [{"error_feedback": True, "share_scaler": False}, {"clip_sigma": 0}],
+}
+CASES = [
+    (entry.cls, options)
+    for entry in lgc.entries()
+    if issubclass(entry.cls, lgc.Lossy)
+    for options in [{}, *OPTIONS.get(entry.name, [])]
+]
+"""Every lossy compressor that is registered, with default options and others."""
+NAMES = [f"{cls.__name__}-{'-'.join(map(str, options.values()))}".rstrip("-") for cls, options in CASES]
+SHAPES = [(40, 60), (60,), (16, 8, 3, 3), (9, 120), (9,)]
+
+
+class Model(torch.nn.Module):
+    """Parameters without layers: three matrices that are compressed, two vectors that are not."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.parts = torch.nn.ParameterList(torch.zeros(shape, device=device) for shape in SHAPES)
+
+    def prescribe(self, rank, step):
+        """Heavy-tailed gradients, the same on every device; the last vector has none on rank 1."""
+        generator = seeded(rank, step)
+        for part in self.parts:
+            noise = torch.randn(part.shape, generator=generator)
+            part.grad = (noise * noise.abs()).to(part.device)
+        if rank == 1:
+            self.parts[-1].grad = None
+
+
+class Echo:
+    """A world of two in which the other rank says what this one says. Sums are left to `no_sum`."""
+
+    world, rank, group = 2, 0, None
+
+    def exchange(self, message):
+        return torch.stack([message, message])
+
+    def traffic(self, num_bytes):
+        return num_bytes
+
+
+def no_sum(tensor, **options):
+    """In place of `dist.all_reduce`."""
+
+
+class Pair:
+    """One of two ranks that are threads. It is its own process group, for `sum_of_pair`."""
+
+    world = 2
+
+    def __init__(self, rank, table, together):
+        self.rank, self.table, self.together, self.group = rank, table, together, self
+        self.messages = []
+
+    def both(self, tensor):
+        self.table[self.rank] = tensor.clone()
+        self.together.wait(60)
+        everyones = list(self.table)
+        self.together.wait(60)
+        return torch.stack(everyones)
+
+    def exchange(self, message):
+        self.messages.append(message.cpu())
+        return self.both(message)
+
+    def traffic(self, num_bytes):
+        return num_bytes
+
+
+def sum_of_pair(tensor, group, op=dist.ReduceOp.SUM):
+    """In place of `dist.all_reduce`."""
+    both = group.both(tensor)
+    tensor.copy_(both.amax(0) if op == dist.ReduceOp.MAX else both.sum(0))
+
+
+def compression(model, compressor, topology):
+    """The steps of `model`, with its optimizer where the compressor owns the momentum."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if compressor.owns_momentum else None
+    return Compression(compressor, Gradients(model, compressor), topology, optimizer)
+
+
+def train_pair(compressor, device, steps):
+    """For each of two ranks: the averages (a flat tensor a step) and the messages, on the CPU."""
+    table, together = [None, None], threading.Barrier(2)
+
+    def work(rank):
+        model, topology = Model(device), Pair(rank, table, together)
+        compressed, averages = compression(model, compressor, topology), []
+        for step in range(steps):
+            model.prescribe(rank, step)
+            compressed.average(0.1, 1.0, Stats(), False)
+            averages.append(torch.cat([part.grad.view(-1) for part in model.parts]).cpu())
+        return averages, topology.messages
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(work, range(2)))
+
+
+class OnTheCPU(DeviceGenerator):
+    """Draws on the CPU for any device: a GPU would draw others."""
+
+    def __init__(self, seed, device):
+        super().__init__(seed, torch.device("cpu"))
+        self.device = device
+
+    def uniform(self, n, top):
+        return super().uniform(n, torch.ones(())).to(self.device) * top
+
+
+def draw_on_the_cpu(monkeypatch):
+    """TernGrad's random numbers are the same on all devices."""
+    monkeypatch.setattr(terngrad, "generator", OnTheCPU)
