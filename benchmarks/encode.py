@@ -82,9 +82,8 @@ def measure(elements: int, methods: list[str], device: torch.device, steps: int)
         compressions[method] = Compression(
             how, Gradients(model, how), topology, optimizer if how.owns_momentum else None
         )
-    flat = torch.randn(elements, device=device)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in [*passes(flat), *methods]}
-    plain = passes(flat)
+    plain = passes(torch.randn(elements, device=device))
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in [*plain, *methods]}
     for step in range(steps + 2):
         figures = {name: (timed(action, device), 0.0) for name, action in plain.items()}
         for method, compression in compressions.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -95,15 +96,11 @@ class Gradients:
 
     def collect(self, scale: float) -> None:
         """Fill `flat` with every `p.grad` / scale, 0 where there is none."""
-        _fill(self._views, self.parameters)
-        if scale != 1:
-            self.flat.div_(scale)
+        _fill(self._views, self.parameters, scale)
 
     def collect_dense(self, scale: float) -> None:
         """As `collect`, of the dense ones alone."""
-        _fill(self._views[len(self.compressed) :], self.dense)
-        if scale != 1:
-            self.dense_flat.div_(scale)
+        _fill(self._views[len(self.compressed) :], self.dense, scale)
 
     def incoming(self, scale: float) -> Incoming:
         """The compressed ones, as they are in `p.grad`."""
@@ -122,22 +119,24 @@ class Gradients:
     def _scatter(self, mean: Sparse, present: list[bool], scale: float) -> None:
         """`_write` for an average that is 0 nearly everywhere: the copy of a flat one would cost more than all else."""
         bounds = torch.tensor([0, *(stop for _, stop in self.layout.bounds)], device=mean.indices.device)
-        cuts = torch.searchsorted(mean.indices, bounds).tolist()
+        cuts = pairwise(torch.searchsorted(mean.indices, bounds).tolist())
         values = mean.values if scale == 1 else mean.values * scale
-        pieces = zip(self.compressed, present, self.layout.bounds, cuts, cuts[1:], strict=False)
-        for parameter, wanted, (start, _), begin, end in pieces:
+        pieces = zip(self.compressed, present, self.layout.bounds, cuts, strict=True)
+        for parameter, wanted, (start, _), (begin, end) in pieces:
             if wanted:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
                 places = torch.unravel_index(mean.indices[begin:end] - start, parameter.shape)
                 parameter.grad[places] = values[begin:end].to(parameter.grad.dtype)
 
 
-def _fill(views: list[torch.Tensor], parameters: list[nn.Parameter]) -> None:
+def _fill(views: list[torch.Tensor], parameters: list[nn.Parameter], scale: float) -> None:
     for view, parameter in zip(views, parameters, strict=True):
         if parameter.grad is None:
             view.zero_()
         else:
             view.copy_(parameter.grad)
+            if scale != 1:
+                view.div_(scale)
 
 
 def _write(views: list[torch.Tensor], parameters: list[nn.Parameter], present: list[bool], scale: float) -> None:

@@ -131,7 +131,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        assert self.averager is not None
+        assert self.lightning_module is not None and self.averager is not None
+        self.averager.epoch = self.lightning_module.current_epoch
         with self.explained("before a dense step"):
             sigterm.ask(self.averager, self.root_device)
 
@@ -152,7 +153,7 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         """As `Strategy.backward`, with the averaging before the hooks that look at the gradients."""
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
-        averager.epoch, pays = module.current_epoch, averager.trial and averager.trial.won
+        pays = averager.trial and averager.trial.won
         self._switch.before_backward(averager, precision)
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
