@@ -1,5 +1,6 @@
 """Scripts run in real processes, each killed with everything it started when its time is up."""
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -7,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -18,10 +19,9 @@ def run(
     *command: str, timeout: float = 120, env: dict[str, str] | None = None, cwd: str | None = None
 ) -> subprocess.CompletedProcess:
     """Run `command` to its end in a process group of its own; fails, with the output, when it takes longer."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("PL_")}
     process = subprocess.Popen(
         command,
-        env={**clean, **(env or {})},
+        env=_environment(env),
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -37,11 +37,57 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-def run_world(world: int, script: str, *arguments: str, timeout: float = 120) -> str:
-    """Run a Python script on `world` ranks of one node, as a launcher from outside would; returns rank 0's output.
+def _environment(more: dict[str, str] | None) -> dict[str, str]:
+    """This process's, without what an earlier Trainer has left in it, and `more`."""
+    return {**{key: value for key, value in os.environ.items() if not key.startswith("PL_")}, **(more or {})}
 
-    The ranks are forked from a process that has imported the package, which spares each of them several seconds.
+
+class Forked:
+    """A Python script that has started, in a process group of its own; `end` waits for it.
+
+    Its process is forked from one that has imported the package, which spares it several seconds. Start it from the
+    main thread: multiprocessing's book of children is not for several.
     """
+
+    def __init__(self, script: str, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["lightning_gradcomp"])
+        reader, writer = context.Pipe(duplex=False)
+        self.command, self.timeout, self.output, self.late = [script, *arguments], timeout, "", False
+        self.process = context.Process(target=_be_a_script, args=(_environment(env), writer, self.command))
+        self.process.start()
+        writer.close()
+        self.limit = threading.Timer(timeout, self._time_is_up)  # whether or not anybody waits
+        self.listener = threading.Thread(target=self._listen, args=(reader,))
+        for thread in (self.limit, self.listener):
+            thread.daemon = True
+            thread.start()
+
+    def _listen(self, reader: Connection) -> None:
+        """Until no process that the script has started is left either, as they have its output."""
+        with reader, open(reader.fileno(), closefd=False, errors="replace") as pipe:
+            self.output = pipe.read()
+        self.limit.cancel()
+
+    def _time_is_up(self) -> None:
+        self.late = True
+        self.kill()
+
+    def kill(self) -> None:
+        """With everything that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> subprocess.CompletedProcess:
+        """Wait; fails, with the output, when the script or what it has started runs longer than it may."""
+        self.listener.join(self.timeout + 10)
+        assert not self.late, f"{self.command} still ran after {self.timeout} s:\n{self.output}"
+        self.process.join()
+        return subprocess.CompletedProcess(self.command, self.process.exitcode, self.output)
+
+
+def start_world(world: int, script: str, *arguments: str, timeout: float = 120) -> list[Forked]:
+    """Start a Python script on `world` ranks of one node, as a launcher from outside would."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,36 +95,33 @@ def run_world(world: int, script: str, *arguments: str, timeout: float = 120) ->
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
     }  # fmt: skip
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_gradcomp"])
-    deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, str(rank)) for rank in range(world)]
-        processes = []
-        for rank, output in enumerate(outputs):
-            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(target=_be_a_rank, args=(environment, output, [script, *arguments]))
-            process.start()
-            processes.append(process)
-        for process in processes:
-            process.join(max(0, deadline - time.monotonic()))
-        late = [process for process in processes if process.exitcode is None]
-        for process in late:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-        told = "\n".join(f"rank {rank}:\n{outputs[rank].read_text()}" for rank in failed)
-        assert not failed, f"still ran after {timeout} s\n{told}" if late else told
-        return outputs[0].read_text()
+    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [Forked(script, *arguments, timeout=timeout, env=environment) for environment in own]
 
 
-def _be_a_rank(environment: dict[str, str], output: Path, argv: list[str]) -> None:
+def run_world(world: int, script: str, *arguments: str, timeout: float = 120) -> str:
+    """Run a script on `world` ranks to its end on all of them; returns rank 0's output."""
+    outputs, told = [], []
+    for number, rank in enumerate(start_world(world, script, *arguments, timeout=timeout)):
+        try:
+            done = rank.end()
+        except AssertionError as late:
+            told.append(f"rank {number}: {late}")
+            continue
+        outputs.append(done.stdout)
+        if done.returncode:
+            told.append(f"rank {number}:\n{done.stdout}")
+    assert not told, "\n".join(told)
+    return outputs[0]
+
+
+def _be_a_script(environment: dict[str, str], output: Connection, argv: list[str]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
     torch.set_num_threads(1)
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -85,12 +86,18 @@ def checked_collectives(world: int, timeout: float = 10) -> Iterator[list[list[t
         yield log
 
 
+@cache
+def _loopback() -> Any:
+    """The device of all groups: each of its own would start a thread, which takes longer than most tests."""
+    return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+
 def _group(store: dist.Store, rank: int, world: int, timeout: float) -> dist.ProcessGroup:
     """This rank's process group over gloo, on the loopback interface."""
     group = dist.ProcessGroup(store, rank, world)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [_loopback()]
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world, options)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)

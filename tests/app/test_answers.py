@@ -4,38 +4,48 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lightning_gradcomp.app import cli
 from tests.app.command import ROOT, gradcomp
 
+WRONG = [
+    (["compressor=lzma"], "Could not find 'compressor/lzma'\n\nAvailable options in 'compressor':\n\t"),
+    (["compressor.sparsity=1.5"], "gradcomp: DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1\n"),
+    (
+        ["compressor.sparsty=0.9"],
+        "gradcomp: compressor.sparsty: got '0.9', allowed: min_elements, exclude",
+    ),
+    (["compressor.sparsity=high"], "Value 'high' of type 'str' could not be converted to Float"),
+    (["optimizer=adamw", "compressor=dgc"], "gradcomp: optimizer with compressor=dgc: got 'adamw', allowed: sgd"),
+    (["+compressor.foo=1"], "gradcomp: compressor.foo: got 1, allowed: min_elements"),
+    (["compresor=dgc"], "gradcomp: compresor: got 'dgc', allowed: compressor, data"),
+    (["foo"], "gradcomp: argument: got 'foo', allowed: compressor="),
+    (["logger=null"], "gradcomp: logger: got 'null', allowed: csv, none, tensorboard"),
+    (["compressor=none,dgc"], "To sweep over it, add --multirun"),
+    (["-m", "compressor.sparsity=2,0.9"], "gradcomp: DGC.sparsity: got 2.0"),
+]
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["compressor=lzma"], "Could not find 'compressor/lzma'\n\nAvailable options in 'compressor':\n\t"),
-        (["compressor.sparsity=1.5"], "gradcomp: DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1\n"),
-        (
-            ["compressor.sparsty=0.9"],
-            "gradcomp: compressor.sparsty: got '0.9', allowed: min_elements, exclude",
-        ),
-        (["compressor.sparsity=high"], "Value 'high' of type 'str' could not be converted to Float"),
-        (["optimizer=adamw", "compressor=dgc"], "gradcomp: optimizer with compressor=dgc: got 'adamw', allowed: sgd"),
-        (["+compressor.foo=1"], "gradcomp: compressor.foo: got 1, allowed: min_elements"),
-        (["compresor=dgc"], "gradcomp: compresor: got 'dgc', allowed: compressor, data"),
-        (["foo"], "gradcomp: argument: got 'foo', allowed: compressor="),
-        (["logger=null"], "gradcomp: logger: got 'null', allowed: csv, none, tensorboard"),
-        (["compressor=none,dgc"], "To sweep over it, add --multirun"),
-        (["-m", "compressor.sparsity=2,0.9"], "gradcomp: DGC.sparsity: got 2.0"),
-    ],
-)
-def test_a_wrong_option_is_answered_with_a_sentence(arguments, sentence, tmp_path):
-    answer = gradcomp(tmp_path, *arguments)
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Line -> (folder, answer), two at a time."""
+    lines = [arguments for arguments, _ in WRONG]
+    folders = [tmp_path_factory.mktemp("answer") for _ in lines]
+    with ThreadPoolExecutor(2) as pool:
+        given = pool.map(lambda folder, arguments: gradcomp(folder, *arguments), folders, lines)
+        return dict(zip(map(tuple, lines), zip(folders, given, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG)
+def test_a_wrong_option_is_answered_with_a_sentence(answers, arguments, sentence):
+    folder, answer = answers[tuple(arguments)]
     assert answer.returncode == 1
     assert sentence in answer.stderr
     assert "Traceback" not in answer.stderr
-    assert not [path for path in tmp_path.rglob("config.yaml") if path.parent.name != ".hydra"]  # no run was handed on
+    assert not [path for path in folder.rglob("config.yaml") if path.parent.name != ".hydra"]  # no run was handed on
 
 
 @pytest.mark.parametrize("arguments", [["--cfg", "job"], ["compressor.sparsity=1.5"], ["--help"], ["foo"]])

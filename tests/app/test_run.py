@@ -2,6 +2,7 @@
 
 import csv
 import json
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,10 +36,23 @@ NOISE = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def commands(tmp_path_factory):
+    """Name -> (folder, what the command came to). Side by side, since the processes of each start one by one."""
+    lines = {
+        "sweep": (*TINY, "-m", "trainer.devices=1,2", "hydra.sweep.dir=sweep"),
+        "run": (*TINY, "trainer.devices=2"),
+        "failed": ("trainer=smoke", "trainer.devices=2", "data.batch_size=63", "hydra.run.dir=failed"),
+    }
+    folders = {name: tmp_path_factory.mktemp(name) for name in lines}
+    with ThreadPoolExecutor(2) as pool:
+        started = {name: pool.submit(gradcomp, folders[name], *line, timeout=240) for name, line in lines.items()}
+        return {name: (folders[name], command.result()) for name, command in started.items()}
+
+
+@pytest.fixture(scope="module")
+def run(commands):
     """One run with two processes: what it printed, its folder, its summary."""
-    folder = tmp_path_factory.mktemp("run")
-    done = gradcomp(folder, *TINY, "trainer.devices=2", timeout=90)
+    folder, done = commands["run"]
     assert done.returncode == 0, done.stderr
     (output,) = (folder / "runs").iterdir()
     return done, output, json.loads((output / "summary.json").read_text())
@@ -104,10 +118,9 @@ def test_what_it_prints(run):
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
+def sweep(commands):
     """The folders of a sweep over the number of processes."""
-    folder = tmp_path_factory.mktemp("sweep")
-    done = gradcomp(folder, *TINY, "-m", "trainer.devices=1,2", "hydra.sweep.dir=sweep", timeout=200)
+    folder, done = commands["sweep"]
     assert done.returncode == 0, done.stderr
     return [folder / "sweep" / str(job) for job in range(2)]
 
@@ -128,9 +141,9 @@ def test_the_same_seed_gives_the_same_result_alone_and_in_a_sweep(run, sweep):
     assert numbers(sweep[1]) == numbers(run[1])
 
 
-def test_a_training_that_fails_is_a_sentence_and_an_exit_code(tmp_path):
-    done = gradcomp(tmp_path, "trainer=smoke", "trainer.devices=2", "data.batch_size=63", "hydra.run.dir=failed")
+def test_a_training_that_fails_is_a_sentence_and_an_exit_code(commands):
+    folder, done = commands["failed"]
     assert done.returncode == 1
     assert "gradcomp: data.batch_size: got 63, allowed: a multiple of 2 (ranks)" in done.stderr
-    assert f"training failed with exit code 1; its folder is {tmp_path / 'failed'}" in done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "failed" / "summary.json").exists()
+    assert f"training failed with exit code 1; its folder is {folder / 'failed'}" in done.stderr
+    assert "Traceback" not in done.stderr and not (folder / "failed" / "summary.json").exists()

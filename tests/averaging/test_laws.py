@@ -434,8 +434,7 @@ def test_large_gradients_never_poison_what_is_remembered(make, size):
 
 
 @pytest.mark.parametrize("make", SCALE_FREE.values(), ids=SCALE_FREE)
-@pytest.mark.parametrize("power", [-80, 80])
-def test_gradients_of_another_scale_have_averages_of_that_scale_to_the_bit(make, power):
+def test_gradients_of_another_scale_have_averages_of_that_scale_to_the_bit(make):
     """Nothing squares them, compares them with a constant or adds one, by which small ones would be lost."""
 
     def run(scale):
@@ -450,7 +449,8 @@ def test_gradients_of_another_scale_have_averages_of_that_scale_to_the_bit(make,
 
         return run_ranks(2, work)[0]
 
-    assert torch.equal(run(2.0**power), run(1.0))
+    plain = run(1.0)
+    assert all(torch.equal(run(2.0**power), plain) for power in (-80, 80))
 
 
 # Honest numbers

@@ -1,6 +1,7 @@
 """Stopping and going on is the same as not stopping."""
 
 import io
+from functools import cache
 
 import pytest
 import torch
@@ -29,14 +30,21 @@ def stored(*parts):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_resumed_run_is_the_straight_run_to_the_bit(world, stop):
+@cache
+def straight_run(world):
+    """The weights and the memory of every rank."""
+
     def straight(rank, group):
         model, optimizer, averager = make(group, rank)
         train(model, optimizer, averager, rank, 20)
         return weights(model), averager.memory.state_dict()
 
+    return run_ranks(world, straight)
+
+
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_is_the_straight_run_to_the_bit(world, stop):
     def resumed(rank, group):
         first = make(group, rank)
         train(*first, rank, stop)
@@ -46,7 +54,7 @@ def test_a_resumed_run_is_the_straight_run_to_the_bit(world, stop):
         train(*second, rank, range(stop, 20))
         return weights(second[0]), second[2].memory.state_dict()
 
-    for (got, memory), (expected, other) in zip(run_ranks(world, resumed), run_ranks(world, straight), strict=True):
+    for (got, memory), (expected, other) in zip(run_ranks(world, resumed), straight_run(world), strict=True):
         assert torch.equal(got, expected)
         assert same(memory, other)
 

@@ -68,11 +68,17 @@ class Table(nn.Module):
 SHAPES = [tuple(parameter.shape) for parameter in Table().parameters()]
 
 
-def prescribed_loss(model, rank, step):
-    """For a Table: gradients that do not depend on the weights, different for each rank and step, heavy-tailed."""
+@cache
+def slopes(rank, step):
+    """Heavy-tailed numbers for every parameter of a Table."""
     generator = seeded(rank, step)
     noise = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    return model(*(n * n.abs() for n in noise))
+    return [n * n.abs() for n in noise]
+
+
+def prescribed_loss(model, rank, step):
+    """For a Table: gradients that do not depend on the weights, different for each rank and step."""
+    return model(*slopes(rank, step))
 
 
 @cache

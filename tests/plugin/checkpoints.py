@@ -1,6 +1,6 @@
 """Runs on every rank of a world: trainings that stop and go on from checkpoints. Prints the outcomes as one JSON line.
 
-usage: checkpoints.py FOLDER (which the worlds share). Alone, without a world, it tries start_method="spawn".
+usage: checkpoints.py FOLDER (which the worlds share). Alone, without a world, it tries start_method="fork".
 """
 
 import json
@@ -167,8 +167,11 @@ def from_two_ranks():
 
 
 def spawned():
-    """How far what the main process saves afterwards is from the weights that it got back."""
-    trainer, weights, _ = fit(DGC, start_method="spawn")
+    """How far what the main process saves afterwards is from the weights that it got back.
+
+    Lightning has one launcher for "spawn" and "fork"; forked ranks need not import everything again.
+    """
+    trainer, weights, _ = fit(DGC, start_method="fork")
     trainer.save_checkpoint(FOLDER / "spawned.ckpt")
     saved = torch.load(FOLDER / "spawned.ckpt", weights_only=True)
     return (torch.cat([part.reshape(-1) for part in saved["state_dict"].values()]) - weights).abs().max().item()

@@ -1,7 +1,6 @@
 """Runs that stop and go on, on two and three ranks. One run of `checkpoints.py` for each world serves all tests."""
 
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.plugin.checkpoint import KEY, RankStates
 from lightning_gradcomp.plugin.sidecar import Sidecars
 from tests.averaging.workers import Table, averaged, prescribed_loss
-from tests.processes import run, run_world
+from tests.processes import Forked, run_world
 from tests.threads import checked_collectives, run_ranks
 
 SCRIPT = str(Path(__file__).with_name("checkpoints.py"))
@@ -167,7 +166,7 @@ def test_the_best_checkpoint_keeps_its_folder_the_others_are_gone_with_theirs_an
 
 
 def test_after_a_spawned_fit_the_main_process_saves_alone(tmp_path):
-    done = run(sys.executable, SCRIPT, str(tmp_path), timeout=90)
+    done = Forked(SCRIPT, str(tmp_path), timeout=90).end()
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout.splitlines()[-1]) == {"spawned": 0}
     assert [path.name for path in tmp_path.iterdir()] == ["spawned.ckpt"]

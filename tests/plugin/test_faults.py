@@ -1,46 +1,63 @@
 """A rank that dies, hangs or raises: the others end soon, with a sentence, and the run can go on."""
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lightning_gradcomp.plugin.named_faults import warn_of_stale_addresses
-from tests.processes import run
+from tests.processes import Forked, run_world, start_world
 
 SCRIPT = str(Path(__file__).with_name("fault_script.py"))
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-TIMEOUT = 12.0
-"""Seconds that a rank waits for another: enough for six processes to start, far less than the test may take."""
+TORCHRUN = str(Path(__file__).with_name("elastic_script.py"))
+TIMEOUT = 15.0
+"""Seconds that a rank waits for another: enough for one to start, far less than the test may take."""
 
-CASES = {  # the long ones first
-    "restart": (TORCHRUN, "kill", "dgc"),
-    "stop": ((sys.executable,), "stop", "dgc"),
-    "stop, dense": ((sys.executable,), "stop", "ddp_dense"),
-    "kill": ((sys.executable,), "kill", "dgc"),
-    "raise": ((sys.executable,), "raise", "dgc"),
-    "term": ((sys.executable,), "term", "dgc"),
-    "term, dense": ((sys.executable,), "term", "ddp_dense"),
+
+def start(launcher, kind, strategy, folder):
+    """The processes of a case, the one to look at first."""
+    arguments = (kind, folder, strategy, str(TIMEOUT if kind == "stop" else 3 * TIMEOUT))  # the others end before
+    if launcher == "outside":
+        return start_world(2, SCRIPT, *arguments)
+    script = (TORCHRUN, SCRIPT) if launcher == "torchrun" else (SCRIPT,)
+    return [Forked(*script, *arguments, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})]
+
+
+CASES = {  # those that wait first, and next those that leave the cores to the rank that is started for them
+    "stop": ("Lightning", "stop", "dgc"),
+    "stop, dense": ("outside", "stop", "ddp_dense"),
+    "term, dense": ("outside", "term", "ddp_dense"),
+    "raise": ("outside", "raise", "dgc"),
+    "restart": ("torchrun", "kill", "dgc"),
+    "kill": ("Lightning", "kill", "dgc"),
+    "term": ("Lightning", "term", "dgc"),
 }
+"""Who starts the ranks, what happens, and the strategy. One that Lightning starts has to import everything; but there
+rank 0 also sees to it that rank 1 ends."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Case -> (folder, return code, output); three run at a time, since they mostly wait."""
+    """Case -> (folder, return code, output). Those that stop wait for their timeout while the others run."""
+    running, ended = {}, {}
 
-    folders = {case: str(tmp_path_factory.mktemp("fault")) for case in CASES}  # which threads can't make
+    def end(case):
+        folder, (first, *others) = running.pop(case)
+        done = first.end()
+        output = done.stdout
+        for other in others:
+            if CASES[case][1] == "stop":
+                other.kill()
+            output += other.end().stdout
+        ended[case] = folder, done.returncode, output
 
-    def outcome(case):
-        launcher, kind, strategy = CASES[case]
-        folder = folders[case]
-        timeout = TIMEOUT if kind == "stop" else 3 * TIMEOUT  # the others end before
-        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        done = run(*launcher, SCRIPT, kind, folder, strategy, str(timeout), timeout=120, env=own_store)
-        return folder, done.returncode, done.stdout
-
-    with ThreadPoolExecutor(3) as pool:
-        return dict(zip(CASES, pool.map(outcome, CASES), strict=True))
+    for case, options in CASES.items():
+        folder = str(tmp_path_factory.mktemp("fault"))
+        running[case] = folder, start(*options, folder)
+        if options[1] != "stop":
+            end(case)
+    for case in list(running):
+        end(case)
+    return ended
 
 
 def moment(output, words):
@@ -90,9 +107,7 @@ def test_the_optimizers_groups_are_as_the_user_set_them(outcomes, case):
 
 def test_the_last_checkpoint_loads_and_the_run_goes_on(outcomes):
     folder, _, _ = outcomes["stop"]
-    done = run(sys.executable, SCRIPT, "none", folder, "dgc", str(TIMEOUT), timeout=90)
-    assert done.returncode == 0, done.stdout
-    assert "rank 0 did 30 steps, restored: True" in done.stdout
+    assert "rank 0 did 30 steps, restored: True" in run_world(2, SCRIPT, "none", folder, "dgc", str(TIMEOUT))
 
 
 def test_torchruns_shared_store_is_warned_of_where_it_restarts(monkeypatch):

@@ -11,24 +11,26 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.plugin import launch
-from tests.processes import run
+from lightning_gradcomp.plugin.launch import SubprocessLauncher
+from tests.processes import Forked, run
 
 SCRIPT = str(Path(__file__).with_name("user_script.py"))
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        (sys.executable, SCRIPT, "DGC"),
-        (sys.executable, SCRIPT, "dgc", "spawn"),
-        (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, "dgc"),
-    ],
-    ids=["popen", "spawn", "torchrun"],
-)
-def test_a_users_script_trains(command):
-    done = run(*command)
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+LAUNCHES = {
+    "popen": lambda: Forked(SCRIPT, "DGC").end(),
+    "spawn": lambda: Forked(SCRIPT, "dgc", "spawn").end(),
+    "torchrun": lambda: run(sys.executable, "-m", *TORCHRUN, SCRIPT, "dgc"),
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_a_users_script_trains(launch):
+    done = launch()
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert [line.split()[3] for line in lines] == [
@@ -80,7 +82,7 @@ def test_refused_before_any_process_starts(optimizer, options, message, monkeypa
     def start(*args):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(launch.SubprocessLauncher, "_call_children_scripts", start)
+    monkeypatch.setattr(SubprocessLauncher, "_call_children_scripts", start)
     trainer = L.Trainer(accelerator="cpu", devices=2, max_epochs=1, **QUIET, **options)
     with pytest.raises(ValueError, match=message):
         trainer.fit(Net(optimizer), torch.zeros(4, 4))
@@ -93,7 +95,7 @@ def test_an_optimizer_that_cannot_be_made_before_the_launch_does_not_stop_it(mon
     def start(*args):
         raise Started
 
-    monkeypatch.setattr(launch.SubprocessLauncher, "_call_children_scripts", start)
+    monkeypatch.setattr(SubprocessLauncher, "_call_children_scripts", start)
     trainer = L.Trainer(strategy="dgc", accelerator="cpu", devices=2, **QUIET)
     with pytest.raises(Started):
         trainer.fit(Net(adamw_then_trainer_needed), torch.zeros(4, 4))
