@@ -53,7 +53,9 @@ class Exchange:
         mean: torch.Tensor,
         dense_values: str,
     ) -> None:
-        self._mean, self._values = mean, dense_values
+        self._values = dense_values
+        self.buffer = mean
+        """For the average, fp32 [n], with anything in it. A new one at each step would take more time."""
         self.topology, self.stats, self._dense = topology, stats, dense
         self._finite, self._present = finite.view(1), _flags(present, dense.device)
         self.dense_mean = self.dense_sent = dense
@@ -113,10 +115,6 @@ class Exchange:
         """
         good, *anywhere = read(torch.cat([self._finite & all_finite(mean.values), self._present]))
         return good, anywhere
-
-    def blank(self) -> torch.Tensor:
-        """The buffer for the average, fp32 [n], filled with 0. A new one each step would cost more time."""
-        return self._mean.zero_()
 
     def _book(self, traffic: int) -> None:
         self.stats.bytes_sent += traffic

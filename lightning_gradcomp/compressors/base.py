@@ -13,7 +13,7 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Memory
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.values import check_format
-from lightning_gradcomp.compressors.wire import Everything, Mean, Sent, Sparse
+from lightning_gradcomp.compressors.wire import Everything, Mean, Piecewise, Sent, Sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 
@@ -155,10 +155,23 @@ def mean_of(
         indices, places = torch.cat([one.indices for one in sparse]).unique(return_inverse=True)
         values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in sparse]))
         return Sparse(indices, values.div_(len(sparse)))
-    mean = exchange.blank()
+    piecewise = [one for one in everyones if isinstance(one, Piecewise)]
+    if len(piecewise) == len(everyones):
+        return Everything(mean_of_pieces(piecewise, exchange.buffer))
+    mean = exchange.buffer.zero_()
     for one in everyones:
         one.add_to(mean)
     return Everything(mean.div_(len(everyones)))
+
+
+def mean_of_pieces(everyones: Sequence[Piecewise], out: torch.Tensor) -> torch.Tensor:
+    """The mean of what is cut alike, a piece at a time while it is in the cache, in `out` (fp32 [n])."""
+    for number, (start, stop) in enumerate(everyones[0].pieces):
+        total = everyones[0].values(number)
+        for one in everyones[1:]:
+            total.add_(one.values(number))
+        torch.div(total, len(everyones), out=out[start:stop])
+    return out
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,11 +17,10 @@ class HostGenerator:
     def __init__(self, seed: int) -> None:
         self._bits = np.random.SFC64(seed)
 
-    def uniform(self, n: int, top: torch.Tensor) -> torch.Tensor:
-        """fp32 [n], uniform in (0, top); `top`: fp32 scalar."""
+    def uniform(self, n: int, begin: float) -> torch.Tensor:
+        """fp32 [n], uniform in (begin, begin + 1)."""
         steps = self._bits.random_raw(-(-n // 4)).view(np.uint16)[:n].astype(np.float32)
-        step = top / 65_536
-        return torch.from_numpy(steps).mul_(step).add_(step / 2)
+        return torch.from_numpy(steps).mul_(2**-16).add_(begin + 2**-17)
 
     def get_state(self) -> torch.Tensor:
         """uint8 [32]."""
@@ -40,9 +39,10 @@ class DeviceGenerator:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def uniform(self, n: int, top: torch.Tensor) -> torch.Tensor:
-        """fp32 [n], uniform in [0, top); `top`: fp32 scalar."""
-        return torch.rand(n, generator=self._generator, device=self._generator.device).mul_(top)
+    def uniform(self, n: int, begin: float) -> torch.Tensor:
+        """fp32 [n], uniform in [begin, begin + 1); `begin` is 0 or 1, for which that holds after rounding too."""
+        draws = torch.rand(n, generator=self._generator, device=self._generator.device)
+        return draws.clamp_(max=1 - 2**-23).add_(begin)
 
     def get_state(self) -> torch.Tensor:
         """uint8 on the CPU."""

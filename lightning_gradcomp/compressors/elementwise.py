@@ -16,11 +16,6 @@ def at_least(x: torch.Tensor, bound: torch.Tensor | float) -> torch.Tensor:
     return torch.from_numpy(np.greater_equal(x.numpy(), np.float32(bound)))
 
 
-def above(x: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """x > bound, element by element: bool, as long as both (fp32)."""
-    return x > bound if x.is_cuda else torch.from_numpy(np.greater(x.numpy(), bound.numpy()))
-
-
 def look_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """The rows of `table` (fp32 [256, w]) that the bytes `packed` (uint8 [m]) name, end to end: fp32 [m · w]."""
     if packed.is_cuda:

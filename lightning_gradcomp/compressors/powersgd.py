@@ -140,7 +140,7 @@ class PowerSGD(Lossy):
         packed = exchange.mean(torch.cat([q.reshape(-1) for q in local]))
         with stats.phase("decompress"):
             qs = [part.view(-1, r) for part in packed.split([q.numel() for q in local])]
-            mean = exchange.blank()
+            mean = exchange.buffer.zero_()
             for (a, b), p, q in zip(layout.bounds, ps, qs, strict=True):
                 torch.mm(p, q.T, out=mean[a:b].view(p.shape[0], -1))
             if self.warm_start:

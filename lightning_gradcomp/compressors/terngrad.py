@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Lossy, mean_of
 from lightning_gradcomp.compressors.draws import Generator, generator
-from lightning_gradcomp.compressors.elementwise import above, look_up
+from lightning_gradcomp.compressors.elementwise import look_up
 from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum, Residual
@@ -49,9 +49,15 @@ def scaler_of(g: torch.Tensor, c: float) -> torch.Tensor:
 
 
 def ternarise(g: torch.Tensor, s: torch.Tensor, generator: Generator) -> torch.Tensor:
-    """-1, 0 or 1 (int8 [n]) with expectation g / s, for g (fp32 [n]) within ±s; 0 where s is 0."""
-    draws = generator.uniform(g.numel(), s)
-    return above(g, draws).view(torch.int8) - above(g.neg(), draws).view(torch.int8)
+    """1 + t (uint8 [n]), where t is -1, 0 or 1 with expectation g / s, for g (fp32 [n]) within ±s; t = 0 where s is 0.
+
+    t = floor(g / s + u), u uniform in (0, 1): the paper's sign(g) · b with P(b = 1) = |g| / s, in one pass.
+    """
+    per_s = 1 / s.clamp(min=torch.finfo(torch.float32).tiny)
+    rounded_down = (
+        generator.uniform(g.numel(), 1.0).addcmul_(g, per_s).to(torch.int8)
+    )  # to uint8 takes five times as long
+    return rounded_down.view(torch.uint8)
 
 
 def packed_bytes(n: int) -> int:
@@ -59,10 +65,13 @@ def packed_bytes(n: int) -> int:
     return -(-n // DIGITS)
 
 
-def pack(t: torch.Tensor) -> torch.Tensor:
-    """Five digits of t (int8 [n], each -1, 0 or 1) in a byte, the first lowest: uint8 [ceil(n / 5)]."""
-    digits = torch.nn.functional.pad(t + 1, (0, -t.numel() % DIGITS)).view(torch.uint8).view(-1, DIGITS)
-    columns = digits.T if digits.is_cuda else digits.T.numpy()  # which takes a third of the time, on a CPU
+def pack(digits: torch.Tensor) -> torch.Tensor:
+    """Five digits (uint8 [n], each 0, 1 or 2) in a byte, the first lowest: uint8 [ceil(n / 5)]."""
+    if spare := -digits.numel() % DIGITS:
+        digits = torch.nn.functional.pad(digits, (0, spare))
+    columns = digits.view(-1, DIGITS).T
+    if not digits.is_cuda:
+        columns = columns.numpy()  # takes a third of the time
     packed = columns[DIGITS - 1] + 0
     for digit in reversed(range(DIGITS - 1)):
         packed *= 3
@@ -71,13 +80,13 @@ def pack(t: torch.Tensor) -> torch.Tensor:
 
 
 def table_of(device: torch.device) -> torch.Tensor:
-    """The five digits of every byte that `pack` writes: fp32 [243, 5]."""
+    """The five digits of every byte that `pack` writes, less 1: fp32 [243, 5]."""
     powers = 3 ** torch.arange(DIGITS, device=device)
     return (torch.arange(3**DIGITS, device=device).unsqueeze(1) // powers % 3 - 1).float()
 
 
 def unpack(packed: torch.Tensor, n: int, table: torch.Tensor) -> torch.Tensor:
-    """The n digits that `pack` wrote, as fp32, from `table_of` its device."""
+    """The n digits that `pack` wrote, less 1, as fp32, from `table_of` its device."""
     return look_up(table, packed)[:n]
 
 

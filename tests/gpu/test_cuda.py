@@ -72,7 +72,7 @@ def test_indices_are_packed_as_on_the_cpu_and_read_back(n, k):
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 1000])
 def test_bits_and_codes_are_packed_as_on_the_cpu_and_read_back(n):
     x = torch.randn(n, generator=seeded(n))
-    bits, digits, t = (x > 0).view(torch.uint8), x.round().clamp(-1, 1).to(torch.int8), torch.tensor(0.5)
+    bits, digits, t = (x > 0).view(torch.uint8), (x.round().clamp(-1, 1) + 1).byte(), torch.tensor(0.5)
     for own, theirs in (
         (pack_bits(bits.cuda()), pack_bits(bits)),
         (unpack_bits(pack_bits(bits.cuda()), n), bits),

@@ -126,8 +126,8 @@ class OnTheCPU(DeviceGenerator):
         super().__init__(seed, torch.device("cpu"))
         self.device = device
 
-    def uniform(self, n, top):
-        return super().uniform(n, torch.ones(())).to(self.device) * top
+    def uniform(self, n, begin):
+        return super().uniform(n, begin).to(self.device)
 
 
 def draw_on_the_cpu(monkeypatch):

@@ -36,7 +36,8 @@ class PaperTernGrad(Workers):
 
     def ternarise(self, g, s, draw):
         """s · sign(g) ∘ b, with P(b = 1) = |g| / s."""
-        chance = draw(g.size).reshape(g.shape) * s
+        u = draw(g.size).reshape(g.shape)
+        chance = np.where(g > 0, 1 - u, u) * s  # as good as u, and that at which floor(g / s + u) rounds away from 0
         inside = (np.abs(g) > 0) & (np.abs(g) < s)
         self.decided(np.abs(chance - np.abs(g))[inside])
         return (s * np.sign(g) * (chance < np.abs(g))).astype(np.float32)
