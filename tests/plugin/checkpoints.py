@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from strategies import forced
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
@@ -89,7 +90,7 @@ def fit(compressor, state="gather", ckpt=None, save=None, callbacks=(), plugins=
     L.seed_everything(0, verbose=False)
     net, watch = Net(), Watch(save)
     trainer = L.Trainer(
-        strategy=lgc.CompressedDDPStrategy(compressor=compressor, checkpoint_state=state, **options), accelerator="cpu",
+        strategy=forced(compressor=compressor, checkpoint_state=state, **options), accelerator="cpu",
         devices=WORLD, max_epochs=2, accumulate_grad_batches=3, use_distributed_sampler=False, logger=False,
         callbacks=[watch, *callbacks], plugins=plugins, enable_checkpointing=bool(callbacks),
         enable_progress_bar=False, enable_model_summary=False,

@@ -4,10 +4,11 @@ import lightning as L
 import torch
 from torch import nn
 
-import lightning_gradcomp as lgc  # noqa: F401 - registers the strategies
+import lightning_gradcomp as lgc
 
 if __name__ == "__main__":
-    fabric = L.Fabric(strategy="dgc", accelerator="cpu", devices=2)
+    strategy = lgc.CompressedFabricStrategy("dgc", topology="all_gather")
+    fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=2)
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from strategies import forced
 from torch import nn
 
 import lightning_gradcomp as lgc
@@ -55,7 +56,7 @@ class Say(L.Callback):
 if __name__ == "__main__":
     L.seed_everything(0, verbose=False)
     compressor = lgc.NoCompression() if STRATEGY == "ddp_dense" else lgc.DGC(dense_epochs=0, warmup_epochs=0)
-    strategy = lgc.CompressedDDPStrategy(compressor, timeout=timedelta(seconds=float(SECONDS)))
+    strategy = forced(compressor, timeout=timedelta(seconds=float(SECONDS)))
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_progress_bar=False,
         enable_model_summary=False,

@@ -26,6 +26,7 @@ from features_kit import (
 )
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
+from strategies import forced
 from torch import nn
 
 import lightning_gradcomp as lgc
@@ -72,7 +73,7 @@ def overflow():
         compressor = entry.cls(**{key: value for key, value in wanted.items() if key in known})
         losses = []
         for make in (Net, Overflow):
-            strategy = lgc.CompressedDDPStrategy(compressor=compressor, verify_replicas_every_n_steps=1)
+            strategy = forced(compressor=compressor, verify_replicas_every_n_steps=1)
             trainer, _ = fit(strategy, make, batches=40, epochs=1, **scaled())
             losses.append(nn.functional.mse_loss(trainer.lightning_module(x), y).item())
         kinds = strategy.averager.state_dict()["memory"]

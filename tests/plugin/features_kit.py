@@ -12,6 +12,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from strategies import forced
 from torch import nn
 
 import lightning_gradcomp as lgc
@@ -121,21 +122,21 @@ def on_every_rank(value):
 
 
 def dense(**options):
-    return lgc.CompressedDDPStrategy(compressor="none", **options)
+    return forced(compressor="none", **options)
 
 
 def nothing_dropped(**options):
-    return lgc.CompressedDDPStrategy(compressor=lgc.DGC(sparsity=0), **options)
+    return forced(compressor=lgc.DGC(sparsity=0), **options)
 
 
 def onebit(**options):
     compressor = lgc.OneBit(min_elements=32, warmup_epochs=0)
-    return lgc.CompressedDDPStrategy(compressor=compressor, verify_replicas_every_n_steps=1, **options)
+    return forced(compressor=compressor, verify_replicas_every_n_steps=1, **options)
 
 
 def dgc(clip_norm=None, **options):
     compressor = lgc.DGC(sparsity=0.9, min_elements=32, dense_epochs=0, warmup_epochs=0, clip_norm=clip_norm)
-    return lgc.CompressedDDPStrategy(compressor=compressor, verify_replicas_every_n_steps=1, **options)
+    return forced(compressor=compressor, verify_replicas_every_n_steps=1, **options)
 
 
 def compressed(strategy, make=Net, **options):

@@ -15,6 +15,7 @@ from unittest import mock
 
 import lightning as L
 import torch
+from strategies import forced
 from torch import nn
 
 import lightning_gradcomp as lgc
@@ -91,7 +92,7 @@ def apart(a, b):
 
 
 def sparse(**options):
-    return lgc.CompressedDDPStrategy(compressor=lgc.DGC(sparsity=0.9, warmup_epochs=1, min_elements=32, **options))
+    return forced(compressor=lgc.DGC(sparsity=0.9, warmup_epochs=1, min_elements=32, **options))
 
 
 class Keep(L.Callback):
@@ -106,7 +107,7 @@ def dense_limit():
     for nesterov in (False, True):
         _, stock = fit("ddp", nesterov=nesterov)
         _, dense = fit("ddp_dense", nesterov=nesterov)
-        strategy = lgc.CompressedDDPStrategy(compressor=lgc.DGC(sparsity=0))
+        strategy = forced(compressor=lgc.DGC(sparsity=0))
         _, nothing_dropped = fit(strategy, nesterov=nesterov)
         result[f"nesterov={nesterov}"] = [apart(stock, dense), apart(stock, nothing_dropped)]
     return result
@@ -165,7 +166,7 @@ def plain_to_sparse():
     _, straight = fit("ddp", epochs=3)
     stopped, _ = fit("ddp", epochs=2)
     stopped.save_checkpoint(FOLDER / "ddp.ckpt")
-    strategy = lgc.CompressedDDPStrategy(compressor=lgc.DGC(sparsity=0))
+    strategy = forced(compressor=lgc.DGC(sparsity=0))
     _, dense = fit(strategy, epochs=3, ckpt_path=FOLDER / "ddp.ckpt")
     now_sparse, _ = fit(sparse(dense_epochs=0), epochs=3, ckpt_path=FOLDER / "ddp.ckpt")
     return {"dense_apart": apart(straight, dense), "sparsity": now_sparse.strategy.averager.stats.sparsity}
@@ -199,13 +200,29 @@ def round_trips():
             patches.enter_context(counting(name))
         trainer, _ = fit(sparse(dense_epochs=0), epochs=1, callbacks=[Count()])
     mean = trainer.lightning_module.features[1].running_mean
-    each_its_own = lgc.CompressedDDPStrategy(sparse(dense_epochs=0).compressor, broadcast_buffers=False)
+    each_its_own = forced(sparse(dense_epochs=0).compressor, broadcast_buffers=False)
     own = fit(each_its_own, epochs=1)[0].lightning_module.features[1].running_mean
     return {
         "calls": calls_of_eight_steps,
         "apart_in_training": apart_in_training,
         "apart_at_the_end": apart(mean, everyones_first(mean)),
         "own_apart_at_the_end": apart(own, everyones_first(own)),
+    }
+
+
+def tried():
+    """The default topology, which decides by the clock: whatever it decides, it says so and the replicas are equal."""
+    monitor, again = lgc.CommunicationMonitor(), lgc.CommunicationMonitor()
+    compressor = lgc.DGC(sparsity=0.9, warmup_epochs=0, dense_epochs=0, min_elements=32)
+    trainer, after = fit(lgc.CompressedDDPStrategy(compressor), epochs=2, callbacks=[monitor])
+    trainer.save_checkpoint(FOLDER / "tried.ckpt")
+    fit(lgc.CompressedDDPStrategy(compressor), epochs=3, callbacks=[again], ckpt_path=FOLDER / "tried.ckpt")
+    summary = monitor.summary()
+    return {
+        "trial": summary["trial"],
+        "trial_of_the_resumed": again.summary()["trial"],
+        "topology": summary["topology"],
+        "replicas_apart": apart(after, everyones_first(after)),
     }
 
 
@@ -218,6 +235,8 @@ def everyones_first(tensor):
 
 if __name__ == "__main__":
     WORLD = int(os.environ["WORLD_SIZE"])
-    outcome = {f.__name__: f() for f in (dense_limit, sparse_training, warm_up, resume, plain_to_sparse, round_trips)}
+    outcome = {
+        f.__name__: f() for f in (dense_limit, sparse_training, warm_up, resume, plain_to_sparse, round_trips, tried)
+    }
     if os.environ["RANK"] == "0":
         print(json.dumps(outcome))

@@ -41,6 +41,14 @@ def test_monitor_logs_bytes_ratio_sparsity_and_phases(outcome):
     assert summary["dense_bytes"] > summary["bytes_sent"] > 0
 
 
+def test_what_the_trial_decided_is_said_and_kept_in_the_checkpoint(outcome):
+    tried = outcome["tried"]
+    decided = {"all_gather": "Steps are compressed from now on", "all_reduce": "Steps are dense from now on"}
+    assert tried["trial"].startswith(decided[tried["topology"]])
+    assert tried["trial_of_the_resumed"] == tried["trial"]
+    assert tried["replicas_apart"] == 0
+
+
 def test_sparsity_follows_the_callback_by_epoch_and_by_step(outcome):
     by_epoch, by_step = outcome["warm_up"][:30], outcome["warm_up"][30:]
     assert by_epoch == [0] * 10 + [0.8] * 10 + [0.9] * 10

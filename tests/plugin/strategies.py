@@ -1,0 +1,7 @@
+"""The strategy that compresses whatever the link: between processes of one machine, "auto" would go dense."""
+
+import lightning_gradcomp as lgc
+
+
+def forced(compressor="dgc", **options):
+    return lgc.CompressedDDPStrategy(compressor, topology="all_gather", **options)
