@@ -27,12 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_gradcomp as lgc
 from benchmarks import report
 from lightning_gradcomp.app.models import build
+from lightning_gradcomp.averaging import Stats
 
+PHASES = ("compress", "exchange", "decompress")
 WHOLE = 1_000_000
 """MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""
 
-Step = Callable[[torch.Tensor, torch.Tensor], int]
-"""Trains on (images, labels); returns the bytes that this rank sent, 0 where nobody counts them."""
+Step = Callable[[torch.Tensor, torch.Tensor], Stats | None]
+"""Trains on (images, labels); returns what this rank's exchange cost, where somebody counts."""
 
 
 def forward_backward(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -52,18 +54,17 @@ def stepper(method: str, model: torch.nn.Module) -> Step:
     if method in ("compute", "ddp", "fp16_hook", "powersgd_hook"):
         wrapped = model if method == "compute" else with_hook(method, model)
 
-        def plain(images: torch.Tensor, labels: torch.Tensor) -> int:
+        def plain(images: torch.Tensor, labels: torch.Tensor) -> None:
             forward_backward(wrapped, images, labels)
             optimizer.step()
-            return 0
 
         return plain
     averager = lgc.GradientAverager(model, compressor(method), optimizer=optimizer)
 
-    def averaged(images: torch.Tensor, labels: torch.Tensor) -> int:
+    def averaged(images: torch.Tensor, labels: torch.Tensor) -> Stats:
         forward_backward(model, images, labels)
         averager.step()
-        return averager.stats.bytes_sent
+        return averager.stats
 
     return averaged
 
@@ -90,7 +91,7 @@ def compressor(method: str) -> lgc.Compressor:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Method -> median milliseconds of a step, spread over the turns, ratio to computation, bytes sent."""
+    """Method -> median milliseconds of a step, spread over the turns, ratio to computation, what the exchange cost."""
     rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
     images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, generator=generator)
     labels = torch.randint(0, 10, (arguments.batch,), generator=generator)
@@ -99,14 +100,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         torch.manual_seed(0)  # the same weights on every rank
         steps[method] = stepper(method, network(arguments.model))
     seconds: dict[str, list[list[float]]] = {method: [] for method in steps}
-    sent = dict.fromkeys(steps, 0)
+    costs: dict[str, list[Stats | None]] = {method: [] for method in steps}
     for turn in range(arguments.turns + 1):
         for method, step in steps.items():
             own = []
             for _ in range(arguments.steps):
                 dist.barrier()
                 begin = time.perf_counter()
-                sent[method] = step(images, labels)
+                costs[method].append(step(images, labels))
                 own.append(time.perf_counter() - begin)
             slower = torch.tensor(own)
             dist.all_reduce(slower, op=dist.ReduceOp.MAX)
@@ -121,8 +122,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
             "ms": 1e3 * median(second for turn in turns for second in turn),
             "lowest_turn_ms": min(medians),
             "highest_turn_ms": max(medians),
-            "bytes_sent": sent[method],
         }
+        counted = [cost for cost in costs[method][arguments.steps :] if cost]
+        if counted:
+            results[method]["bytes_sent"] = counted[-1].bytes_sent
+            results[method] |= {f"{phase}_ms": 1e3 * median(c.seconds[phase] for c in counted) for phase in PHASES}
     for result in results.values():
         result["ratio_to_compute"] = result["ms"] / results["compute"]["ms"] if "compute" in results else float("nan")
     return results
@@ -133,8 +137,11 @@ def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
     lines = []
     for method, r in results.items():
         spread = f"{r['ms']:.1f} ({r['lowest_turn_ms']:.1f} to {r['highest_turn_ms']:.1f})"
-        sent = f"{r['bytes_sent']:,}" if r["bytes_sent"] else "not counted"
-        lines.append([method, spread, f"{r['ratio_to_compute']:.2f}x", sent])
+        counted = "bytes_sent" in r
+        phases = ", ".join(f"{r[f'{phase}_ms']:.0f}" for phase in PHASES) if counted else ""
+        lines.append(
+            [method, spread, f"{r['ratio_to_compute']:.2f}x", phases, f"{r['bytes_sent']:,}" if counted else ""]
+        )
     return lines
 
 
@@ -171,11 +178,14 @@ def main() -> None:
         conditions = {**vars(arguments), "N": dist.get_world_size()}
         print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")
         print(f"N={conditions['N']}, {report.machine()}")
-        print(
-            report.table(
-                ["method", "ms a step (lowest to highest turn)", "to computation", "bytes sent"], rows(results)
-            )
-        )
+        head = [
+            "method",
+            "ms a step (lowest to highest turn)",
+            "to computation",
+            "of it " + ", ".join(PHASES),
+            "bytes sent",
+        ]
+        print(report.table(head, rows(results)))
         report.write(arguments.out, "step_time", results, conditions, draw(results))
     dist.barrier()
     dist.destroy_process_group()
