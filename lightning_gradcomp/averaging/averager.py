@@ -46,7 +46,9 @@ class GradientAverager:
         compressor: an instance, or a name with default options.
         optimizer: needed by compressors that own the momentum (DGC): `torch.optim.SGD` itself.
         process_group: default: the world; a process without torch.distributed is a world of one.
-        topology: "all_gather", or "auto": the same, but dense where a trial in the first steps finds that quicker.
+        topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
+            means on, compressed again; for many ranks. "auto": all_gather, but dense where a trial in the first steps
+            finds that quicker.
         steps_per_epoch: lets a schedule that counts epochs count them.
         epoch: the epoch to begin with, for a caller that counts epochs itself, in `averager.epoch`.
 
@@ -71,7 +73,7 @@ class GradientAverager:
         check_optimizer(self.compressor, optimizer)
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
-        self.topology = named_topology(topology, process_group)
+        self.topology = named_topology(topology, process_group, self.compressor)
         self.world = self.topology.world
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.schedule: Schedule | None = self.compressor.schedule()
@@ -222,6 +224,7 @@ class GradientAverager:
             "memory": memory,
             "shapes": self.gradients.chosen,
             "dense_shapes": dense_shapes,
+            "owners": self.world,
             "trial": self.trial and self.trial.state_dict(),
         }
 
@@ -233,7 +236,7 @@ class GradientAverager:
         """
         if self._compression and state["memory"]:
             compare(state["shapes"], state["dense_shapes"], self.gradients, warn=self.topology.rank == 0)
-            self._compression.load_state_dict(state["memory"])
+            self._compression.load_state_dict(state["memory"], state.get("owners", 1))
             if self.topology.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._compression.state_dict(), self.gradients)
         if self.trial and state.get("trial"):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from lightning_gradcomp.averaging.elastic import OWNED
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.errors import refusal
 
@@ -50,7 +51,8 @@ def warn_of_lost_kinds(
 ) -> None:
     """Warn of kinds of state that the compressor, with the options that it has now, does not keep."""
     known = {*gradients.chosen, *gradients.left_dense}
-    lost = [kind for kind, parts in saved.items() if set(parts) & known - set(loaded.get(kind, {}))]
+    # What owners remembered is remembered by ranks where there are no such owners.
+    lost = [kind for kind, parts in saved.items() if kind != OWNED and set(parts) & known - set(loaded.get(kind, {}))]
     if lost:
         warnings.warn(
             f"What the checkpoint keeps as {_some(lost)} is lost: with its options of now, nothing uses it.",

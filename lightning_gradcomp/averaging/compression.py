@@ -7,12 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean, message_bytes
+from lightning_gradcomp.averaging.elastic import OWNED
+from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.message import Frame
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.takeover import adopt, hand_back, rules
-from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
-from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.averaging.topologies import AllGather, TwoPhase, dense_traffic
+from lightning_gradcomp.averaging.two_phase import Owners, Relay
+from lightning_gradcomp.compressors.base import Codec, Lossy
 from lightning_gradcomp.compressors.incoming import Incoming, all_finite
 from lightning_gradcomp.compressors.memory import Memory, Residual, Velocity
 from lightning_gradcomp.compressors.wire import Everything
@@ -47,33 +50,46 @@ class Compression:
 
     def _take(self, gradients: Gradients) -> None:
         self.gradients = gradients
-        self.memory, self.dense_memory = self._blank_books()
+        self.memory, self.dense_memory, self.owners = self._blank_books()
         self._mean = torch.empty_like(gradients.compressed_flat)
 
     @property
     def empty(self) -> bool:
         """Whether nothing is remembered."""
-        return self.memory.empty and self.dense_memory.empty
+        return self.memory.empty and self.dense_memory.empty and not (self.owners and self.owners.used)
 
-    def _blank_books(self) -> tuple[Memory, Memory]:
+    def _blank_books(self) -> tuple[Memory, Memory, Owners | None]:
         gradients, device = self.gradients, self.gradients.flat.device
         dense = Memory if self.compressor.dense_values == "fp32" else Residual
         memory = self.compressor.memory(gradients.layout, device, self.topology.rank)
-        return memory, dense(gradients.dense_layout, device)
+        owners = None
+        if isinstance(self.topology, TwoPhase):
+            assert isinstance(self.compressor, Codec)  # others are refused
+            owners = Owners(self.compressor, gradients.layout, gradients.dense_layout.n, self.topology, device)
+        return memory, dense(gradients.dense_layout, device), owners
 
     def lay_out(self, gradients: Gradients) -> None:
-        """A parameter was frozen or unfrozen: go on with these gradients; the state follows by name."""
+        """A parameter was frozen or unfrozen: go on with these gradients; the state follows by name.
+
+        Owners will own other stretches, so what they remember goes back into what ranks remember.
+        """
+        if self.owners and self.owners.used:
+            self.memory.absorb(self.owners.spread().mul_(self.topology.world))
+            self.owners.clear()
         state = self.state_dict()
         self._take(gradients)
         self.load_state_dict(state)
 
     def traffic(self, density: float) -> int:
-        """Bytes that a compressed step sends."""
+        """Bytes that a compressed step sends; of the rank that sends the most."""
         dense, flags = self.gradients.dense_layout.n, 2 + len(self.gradients.parameters)
+        if self.owners:
+            return self.owners.traffic(density, flags)
         total = 0
         for how, payload in self.compressor.messages(self.gradients.layout, density):
             if how == "gather":
-                total += self.topology.traffic(message_bytes(dense, payload, flags, self.compressor.dense_values))
+                frame = Frame(dense, self.compressor.dense_values, payload, flags)
+                total += self.topology.traffic(frame.length)
             elif how == "mean":
                 total += dense_traffic(payload + 4 * (dense + flags), self.topology.world)
             else:
@@ -136,8 +152,11 @@ class Compression:
             finite, present, outgoing, dense = self._compensate(grad_scale)
             fill_unless(finite, outgoing, 0.0)
         values = self.compressor.dense_values
-        exchange = Exchange(self.topology, dense, finite, [*present, flag], stats, self._mean, values)
-        mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
+        exchange = Relay(self.topology, dense, finite, [*present, flag], stats, self._mean, values)
+        if self.owners:
+            mean, sent = self.owners.average(outgoing, density, exchange)
+        else:
+            mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
         with stats.phase("decompress"):
             good, (*anywhere, flagged) = exchange.agreed(mean)
             if good:
@@ -145,6 +164,8 @@ class Compression:
                 self.dense_memory.forget(Everything(exchange.dense_sent))
                 for books in (memory, self.dense_memory):
                     books.commit(self._names(anywhere))
+                if self.owners:
+                    self.owners.commit()
                 gradients.assign(mean, exchange.dense_mean, anywhere, grad_scale)
             else:
                 gradients.flat.fill_(torch.nan)
@@ -162,6 +183,8 @@ class Compression:
             finite, present, outgoing, dense = self._compensate(grad_scale)
             gradients.dense_flat.copy_(dense)
             gradients.compressed_flat.copy_(outgoing)
+            if self.owners:
+                gradients.compressed_flat.add_(self.owners.spread(), alpha=self.topology.world)
             fill_unless(finite, gradients.compressed_flat, torch.nan)
         flats = [gradients.flat, memory.coming_momentum] if isinstance(memory, Velocity) else [gradients.flat]
         with stats.phase("exchange"):
@@ -170,8 +193,8 @@ class Compression:
             if all_finite(mean):
                 if self.optimizer and momentum:
                     hand_back(self.optimizer, gradients.compressed, gradients.layout.views(momentum[0]), anywhere)
-                memory.clear()
-                self.dense_memory.clear()
+                for books in (memory, self.dense_memory, *([self.owners] if self.owners else [])):
+                    books.clear()
             compressed, dense = mean.split([gradients.layout.n, gradients.dense_layout.n])
             gradients.assign(Everything(compressed), dense, anywhere, grad_scale)
         traffic = dense_traffic(4 * sum(flat.numel() for flat in flats), self.topology.world)
@@ -191,18 +214,30 @@ class Compression:
     def state_dict(self) -> State:
         """Kind -> parameter name -> tensor, frozen parameters included."""
         dense = {f"dense_{kind}": parts for kind, parts in self.dense_memory.state_dict().items()}
-        return {k: {**self._parked.get(k, {}), **parts} for k, parts in {**self.memory.state_dict(), **dense}.items()}
+        kinds = {**self.memory.state_dict(), **dense}
+        if self.owners and self.owners.used:
+            kinds[OWNED] = self.owners.state_dict()
+        return {kind: {**self._parked.get(kind, {}), **parts} for kind, parts in kinds.items()}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], owners: int = 1) -> None:
         """Replace everything that is remembered; what belongs to a frozen parameter is kept until it trains again.
+
+        Args:
+            state: kind -> parameter name -> tensor.
+            owners: among how many owners the kind `OWNED` is divided. Where that has changed, or there are none here,
+                the ranks remember what the owners did.
 
         Raises:
             ValueError: a tensor whose shape is not its parameter's.
         """
-        memory, dense_memory = self._blank_books()  # so that an error leaves those of before as they were
+        memory, dense_memory, own = self._blank_books()  # so that an error leaves those of before as they were
         memory.load_state_dict(state)
         dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
         dense_memory.load_state_dict({"residual": {}, **dense})
-        self.memory, self.dense_memory = memory, dense_memory
+        if OWNED in state and own and owners == self.topology.world:
+            own.load_state_dict(state[OWNED])
+        elif OWNED in state:
+            memory.absorb(self.gradients.layout.join(state[OWNED], self.gradients.flat.device).mul_(owners))
+        self.memory, self.dense_memory, self.owners = memory, dense_memory, own
         frozen = self.gradients.frozen
         self._parked = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}

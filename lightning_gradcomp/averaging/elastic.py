@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+OWNED = "owned"
+"""The kind of state that each owner has a part of: the parts are added up, which makes one owner's of all."""
+
 
 def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of what all ranks remember; every rank of any world may load it.
@@ -24,8 +27,8 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for kind, parts in last["memory"].items():
             if all(part.is_floating_point() for part in parts.values()):
                 add(total.setdefault(kind, {}), parts)
-    memory = {kind: divided(parts, world) for kind, parts in total.items()}
-    return {**last, "memory": memory, "trial": None}
+    memory = {kind: divided(parts, 1 if kind == OWNED else world) for kind, parts in total.items()}
+    return {**last, "memory": memory, "owners": 1, "trial": None}
 
 
 def add(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:

@@ -1,30 +1,15 @@
-"""A step's one message: the payload, the uncompressed gradients, and what every rank must know of every other.
-
-    | dense gradients [d], padded to 4 bytes | payload, uint8 [p] | flags, 1 bit each | padded to 4 bytes |
-
-The first flag says that this rank's gradient is finite; the others, one a parameter, that it has something to add to
-it; the last is the caller's. Lengths follow from the layout and the density, so they are the same on all ranks.
-"""
+"""One step's communication: collectives that carry what every rank must know of every other along with the payload."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
+from lightning_gradcomp.averaging.message import Frame
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
 from lightning_gradcomp.compressors.incoming import all_finite
-from lightning_gradcomp.compressors.values import pack_values, unpack_values, value_bytes
-from lightning_gradcomp.compressors.wire import Mean, pack_bits, unpack_bits
-
-
-def message_bytes(dense: int, payload: int, flags: int, dense_values: str) -> int:
-    """Length of a message; its parts begin at multiples of 4, so that fp32 is aligned in it, also after a gather."""
-    return _padded(value_bytes(dense, dense_values)) + _padded(payload + (flags + 7) // 8)
-
-
-def _padded(length: int) -> int:
-    return -(-length // 4) * 4
+from lightning_gradcomp.compressors.wire import Mean
 
 
 class Exchange:
@@ -64,27 +49,23 @@ class Exchange:
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's payload (uint8 [p], one length) in rank order; the rest of the message comes with it."""
         with self.stats.phase("compress"):
-            d = self._dense.numel()
-            dense = pack_values(self._dense, self._values)
-            self.dense_sent = unpack_values(dense, d, self._values)
-            begin = _padded(dense.numel())
-            end = begin + payload.numel()
             flags = torch.cat([self._finite, self._present])
-            message = payload.new_zeros(message_bytes(d, payload.numel(), flags.numel(), self._values))
-            message[: dense.numel()], message[begin:end] = dense, payload
-            packed = pack_bits(flags.view(torch.uint8))
-            message[end : end + packed.numel()] = packed
+            frame = Frame(self._dense.numel(), self._values, payload.numel(), flags.numel())
+            dense = frame.pack_dense(self._dense)
+            self.dense_sent = frame.read_dense(dense)
+            message = frame.pack(dense, payload, flags)
         with self.stats.phase("exchange"):
             messages = self.topology.exchange(message)
         self._book(self.topology.traffic(message.numel()))
         with self.stats.phase("decompress"):
-            self.dense_mean = torch.zeros_like(self._dense)
-            for row in messages:
-                self.dense_mean += unpack_values(row[: dense.numel()], d, self._values)
-            self.dense_mean /= len(messages)
-            everyones = torch.stack([unpack_bits(row[end:], flags.numel()) for row in messages]).bool()
-            self._finite, self._present = everyones[:, :1].all(0), everyones[:, 1:].any(0)
-        return [row[begin:end] for row in messages]
+            self.dense_mean = mean_of_rows([frame.read_dense(row) for row in messages])
+            self._hear([frame.read_flags(row) for row in messages])
+        return [frame.read_payload(row) for row in messages]
+
+    def _hear(self, everyones: list[torch.Tensor]) -> None:
+        """What the ranks' flags come to: finite if all are, present if any is."""
+        flags = torch.stack(everyones)
+        self._finite, self._present = flags[:, :1].all(0), flags[:, 1:].any(0)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
         """The mean of `flat` (fp32 [n]) over the ranks; the rest of the message travels with the first call."""
@@ -116,9 +97,17 @@ class Exchange:
         good, *anywhere = read(torch.cat([self._finite & all_finite(mean.values), self._present]))
         return good, anywhere
 
-    def _book(self, traffic: int) -> None:
-        self.stats.bytes_sent += traffic
-        self.stats.bytes_received += traffic
+    def _book(self, sent: int, received: int | None = None) -> None:
+        self.stats.bytes_sent += sent
+        self.stats.bytes_received += sent if received is None else received
+
+
+def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of what ranks sent (fp32 [d] each), added in rank order."""
+    mean = torch.zeros_like(rows[0])
+    for row in rows:
+        mean += row
+    return mean.div_(len(rows))
 
 
 def read(flags: torch.Tensor) -> list[bool]:

@@ -124,9 +124,13 @@ class Gradients:
         pieces = zip(self.compressed, present, self.layout.bounds, cuts, strict=True)
         for parameter, wanted, (start, _), (begin, end) in pieces:
             if wanted:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-                places = torch.unravel_index(mean.indices[begin:end] - start, parameter.shape)
-                parameter.grad[places] = values[begin:end].to(parameter.grad.dtype)
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+                places, entries = mean.indices[begin:end] - start, values[begin:end].to(grad.dtype)
+                if grad.is_contiguous():
+                    grad.view(-1)[places] = entries
+                else:  # channels last, say
+                    grad[torch.unravel_index(places, grad.shape)] = entries
+                parameter.grad = grad
 
 
 def _fill(views: list[torch.Tensor], parameters: list[nn.Parameter], scale: float) -> None:

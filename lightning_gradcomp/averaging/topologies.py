@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging.leaving import pause_at_exit
+from lightning_gradcomp.compressors.base import Codec, Compressor, Lossy
 from lightning_gradcomp.errors import refusal
 
 
@@ -45,16 +46,34 @@ class AllGather:
         return (self.world - 1) * num_bytes
 
 
-def topology(name: str, group: dist.ProcessGroup | None) -> AllGather:
+class TwoPhase(AllGather):
+    """Messages go to the owners of stretches, and from them to every rank (`two_phase.py`)."""
+
+    name = "two_phase"
+
+    def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
+        """What all ranks sent to this one, in rank order, uint8 [N, L]; messages[j], uint8 [L of j], goes to rank j."""
+        length = messages[self.rank].numel()
+        out = messages[0].new_empty(self.world * length)
+        sizes = [message.numel() for message in messages]
+        dist.all_to_all_single(out, torch.cat(messages), [length] * self.world, sizes, group=self.group)
+        return out.view(self.world, length)
+
+
+def topology(name: str, group: dist.ProcessGroup | None, compressor: Compressor) -> AllGather:
     """The topology `name` on `group`; None is a world of one, where nothing travels.
 
     Raises:
-        ValueError: a name that is not known.
+        ValueError: a name that is not known, or that says nothing about how this compressor's messages travel.
     """
     if name not in TOPOLOGIES:
         raise refusal("topology", name, ", ".join(repr(known) for known in TOPOLOGIES))
-    return TOPOLOGIES[name](group)
+    cls = TOPOLOGIES[name]
+    if issubclass(cls, TwoPhase) and isinstance(compressor, Lossy) and not isinstance(compressor, Codec):
+        why = "'auto' or 'all_gather': an owner can't decode a part of its message"
+        raise refusal(f"topology with {type(compressor).__name__}", name, why)
+    return cls(group)
 
 
-TOPOLOGIES = {"auto": AllGather, "all_gather": AllGather}
+TOPOLOGIES: dict[str, type[AllGather]] = {"auto": AllGather, "all_gather": AllGather, "two_phase": TwoPhase}
 """By name; "auto" is also asked whether to compress at all (`trial.py`)."""

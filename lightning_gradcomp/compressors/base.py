@@ -141,24 +141,29 @@ class Lossy(Compressor, ABC):
         """
 
 
-def mean_of(
-    flat: torch.Tensor,
-    payloads: Sequence[torch.Tensor],
-    exchange: Exchange,
-    sent: Sent,
-    decode: Callable[[torch.Tensor], Sent],
-) -> Mean:
-    """The mean of all ranks' `payloads`, added in rank order, of what is as long as `flat`; this rank's is `sent`."""
-    everyones = [sent if rank == exchange.topology.rank else decode(row) for rank, row in enumerate(payloads)]
+def read_all(
+    payloads: Sequence[torch.Tensor], rank: int, sent: Sent, decode: Callable[[torch.Tensor], Sent]
+) -> list[Sent]:
+    """What the ranks' payloads say, in rank order; that of `rank` is known to be `sent`."""
+    return [sent if number == rank else decode(row) for number, row in enumerate(payloads)]
+
+
+MERGING = 80
+"""To sort out an index that several ranks may have sent takes as long as to add so many elements."""
+
+
+def mean_of(everyones: Sequence[Sent], buffer: torch.Tensor) -> Mean:
+    """The mean of what ranks sent, added in rank order; in `buffer` (fp32 [n]), unless it is sparse."""
     sparse = [one for one in everyones if isinstance(one, Sparse)]
-    if len(sparse) == len(everyones) and not flat.is_cuda:  # on a GPU, to wait for the number of indices takes longer
+    few = sum(len(one.indices) for one in sparse) * MERGING < len(buffer)
+    if len(sparse) == len(everyones) and few and not buffer.is_cuda:  # a GPU would be waited for: how many are left?
         indices, places = torch.cat([one.indices for one in sparse]).unique(return_inverse=True)
         values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in sparse]))
         return Sparse(indices, values.div_(len(sparse)))
     piecewise = [one for one in everyones if isinstance(one, Piecewise)]
     if len(piecewise) == len(everyones):
-        return Everything(mean_of_pieces(piecewise, exchange.buffer))
-    mean = exchange.buffer.zero_()
+        return Everything(mean_of_pieces(piecewise, buffer))
+    mean = buffer.zero_()
     for one in everyones:
         one.add_to(mean)
     return Everything(mean.div_(len(everyones)))
@@ -202,4 +207,5 @@ class Codec(Lossy):
             payload, sent = self.encode(flat, layout, density)
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
-            return mean_of(flat, payloads, exchange, sent, lambda payload: self.decode(payload, layout, density)), sent
+            everyones = read_all(payloads, exchange.topology.rank, sent, lambda row: self.decode(row, layout, density))
+            return mean_of(everyones, exchange.buffer), sent

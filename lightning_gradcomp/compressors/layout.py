@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lightning_gradcomp.lazy import torch
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a flat buffer: where it begins, and what lies in it, parameters or some rows of one."""
+
+    start: int
+    layout: Layout
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This stretch of `flat`, sharing its memory."""
+        return flat[self.start : self.start + self.layout.n]
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,28 @@ class Layout:
         """(start, stop) of each parameter in the flat buffer."""
         stops = list(accumulate(self.sizes))
         return list(zip([0, *stops[:-1]], stops, strict=True)) if stops else []
+
+    def stretches(self, number: int) -> list[Stretch]:
+        """The buffer in `number` stretches as equal as cuts between rows allow; some may be empty."""
+        cuts = [0, *(self._row_near(self.n * part // number) for part in range(1, number)), self.n]
+        return [Stretch(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
+
+    def _row_near(self, place: int) -> int:
+        """The place closest to `place` where a row of a parameter begins."""
+        for (start, stop), shape in zip(self.bounds, self.shapes, strict=True):
+            if place < stop:
+                row = (stop - start) // shape[0]
+                return start + round((place - start) / row) * row
+        return self.n
+
+    def _between(self, start: int, stop: int) -> Layout:
+        names, shapes = [], []
+        for name, (first, last), (rows, *rest) in zip(self.names, self.bounds, self.shapes, strict=True):
+            inside = max(0, min(stop, last) - max(start, first))
+            if inside:
+                names.append(name)
+                shapes.append((inside * rows // (last - first), *rest))
+        return Layout(tuple(names), tuple(shapes))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of `flat` in the parameters' shapes, sharing its memory."""

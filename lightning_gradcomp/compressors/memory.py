@@ -87,6 +87,9 @@ class Memory:
     def commit(self, moved: Set[str] = frozenset()) -> None:
         """Make the step count. `moved`: what any rank had a gradient for, so that all agree on what is moving."""
 
+    def absorb(self, flat: torch.Tensor) -> None:
+        """Remember `flat` (fp32 [n]) too, which somebody else did so far."""
+
     def clear(self) -> None:
         """Forget everything, once it has been handed back."""
 
@@ -121,6 +124,10 @@ class Residual(Memory):
     def commit(self, moved: Set[str] = frozenset()) -> None:
         self.residual, self._residual = self._residual, self.residual
         self.started = self.started | (moved & set(self.layout.names))
+
+    def absorb(self, flat: torch.Tensor) -> None:
+        self.residual.add_(flat)
+        self.started = set(self.layout.names)
 
     def clear(self) -> None:
         self.residual.zero_()
@@ -185,6 +192,10 @@ class Velocity(Memory):
         """Start `name` with the momentum that the optimizer has gathered for it (the same on every rank)."""
         self.layout.views(self.u)[self.layout.names.index(name)].copy_(buffer)
         self.started.add(name)
+
+    def absorb(self, flat: torch.Tensor) -> None:
+        self.v.add_(flat)
+        self.started = set(self.layout.names)
 
     def clear(self) -> None:
         self.u.zero_()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from lightning_gradcomp.compressors.base import Card, Lossy, mean_of
+from lightning_gradcomp.compressors.base import Card, Lossy, mean_of, read_all
 from lightning_gradcomp.compressors.draws import Generator, generator
 from lightning_gradcomp.compressors.elementwise import look_up
 from lightning_gradcomp.compressors.incoming import Incoming
@@ -199,7 +199,8 @@ class TernGrad(Lossy):
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
             sent = self.decode(payload, layout)
-            return mean_of(flat, payloads, exchange, sent, lambda row: self.decode(row, layout)), sent
+            everyones = read_all(payloads, exchange.topology.rank, sent, lambda row: self.decode(row, layout))
+            return mean_of(everyones, exchange.buffer), sent
 
     def decode(self, payload: torch.Tensor, layout: Layout) -> Piecewise:
         """What a rank sent, from its payload."""

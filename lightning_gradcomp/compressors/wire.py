@@ -1,15 +1,16 @@
 """Indices and values as bytes: what travels, and exactly how long it is.
 
 A set of k sorted indices below n is written in Elias-Fano form (Elias 1974, Fano 1971): the low l = floor(log2(n/k))
-bits of each as they are, the high parts as one bitmap in which the i-th index sets bit (index >> l) + i. It costs
-about l + 2 bits an index, within 6 % of the entropy at the densities used here, and its length depends on n and k
-alone, so every rank's message has the same size and no sizes are exchanged.
+bits of each as they are (all lowest first), the high parts as one bitmap in which the i-th index sets bit
+(index >> l) + i. It costs about l + 2 bits an index, within 6 % of the entropy at the densities used here, and its
+length depends on n and k alone, so every rank's message has the same size and no sizes are exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -92,6 +93,30 @@ Sent = Sparse | Everything | Piecewise
 Mean = Sparse | Everything
 """The average over the ranks."""
 
+
+NOTHING = Piecewise((), lambda number: torch.empty(0))
+"""What is sent of no elements."""
+
+
+def joined(parts: Sequence[Sent], starts: Sequence[int]) -> Sparse | Piecewise:
+    """Stretches of a flat buffer, sparse all of them or none, each with the place where it begins, as one."""
+    sparse = [(part, start) for part, start in zip(parts, starts, strict=True) if isinstance(part, Sparse)]
+    if sparse:
+        indices = torch.cat([part.indices + start for part, start in sparse])
+        return Sparse(indices, torch.cat([part.values for part, _ in sparse]))
+    pieces, calls = [], []
+    for part, start in zip(parts, starts, strict=True):
+        if isinstance(part, Everything):
+            pieces.append((start, start + part.values.numel()))
+            calls.append(part.values.clone)
+            continue
+        assert isinstance(part, Piecewise)
+        for number, (a, b) in enumerate(part.pieces):
+            pieces.append((a + start, b + start))
+            calls.append(partial(part.values, number))
+    return Piecewise(pieces, lambda number: calls[number]())
+
+
 IN_CACHE = 262_144
 """Elements of a piece: 1 MiB. In smaller ones Python's calls cost more than a nearer cache saves."""
 
@@ -121,8 +146,8 @@ def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
     """uint8 tensor of `index_bytes(n, k)` bytes from k ascending, distinct int64 indices below n."""
     k = indices.numel()
     low = low_bits(n, k)
-    shifts = torch.arange(low, device=indices.device)
-    low_part = (indices.unsqueeze(1) >> shifts) & 1
+    shifts = torch.arange(low, dtype=torch.int32, device=indices.device).unsqueeze(1)
+    low_part = ((indices & (2**low - 1)).int() >> shifts) & 1  # [low, k]: all lowest bits, then all second ones, ...
     high_part = torch.zeros(k + (n >> low) + 1, dtype=torch.uint8, device=indices.device)
     high_part[(indices >> low) + torch.arange(k, device=indices.device)] = 1
     return torch.cat([pack_bits(low_part.reshape(-1).to(torch.uint8)), pack_bits(high_part)])
@@ -133,14 +158,14 @@ def unpack_indices(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
     low = low_bits(n, k)
     low_length = (k * low + 7) // 8
     high_part = unpack_bits(packed[low_length:], k + (n >> low) + 1)
-    # Told how many there are, a GPU needn't be waited for; a CPU would take longer.
-    ones = torch.nonzero_static(high_part, size=k) if packed.is_cuda else high_part.nonzero()
-    high = ones.squeeze(1) - torch.arange(k, device=packed.device)
-    if not low:
-        return high
-    shifts = torch.arange(low, device=packed.device)
-    low_part = unpack_bits(packed[:low_length], k * low).view(k, low).long()
-    return (high << low) + (low_part << shifts).sum(1)
+    if packed.is_cuda:  # told how many there are, it needn't be waited for
+        ones = torch.nonzero_static(high_part, size=k).squeeze(1)
+    else:
+        ones = torch.from_numpy(np.flatnonzero(high_part.numpy().view(bool)))
+    high = ones - torch.arange(k, device=packed.device)
+    shifts = torch.arange(low, dtype=torch.int32, device=packed.device).unsqueeze(1)
+    low_part = unpack_bits(packed[:low_length], k * low).view(low, k).int()
+    return (high << low) + (low_part << shifts).sum(0)
 
 
 def pack_sparse(flat: torch.Tensor, indices: torch.Tensor, values: str) -> tuple[torch.Tensor, Sparse]:

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging import GradientAverager, mean_state
+from lightning_gradcomp.averaging.elastic import OWNED
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.sidecar import Sidecars
@@ -139,9 +140,9 @@ def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer
 def _size(state: State, averager: GradientAverager) -> int:
     """Bytes of what a rank remembers; the same on all, though an accumulation may lack gradients on some."""
     memory = state["memory"]
-    accumulated = averager.gradients.flat.nbytes if "accumulated" in memory else 0
-    rest = (part.nbytes for kind, parts in memory.items() if kind != "accumulated" for part in parts.values())
-    return accumulated + sum(rest)
+    differ = ("accumulated", OWNED)
+    rest = (part.nbytes for kind, parts in memory.items() if kind not in differ for part in parts.values())
+    return sum(rest) + averager.gradients.flat.nbytes * sum(kind in memory for kind in differ)
 
 
 def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
@@ -149,14 +150,15 @@ def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
     memory = {k: parts for k, parts in state["memory"].items() if all(p.is_floating_point() for p in parts.values())}
     mean: State = {kind: {} for kind in memory}
     for kind in sorted(memory):
-        # What is remembered has the same names on all ranks; what is accumulated may lack some on some.
-        shapes = averager.gradients.shapes if kind == "accumulated" else {n: p.shape for n, p in memory[kind].items()}
+        # What is remembered has the same names on all ranks; what is accumulated, or owned, may lack some on some.
+        named = {name: part.shape for name, part in memory[kind].items()}
+        shapes = averager.gradients.shapes if kind in ("accumulated", OWNED) else named
         for name, shape in sorted(shapes.items()):
             part = memory[kind].get(name, torch.zeros(shape)).to(averager.gradients.flat.device)
             [flat], [anywhere] = all_reduce_mean(averager.topology, [part.reshape(-1)], [name in memory[kind]])
             if anywhere:
-                mean[kind][name] = flat.view(shape).cpu()
-    return {**state, "memory": mean}
+                mean[kind][name] = flat.view(shape).cpu() * (averager.world if kind == OWNED else 1)
+    return {**state, "memory": mean, "owners": 1}
 
 
 def _name(averager: GradientAverager) -> str:

@@ -29,8 +29,9 @@ class CompressedFabricStrategy(DDPStrategy):
 
     Args:
         compressor: a compressor, or its name.
-        topology: "all_gather", or "auto": the same, but dense where a trial in the first steps finds that quicker. Such
-            a decision hangs on the clock: choose "all_gather" where runs must be repeatable to the bit.
+        topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
+            means on, compressed again; for many ranks. "auto": all_gather, but dense where a trial in the first steps
+            finds that quicker; such a decision hangs on the clock: choose another where runs must repeat to the bit.
         steps_per_epoch: lets a warm-up that counts epochs count them; else call `set_epoch`.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.
@@ -46,7 +47,7 @@ class CompressedFabricStrategy(DDPStrategy):
     ) -> None:
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
-        named_topology(topology, None)
+        named_topology(topology, None, self.compressor)
         self.topology, self.steps_per_epoch = topology, steps_per_epoch
         self.averager: GradientAverager | None = None
         """Made at the first backward, when module and optimizer are known."""

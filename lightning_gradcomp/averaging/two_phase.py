@@ -1,0 +1,156 @@
+"""Two phases: each rank owns a stretch of the gradients, gathers what all ranks send of it, and sends on the mean.
+
+What arrives at an owner is decoded, added in rank order, divided, and compressed again; what that leaves out stays with
+the owner and is added to the next mean (error feedback on the server's side: DoubleSqueeze, Tang et al. 2019, Algorithm
+1). Everybody decodes the same bytes, so replicas are equal to the bit. A rank sends about twice its payload whatever
+the number of ranks; in an all-gather, N - 1 times. With sparse payloads the second selection keeps the average as
+sparse as one rank's (as in Ok-Topk, Li and Hoefler 2022).
+
+Nothing is lost: applied so far + mean of what ranks remember + what owners remember = mean of all gradients so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
+from lightning_gradcomp.averaging.message import Frame
+from lightning_gradcomp.averaging.topologies import TwoPhase
+from lightning_gradcomp.compressors.base import Codec, mean_of
+from lightning_gradcomp.compressors.layout import Layout, Stretch
+from lightning_gradcomp.compressors.wire import NOTHING, Mean, Sent, joined
+
+
+class Owners:
+    """Who owns what, and what this rank remembers as an owner.
+
+    Args:
+        codec: writes what ranks send to owners, and owners to ranks.
+        layout: all that is compressed.
+        dense: number of elements that travel uncompressed; owners send their means in fp32.
+        topology: the ranks.
+        device: of what is remembered.
+    """
+
+    def __init__(self, codec: Codec, layout: Layout, dense: int, topology: TwoPhase, device: torch.device) -> None:
+        self.codec, self.layout, self.topology = codec, layout, topology
+        self.stretches: list[Stretch] = layout.stretches(topology.world)
+        whole, more = divmod(dense, topology.world)
+        self.dense = [whole + (rank < more) for rank in range(topology.world)]
+        self.own = self.stretches[topology.rank]
+        self.residual, self._residual = (torch.zeros(self.own.layout.n, device=device) for _ in range(2))
+        self.used = False
+        """Whether owners may remember something; the same on all ranks."""
+
+    def frames(self, density: float, flags: int) -> tuple[list[Frame], list[Frame]]:
+        """Messages to each owner, and those that owners send back."""
+        sizes = list(zip(self.dense, (self._bytes(s.layout, density) for s in self.stretches), strict=True))
+        to_owners = [Frame(dense, self.codec.dense_values, payload, flags) for dense, payload in sizes]
+        return to_owners, [Frame(dense, "fp32", payload, flags) for dense, payload in sizes]
+
+    def traffic(self, density: float, flags: int) -> int:
+        """Bytes that the rank which sends the most sends in a step."""
+        to_owners, back = ([frame.length for frame in frames] for frames in self.frames(density, flags))
+        return sum(to_owners) - min(to_owners) + (self.topology.world - 1) * max(back)
+
+    def average(self, flat: torch.Tensor, density: float, relay: Relay) -> tuple[Mean, Sent]:
+        """The average that owners send of everybody's `flat` (fp32 [n]), and what this rank sent of its own."""
+        stats, own = relay.stats, self.own.layout
+        to_owners, back = self.frames(density, relay.flags.numel())
+        with stats.phase("compress"):
+            parts = [self._encode(stretch.of(flat), stretch.layout, density) for stretch in self.stretches]
+        rows = relay.to_owners([payload for payload, _ in parts], to_owners)
+        with stats.phase("decompress"):
+            mean = torch.zeros_like(self.residual)
+            for row in rows:
+                self._decode(row, own, density).add_to(mean)
+            mean.div_(len(rows)).add_(self.residual)
+        with stats.phase("compress"):
+            payload, sent_on = self._encode(mean, own, density)
+            self._residual.copy_(mean)
+            sent_on.take_from(self._residual)
+        payloads = relay.to_everyone(payload, back)
+        with stats.phase("decompress"):
+            means = [self._decode(row, s.layout, density) for row, s in zip(payloads, self.stretches, strict=True)]
+            starts = [stretch.start for stretch in self.stretches]
+            return mean_of([joined(means, starts)], relay.buffer), joined([sent for _, sent in parts], starts)
+
+    def _bytes(self, layout: Layout, density: float) -> int:
+        """An owner may have nothing, where there are more ranks than rows."""
+        return self.codec.payload_bytes(layout, density) if layout.n else 0
+
+    def _encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sent]:
+        return self.codec.encode(flat, layout, density) if layout.n else (flat.new_empty(0, dtype=torch.uint8), NOTHING)
+
+    def _decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sent:
+        return self.codec.decode(payload, layout, density) if layout.n else NOTHING
+
+    def commit(self) -> None:
+        """Make the step count."""
+        self.residual, self._residual = self._residual, self.residual
+        self.used = True
+
+    def clear(self) -> None:
+        """Forget everything, once it has been handed back."""
+        self.residual.zero_()
+        self.used = False
+
+    def spread(self) -> torch.Tensor:
+        """What this rank remembers as an owner, where it lies in the whole buffer: fp32 [n]."""
+        flat = self.residual.new_zeros(self.layout.n)
+        self.own.of(flat).copy_(self.residual)
+        return flat
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameter name -> tensor, 0 in rows of other owners; without the names of which it owns no row."""
+        parts = self.layout.split(self.spread())
+        return {name: parts[name] for name in self.own.layout.names}
+
+    def load_state_dict(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Replace everything by this owner's rows of a `state_dict`."""
+        self.residual = self.own.of(self.layout.join(parts, self.residual.device)).clone()
+        self.used = True
+
+
+class Relay(Exchange):
+    """The two exchanges of a step; the uncompressed gradients are owned and averaged like the others."""
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """Whether this rank is finite, and what it has."""
+        return torch.cat([self._finite, self._present])
+
+    def to_owners(self, payloads: list[torch.Tensor], frames: list[Frame]) -> list[torch.Tensor]:
+        """Payload j goes to rank j; returns what all ranks sent this one, in rank order."""
+        rank = self.topology.rank
+        with self.stats.phase("compress"):
+            parts = self._dense.split([frame.dense for frame in frames])
+            dense = [frame.pack_dense(part) for frame, part in zip(frames, parts, strict=True)]
+            self.dense_sent = torch.cat([frame.read_dense(part) for frame, part in zip(frames, dense, strict=True)])
+            flags = self.flags
+            messages = [frame.pack(d, p, flags) for frame, d, p in zip(frames, dense, payloads, strict=True)]
+        with self.stats.phase("exchange"):
+            assert isinstance(self.topology, TwoPhase)
+            rows = self.topology.scatter(messages)
+        lengths = [frame.length for frame in frames]
+        self._book(sum(lengths) - lengths[rank], (len(rows) - 1) * lengths[rank])
+        with self.stats.phase("decompress"):
+            self.dense_mean = mean_of_rows([frames[rank].read_dense(row) for row in rows])
+            self._hear([frames[rank].read_flags(row) for row in rows])
+        return [frames[rank].read_payload(row) for row in rows]
+
+    def to_everyone(self, payload: torch.Tensor, frames: list[Frame]) -> list[torch.Tensor]:
+        """This owner's payload goes to every rank; returns all owners'."""
+        frame, longest = frames[self.topology.rank], max(frame.length for frame in frames)
+        with self.stats.phase("compress"):
+            message = frame.pack(frame.pack_dense(self.dense_mean), payload, self.flags)
+            message = torch.nn.functional.pad(message, (0, longest - frame.length))
+        with self.stats.phase("exchange"):
+            rows = self.topology.exchange(message)
+        self._book(self.topology.traffic(longest))
+        with self.stats.phase("decompress"):
+            self.dense_mean = torch.cat([frame.read_dense(row) for frame, row in zip(frames, rows, strict=True)])
+            self._hear([frame.read_flags(row) for frame, row in zip(frames, rows, strict=True)])
+        return [frame.read_payload(row) for frame, row in zip(frames, rows, strict=True)]

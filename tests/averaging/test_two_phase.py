@@ -1,0 +1,230 @@
+"""topology="two_phase": the arithmetic of one process, whatever the number of ranks, and nothing is lost."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.averaging import mean_state
+from lightning_gradcomp.averaging.elastic import OWNED
+from lightning_gradcomp.averaging.two_phase import Owners
+from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.memory import Momentum
+from tests.averaging.laws import KEPT, LOSSY, REMEMBERING
+from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.reference.two_phase import Workers
+from tests.threads import run_ranks
+
+CODECS = {label: make for label, make in LOSSY.items() if isinstance(make(), Codec)}
+LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS}
+every = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
+remembering = pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
+CUTS = {2: [9], 3: [6, 13], 4: [5, 9, 15], 8: [2, 5, 7, 9, 12, 15, 19]}
+"""Rows (10 of 36 elements, then 12 of 25) at which owners begin: those nearest to equal parts of 660 elements."""
+
+
+def begin(group, make, topology="two_phase", **options):
+    model = Table()
+    return model, *averaged(model, group, make(), topology=topology, **options)
+
+
+def flat_gradients(model):
+    return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)])
+
+
+@every
+@pytest.mark.parametrize("world", CUTS)
+def test_it_is_the_simulation_in_one_process_to_the_bit(make, world):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make)
+        seen = []
+        for step in range(6):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            own = flat_gradients(model).clone()
+            averager.average()
+            seen.append((own, flat_gradients(model).clone()))
+        return seen, averager.state_dict()["memory"]
+
+    ranks = run_ranks(world, work)
+    shapes = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
+    rule = Momentum(momentum=0.9) if make().owns_momentum else Momentum()
+    workers = Workers(make(), shapes, CUTS[world], [rule, rule])
+    for step in range(6):
+        average = workers.step([seen[step][0] for seen, _ in ranks], 0.1)
+        for seen, _ in ranks:
+            assert torch.equal(seen[step][1], average)
+    for rank, (_, memory) in enumerate(ranks):
+        theirs = workers.memories[rank].state_dict()
+        assert same({kind: memory[kind] for kind in theirs}, theirs)
+    owned = sum(workers.layout.join(memory[OWNED], torch.device("cpu")) for _, memory in ranks)
+    assert torch.equal(owned, workers.residual)
+
+
+def kept(state):
+    """What a rank remembers, as a rank and as an owner."""
+    layout, cpu = Layout(("kernel", "matrix"), ((10, 4, 3, 3), (12, 25))), torch.device("cpu")
+    memory = state["memory"]
+    own = sum(layout.join(memory[kind], cpu).double() for kind in KEPT if kind in memory)
+    return own, layout.join(memory.get(OWNED, {}), cpu).double()
+
+
+class Ledger:
+    """Steps of one rank, without momentum; notes the gradients that it had, and the averages that came."""
+
+    def __init__(self, group, make, **options):
+        self.model, self.optimizer, self.averager = begin(group, make, momentum=0.0, **options)
+        self.had = self.came = 0
+
+    def go(self, rank, steps):
+        for step in steps:
+            backward(self.model, self.optimizer, rank, step, prescribed_loss)
+            self.had = self.had + flat_gradients(self.model).double()
+            self.averager.average()
+            self.came = self.came + flat_gradients(self.model).double()
+        return self.had, self.came, self.averager.state_dict()
+
+
+def balance(ledgers):
+    """(all that ranks had on average) - (all that came, and is remembered), which is to be 0; and its scale."""
+    had = sum(had for had, _, _ in ledgers) / len(ledgers)
+    ranks, owners = zip(*(kept(state) for _, _, state in ledgers), strict=True)
+    return had - ledgers[0][1] - sum(ranks) / len(ledgers) - sum(owners), had.abs().max()
+
+
+def assert_nothing_lost(difference, scale):
+    assert difference.abs().max() <= 1e-5 * scale
+
+
+@remembering
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_nothing_is_lost(make, world):
+    ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(12)))
+    assert_nothing_lost(*balance(ledgers))
+    assert all(OWNED in state["memory"] for _, _, state in ledgers)
+    assert any(kept(state)[1].any() for _, _, state in ledgers)
+
+
+@remembering
+@pytest.mark.parametrize(("world", "topology"), [(3, "two_phase"), (2, "two_phase"), (4, "all_gather")])
+def test_nothing_is_lost_where_ranks_or_the_topology_change(make, world, topology):
+    """Four ranks, then as many others, or other owners, or none."""
+    ledgers = run_ranks(4, lambda rank, group: Ledger(group, make).go(rank, range(8)))
+    states = [state for _, _, state in ledgers]
+    start = [mean_state(states)] * world if world != 4 else states
+
+    def go_on(rank, group):
+        ledger = Ledger(group, make, topology=topology)
+        ledger.averager.load_state_dict(start[rank])
+        return ledger.go(rank, range(8, 14))
+
+    before = sum(had for had, _, _ in ledgers) / 4 - ledgers[0][1]
+    difference, scale = balance(run_ranks(world, go_on))
+    assert_nothing_lost(before + difference, scale)
+
+
+@remembering
+def test_from_sparse_to_dense_everything_is_sent(make):
+    def work(rank, group):
+        ledger = Ledger(group, make, schedule=lambda epoch, step: 0.9 * (step < 6))
+        had, came, _ = ledger.go(rank, range(7))
+        assert ledger.averager.memory.empty and ledger.averager.dense_step
+        return had, came
+
+    ledgers = run_ranks(3, work)
+    mean = sum(had for had, _ in ledgers) / 3
+    torch.testing.assert_close(ledgers[0][1], mean, rtol=1e-5, atol=1e-5 * float(mean.abs().max()))
+
+
+@every
+def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make)
+        train(model, optimizer, averager, rank, range(4), prescribed_loss)
+        model.kernel.requires_grad_(False)
+        frozen = model.kernel.clone()
+        train(model, optimizer, averager, rank, range(4, 8), prescribed_loss)
+        assert torch.equal(model.kernel, frozen)
+        model.kernel.requires_grad_(True)
+        train(model, optimizer, averager, rank, range(8, 12), prescribed_loss)
+        assert not torch.equal(model.kernel, frozen)
+        return weights(model)
+
+    assert all_equal(run_ranks(3, work))
+
+
+@every
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_is_the_straight_one_to_the_bit(make, world):
+    def work(rank, group):
+        straight = begin(group, make)
+        train(*straight, rank, range(9), prescribed_loss)
+        first = begin(group, make)
+        train(*first, rank, range(5), prescribed_loss)
+        second = begin(group, make)
+        for part, other in zip(second, first, strict=True):
+            part.load_state_dict(other.state_dict())
+        train(*second, rank, range(5, 9), prescribed_loss)
+        assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
+        return torch.equal(weights(second[0]), weights(straight[0]))
+
+    assert all(run_ranks(world, work))
+
+
+@every
+def test_a_gradient_that_is_not_finite_leaves_all_memories_as_they_were(make):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make)
+        train(model, optimizer, averager, rank, range(3), prescribed_loss)
+        before = averager.state_dict()["memory"]
+        backward(model, optimizer, rank, 3, prescribed_loss)
+        if rank == 1:
+            model.matrix.grad[0, 0] = float("nan")
+        averager.average()
+        assert not model.kernel.grad.isfinite().any()
+        return same(averager.state_dict()["memory"], before)
+
+    assert all(run_ranks(3, work))
+
+
+@every
+@pytest.mark.parametrize("world", CUTS)
+def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make)
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        averager.average()
+        return averager.stats.bytes_sent, averager.stats.bytes_received, averager.describe()
+
+    sent, received, said = zip(*run_ranks(world, work), strict=True)
+    assert f" {max(sent):,} bytes sent a step" in said[0]
+    assert sum(sent) == sum(received)
+
+
+class Ranks:
+    """As many as are said."""
+
+    rank, group = 0, None
+
+    def __init__(self, world):
+        self.world = world
+
+
+@every
+def test_bytes_do_not_grow_with_the_ranks(make):
+    """Two messages at most, but for what each of N parts costs by itself: a count and a scale rounded up."""
+    layout, codec = Layout(("a", "b"), ((512, 1024), (256, 512))), make()
+    payload = codec.payload_bytes(layout, 0.01)
+    for world in (2, 8, 64):
+        sent = Owners(codec, layout, 0, Ranks(world), torch.device("cpu")).traffic(0.01, 8)
+        assert sent <= 2 * (payload * (world - 1) / world) * 1.2 + 40 * world
+
+
+@pytest.mark.parametrize("compressor", [lgc.PowerSGD(), lgc.TernGrad()], ids=["powersgd", "terngrad"])
+@pytest.mark.parametrize(
+    "make", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy, partial(lgc.GradientAverager, Table())]
+)
+def test_compressors_whose_parts_mean_nothing_alone_are_refused(make, compressor):
+    with pytest.raises(ValueError, match=r"topology with \w+: got 'two_phase', allowed: 'auto' or 'all_gather'"):
+        make(compressor, topology="two_phase")
