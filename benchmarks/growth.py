@@ -25,16 +25,16 @@ from benchmarks import report
 from benchmarks.step_time import compressor, network
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.topologies import AllGather, TwoPhase, dense_traffic
+from lightning_gradcomp.averaging.topologies import AllGather, Server, TwoPhase, dense_traffic
 
-TOPOLOGIES: dict[str, type[AllGather]] = {"all_gather": AllGather, "two_phase": TwoPhase}
+CHOICES: dict[str, type[AllGather]] = {"all_gather": AllGather, "two_phase": TwoPhase, "server": Server}
 
 
 def formula(model: torch.nn.Module, method: str, topology: str, world: int) -> int:
     """Bytes that the rank which sends the most would send."""
     how = compressor(method)
     assert isinstance(how, lgc.Lossy)
-    ranks = TOPOLOGIES[topology](None)
+    ranks = CHOICES[topology](None)
     ranks.world = world
     return Compression(how, Gradients(model, how), ranks, None).traffic(1 - how.final_sparsity)
 
@@ -56,7 +56,7 @@ def step(arguments: argparse.Namespace) -> None:
     sent: dict[str, int] = {}
     generator = torch.Generator().manual_seed(dist.get_rank())
     for method in arguments.methods.split(","):
-        for topology in TOPOLOGIES:
+        for topology in CHOICES:
             torch.manual_seed(0)
             model = network(arguments.model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -101,7 +101,7 @@ def main() -> None:
     every = 4 * sum(parameter.numel() for parameter in model.parameters())
     results = {"dense ring": {world: dense_traffic(every, world) for world in worlds}}
     for method in arguments.methods.split(","):
-        for topology in TOPOLOGIES:
+        for topology in CHOICES:
             by_world = {world: formula(model, method, topology, world) for world in worlds}
             results[f"{method}, {topology}"] = by_world
     for world in map(int, filter(None, arguments.measured.split(","))):

@@ -26,7 +26,7 @@ def at_least(what: str, got: float, least: float) -> None:
         raise refusal(what, got, f"{least} or more")
 
 
-TOPOLOGIES = ("auto", "all_gather", "two_phase")
+TOPOLOGIES = ("auto", "all_gather", "two_phase", "server")
 MODELS = ("resnet18", "resnet50", "swin_mini")
 
 

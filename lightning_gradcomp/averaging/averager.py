@@ -47,8 +47,8 @@ class GradientAverager:
         optimizer: needed by compressors that own the momentum (DGC): `torch.optim.SGD` itself.
         process_group: default: the world; a process without torch.distributed is a world of one.
         topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
-            means on, compressed again; for many ranks. "auto": all_gather, but dense where a trial in the first steps
-            finds that quicker.
+            means on, compressed again; for many ranks. "server": the same with dense means, as MXNet's kvstore. "auto":
+            all_gather, but dense where a trial in the first steps finds that quicker.
         steps_per_epoch: lets a schedule that counts epochs count them.
         epoch: the epoch to begin with, for a caller that counts epochs itself, in `averager.epoch`.
 

@@ -60,6 +60,12 @@ class TwoPhase(AllGather):
         return out.view(self.world, length)
 
 
+class Server(TwoPhase):
+    """As a parameter server with its keys on all ranks: compressed push to the owners, dense pull from them."""
+
+    name = "server"
+
+
 def topology(name: str, group: dist.ProcessGroup | None, compressor: Compressor) -> AllGather:
     """The topology `name` on `group`; None is a world of one, where nothing travels.
 
@@ -75,5 +81,10 @@ def topology(name: str, group: dist.ProcessGroup | None, compressor: Compressor)
     return cls(group)
 
 
-TOPOLOGIES: dict[str, type[AllGather]] = {"auto": AllGather, "all_gather": AllGather, "two_phase": TwoPhase}
+TOPOLOGIES: dict[str, type[AllGather]] = {
+    "auto": AllGather,
+    "all_gather": AllGather,
+    "two_phase": TwoPhase,
+    "server": Server,
+}
 """By name; "auto" is also asked whether to compress at all (`trial.py`)."""

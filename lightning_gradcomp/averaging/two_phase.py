@@ -7,6 +7,9 @@ the number of ranks; in an all-gather, N - 1 times. With sparse payloads the sec
 sparse as one rank's (as in Ok-Topk, Li and Hoefler 2022).
 
 Nothing is lost: applied so far + mean of what ranks remember + what owners remember = mean of all gradients so far.
+
+topology="server" is MXNet's kvstore with its servers on the ranks: the push is compressed; the pull is dense, written
+as `dense_values` says.
 """
 
 from __future__ import annotations
@@ -17,17 +20,38 @@ import torch
 
 from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.message import Frame
-from lightning_gradcomp.averaging.topologies import TwoPhase
+from lightning_gradcomp.averaging.topologies import Server, TwoPhase
 from lightning_gradcomp.compressors.base import Codec, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Stretch
-from lightning_gradcomp.compressors.wire import NOTHING, Mean, Sent, joined
+from lightning_gradcomp.compressors.values import pack_values, unpack_values, value_bytes
+from lightning_gradcomp.compressors.wire import NOTHING, Everything, Mean, Sent, joined
+
+
+class Pull:
+    """What servers send: the whole mean, in fp32 or what `dense_values` says. Takes a codec's place."""
+
+    def __init__(self, values: str) -> None:
+        self.values = values
+
+    def payload_bytes(self, layout: Layout, density: float) -> int:
+        """Length of what `encode` makes."""
+        return value_bytes(layout.n, self.values)
+
+    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Everything]:
+        """The payload, and what it decodes to."""
+        packed = pack_values(flat, self.values)
+        return packed, self.decode(packed, layout, density)
+
+    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Everything:
+        """All values."""
+        return Everything(unpack_values(payload, layout.n, self.values))
 
 
 class Owners:
     """Who owns what, and what this rank remembers as an owner.
 
     Args:
-        codec: writes what ranks send to owners, and owners to ranks.
+        codec: writes what ranks send to owners, and owners to ranks, unless those are servers.
         layout: all that is compressed.
         dense: number of elements that travel uncompressed; owners send their means in fp32.
         topology: the ranks.
@@ -36,6 +60,7 @@ class Owners:
 
     def __init__(self, codec: Codec, layout: Layout, dense: int, topology: TwoPhase, device: torch.device) -> None:
         self.codec, self.layout, self.topology = codec, layout, topology
+        self.back: Codec | Pull = Pull(codec.dense_values) if isinstance(topology, Server) else codec
         self.stretches: list[Stretch] = layout.stretches(topology.world)
         whole, more = divmod(dense, topology.world)
         self.dense = [whole + (rank < more) for rank in range(topology.world)]
@@ -46,9 +71,9 @@ class Owners:
 
     def frames(self, density: float, flags: int) -> tuple[list[Frame], list[Frame]]:
         """Messages to each owner, and those that owners send back."""
-        sizes = list(zip(self.dense, (self._bytes(s.layout, density) for s in self.stretches), strict=True))
-        to_owners = [Frame(dense, self.codec.dense_values, payload, flags) for dense, payload in sizes]
-        return to_owners, [Frame(dense, "fp32", payload, flags) for dense, payload in sizes]
+        both = list(zip(self.dense, self.stretches, strict=True))
+        to_owners = [Frame(d, self.codec.dense_values, _bytes(self.codec, s, density), flags) for d, s in both]
+        return to_owners, [Frame(d, "fp32", _bytes(self.back, s, density), flags) for d, s in both]
 
     def traffic(self, density: float, flags: int) -> int:
         """Bytes that the rank which sends the most sends in a step."""
@@ -57,35 +82,25 @@ class Owners:
 
     def average(self, flat: torch.Tensor, density: float, relay: Relay) -> tuple[Mean, Sent]:
         """The average that owners send of everybody's `flat` (fp32 [n]), and what this rank sent of its own."""
-        stats, own = relay.stats, self.own.layout
+        stats = relay.stats
         to_owners, back = self.frames(density, relay.flags.numel())
         with stats.phase("compress"):
-            parts = [self._encode(stretch.of(flat), stretch.layout, density) for stretch in self.stretches]
+            parts = [_encode(self.codec, stretch, stretch.of(flat), density) for stretch in self.stretches]
         rows = relay.to_owners([payload for payload, _ in parts], to_owners)
         with stats.phase("decompress"):
             mean = torch.zeros_like(self.residual)
             for row in rows:
-                self._decode(row, own, density).add_to(mean)
+                _decode(self.codec, self.own, row, density).add_to(mean)
             mean.div_(len(rows)).add_(self.residual)
         with stats.phase("compress"):
-            payload, sent_on = self._encode(mean, own, density)
+            payload, sent_on = _encode(self.back, self.own, mean, density)
             self._residual.copy_(mean)
             sent_on.take_from(self._residual)
         payloads = relay.to_everyone(payload, back)
         with stats.phase("decompress"):
-            means = [self._decode(row, s.layout, density) for row, s in zip(payloads, self.stretches, strict=True)]
+            means = [_decode(self.back, s, row, density) for s, row in zip(self.stretches, payloads, strict=True)]
             starts = [stretch.start for stretch in self.stretches]
             return mean_of([joined(means, starts)], relay.buffer), joined([sent for _, sent in parts], starts)
-
-    def _bytes(self, layout: Layout, density: float) -> int:
-        """An owner may have nothing, where there are more ranks than rows."""
-        return self.codec.payload_bytes(layout, density) if layout.n else 0
-
-    def _encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sent]:
-        return self.codec.encode(flat, layout, density) if layout.n else (flat.new_empty(0, dtype=torch.uint8), NOTHING)
-
-    def _decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sent:
-        return self.codec.decode(payload, layout, density) if layout.n else NOTHING
 
     def commit(self) -> None:
         """Make the step count."""
@@ -112,6 +127,21 @@ class Owners:
         """Replace everything by this owner's rows of a `state_dict`."""
         self.residual = self.own.of(self.layout.join(parts, self.residual.device)).clone()
         self.used = True
+
+
+# An owner has nothing where there are more ranks than rows.
+
+
+def _bytes(codec: Codec | Pull, stretch: Stretch, density: float) -> int:
+    return codec.payload_bytes(stretch.layout, density) if stretch.layout.n else 0
+
+
+def _encode(codec: Codec | Pull, stretch: Stretch, own: torch.Tensor, density: float) -> tuple[torch.Tensor, Sent]:
+    return codec.encode(own, stretch.layout, density) if len(own) else (own.new_empty(0, dtype=torch.uint8), NOTHING)
+
+
+def _decode(codec: Codec | Pull, stretch: Stretch, payload: torch.Tensor, density: float) -> Sent:
+    return codec.decode(payload, stretch.layout, density) if stretch.layout.n else NOTHING
 
 
 class Relay(Exchange):

@@ -28,7 +28,8 @@ class CommunicationMonitor(Callback):
     Everything is rank-local: nothing is exchanged to show it. Logged each step, as this rank saw it:
     `comm/bytes_sent`, `comm/bytes_received` (traffic, which for all_gather grows with N), `comm/ratio_N<N>` (dense ring
     all-reduce traffic over it), `comm/sparsity`, and `time/<phase>_ms` for compute, compress, exchange and decompress.
-    In a dense step, exchange is the part that backward did not hide.
+    In a dense step, exchange is the part that backward did not hide. On a GPU the clock sees what the host waits for,
+    which falls into decompress.
     """
 
     def check_strategy(self, strategy: Any) -> None:

@@ -30,8 +30,9 @@ class CompressedFabricStrategy(DDPStrategy):
     Args:
         compressor: a compressor, or its name.
         topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
-            means on, compressed again; for many ranks. "auto": all_gather, but dense where a trial in the first steps
-            finds that quicker; such a decision hangs on the clock: choose another where runs must repeat to the bit.
+            means on, compressed again; for many ranks. "server": the same with dense means, as MXNet's kvstore. "auto":
+            all_gather, but dense where a trial in the first steps finds that quicker. Such a decision hangs on the
+            clock: choose another where runs must repeat to the bit.
         steps_per_epoch: lets a warm-up that counts epochs count them; else call `set_epoch`.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.

@@ -48,8 +48,9 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
     Args:
         compressor: a compressor, or its name.
         topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
-            means on, compressed again; for many ranks. "auto": all_gather, but dense where a trial in the first steps
-            finds that quicker; such a decision hangs on the clock: choose another where runs must repeat to the bit.
+            means on, compressed again; for many ranks. "server": the same with dense means, as MXNet's kvstore. "auto":
+            all_gather, but dense where a trial in the first steps finds that quicker. Such a decision hangs on the
+            clock: choose another where runs must repeat to the bit.
         checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint, up to
             1 GiB, beyond that as "sidecar". "sidecar": a file for each rank, in a folder beside the checkpoint. "mean":
             one copy of the mean over ranks, with which a resumed run is no longer exact. "drop": nothing is saved, or

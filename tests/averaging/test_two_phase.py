@@ -35,10 +35,11 @@ def flat_gradients(model):
 
 
 @every
+@pytest.mark.parametrize("topology", ["two_phase", "server"])
 @pytest.mark.parametrize("world", CUTS)
-def test_it_is_the_simulation_in_one_process_to_the_bit(make, world):
+def test_it_is_the_simulation_in_one_process_to_the_bit(make, world, topology):
     def work(rank, group):
-        model, optimizer, averager = begin(group, make)
+        model, optimizer, averager = begin(group, make, topology)
         seen = []
         for step in range(6):
             backward(model, optimizer, rank, step, prescribed_loss)
@@ -50,7 +51,7 @@ def test_it_is_the_simulation_in_one_process_to_the_bit(make, world):
     ranks = run_ranks(world, work)
     shapes = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
     rule = Momentum(momentum=0.9) if make().owns_momentum else Momentum()
-    workers = Workers(make(), shapes, CUTS[world], [rule, rule])
+    workers = Workers(make(), shapes, CUTS[world], [rule, rule], dense_pull=topology == "server")
     for step in range(6):
         average = workers.step([seen[step][0] for seen, _ in ranks], 0.1)
         for seen, _ in ranks:
@@ -106,8 +107,16 @@ def test_nothing_is_lost(make, world):
     assert any(kept(state)[1].any() for _, _, state in ledgers)
 
 
+@pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
+def test_servers_remember_what_their_format_rounds_off(values):
+    make = partial(lgc.OneBit, min_elements=40, warmup_epochs=0, dense_values=values)
+    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make, topology="server").go(rank, range(12)))
+    assert_nothing_lost(*balance(ledgers))
+    assert all(bool(kept(state)[1].any()) == (values != "fp32") for _, _, state in ledgers)
+
+
 @remembering
-@pytest.mark.parametrize(("world", "topology"), [(3, "two_phase"), (2, "two_phase"), (4, "all_gather")])
+@pytest.mark.parametrize(("world", "topology"), [(3, "two_phase"), (2, "server"), (4, "all_gather")])
 def test_nothing_is_lost_where_ranks_or_the_topology_change(make, world, topology):
     """Four ranks, then as many others, or other owners, or none."""
     ledgers = run_ranks(4, lambda rank, group: Ledger(group, make).go(rank, range(8)))
@@ -189,10 +198,11 @@ def test_a_gradient_that_is_not_finite_leaves_all_memories_as_they_were(make):
 
 
 @every
+@pytest.mark.parametrize("topology", ["two_phase", "server"])
 @pytest.mark.parametrize("world", CUTS)
-def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world):
+def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topology):
     def work(rank, group):
-        model, optimizer, averager = begin(group, make)
+        model, optimizer, averager = begin(group, make, topology)
         backward(model, optimizer, rank, 0, prescribed_loss)
         averager.average()
         return averager.stats.bytes_sent, averager.stats.bytes_received, averager.describe()

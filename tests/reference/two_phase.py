@@ -14,10 +14,11 @@ class Workers:
         shapes: name -> shape of what is compressed.
         cuts: places between owners, in rows from the first tensor's first to the last's last: N - 1 numbers.
         rules: how SGD treats each tensor.
+        dense_pull: owners send their means as they are.
     """
 
-    def __init__(self, compressor, shapes, cuts, rules):
-        self.compressor, self.rules = compressor, rules
+    def __init__(self, compressor, shapes, cuts, rules, *, dense_pull=False):
+        self.compressor, self.rules, self.dense_pull = compressor, rules, dense_pull
         self.layout = Layout(tuple(shapes), tuple(shapes.values()))
         rows = [(name, shape[1:]) for name, shape in shapes.items() for _ in range(shape[0])]
         self.owned = []
@@ -52,6 +53,9 @@ class Workers:
                 if hasattr(memory, "coming_momentum") and memory.masking:
                     sent.zero(memory.coming_momentum[part])
             mean = mean / world + self.residual[part]
+            if self.dense_pull:
+                average[part] = mean
+                continue
             _, sent = self.compressor.encode(mean, layout, density)
             sent.add_to(average[part])
             sent.take_from(mean)
