@@ -106,17 +106,19 @@ def apart(a, b):
     return difference.item()
 
 
-def stops(name, compressor, state="gather", where=FOLDER, plugins=None):
+def stops(name, compressor, state="gather", where=FOLDER, plugins=None, **options):
     """Moment -> how far the run that goes on from there is from the straight run."""
     folder = f"{where}/{WORLD}-{name}-{state}"
     save = lambda trainer, moment: trainer.save_checkpoint(f"{folder}/{moment}.ckpt")  # noqa: E731
-    straight = fit(compressor, state, save=save, plugins=plugins)[1]
-    return {when: apart(straight, fit(compressor, state, f"{folder}/{when}.ckpt")[1]) for when in MOMENTS.values()}
+    straight = fit(compressor, state, save=save, plugins=plugins, **options)[1]
+    resumed = {when: fit(compressor, state, f"{folder}/{when}.ckpt", **options)[1] for when in MOMENTS.values()}
+    return {when: apart(straight, weights) for when, weights in resumed.items()}
 
 
 def exact():
     result = {f"{entry.name} gather": stops(entry.name, quick(entry.cls)) for entry in lgc.entries()}
     result["dgc sidecar"] = stops("dgc", DGC, "sidecar")
+    result["dgc two_phase"] = stops("two_phase", DGC, topology="two_phase")
     return {**result, "terngrad sidecar": stops("terngrad", FED_BACK, "sidecar")}
 
 

@@ -3,5 +3,5 @@
 import lightning_gradcomp as lgc
 
 
-def forced(compressor="dgc", **options):
-    return lgc.CompressedDDPStrategy(compressor, topology="all_gather", **options)
+def forced(compressor="dgc", topology="all_gather", **options):
+    return lgc.CompressedDDPStrategy(compressor, topology=topology, **options)

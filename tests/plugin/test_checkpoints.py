@@ -13,7 +13,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.plugin.checkpoint import KEY, RankStates
 from lightning_gradcomp.plugin.sidecar import Sidecars
-from tests.averaging.workers import Table, averaged, prescribed_loss
+from tests.averaging.workers import Table, averaged, prescribed_loss, train
 from tests.processes import Forked, run_world
 from tests.threads import checked_collectives, run_ranks
 
@@ -51,7 +51,9 @@ def either(request):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("way", [*(f"{name} gather" for name in NAMES), "dgc sidecar", "terngrad sidecar"])
+@pytest.mark.parametrize(
+    "way", [*(f"{name} gather" for name in NAMES), "dgc sidecar", "dgc two_phase", "terngrad sidecar"]
+)
 def test_a_run_that_goes_on_is_the_straight_run_to_the_bit(either, way, moment):
     allowed = SUMMED_ANOTHER_WAY.get(way, 0) if either["world"] > 2 else 0
     assert either["exact"][way][moment] <= allowed
@@ -104,6 +106,26 @@ def test_one_mean_is_the_mean_of_all_ranks_in_mid_accumulation_too(two, folder):
         assert set(parts) == set(mean["mean"]["memory"][kind])
         for name, part in parts.items():
             torch.testing.assert_close(mean["mean"]["memory"][kind][name], part, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_owners_remember_is_added_up_and_the_rest_averaged(world):
+    def work(rank, group):
+        model, checkpoint = Table(), {}
+        optimizer, averager = averaged(model, group, topology="two_phase")
+        train(model, optimizer, averager, rank, 4, prescribed_loss)
+        RankStates("mean", Sidecars(TorchCheckpointIO())).put_into(checkpoint, "last.ckpt", averager, False)
+        return averager.state_dict(), checkpoint[KEY]["mean"]
+
+    states, means = zip(*run_ranks(world, work), strict=True)
+    expected = mean_state(states)
+    assert expected["owners"] == 1
+    for mean in means:
+        assert mean["owners"] == 1
+        assert set(mean["memory"]) == {"momentum", "velocity", "owned"} == set(expected["memory"])
+        for kind, parts in expected["memory"].items():
+            for name, part in parts.items():
+                torch.testing.assert_close(mean["memory"][kind][name], part, rtol=1e-5, atol=1e-6)
 
 
 def test_in_the_mean_a_rank_without_a_gradient_counts_as_0():
