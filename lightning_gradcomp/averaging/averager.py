@@ -27,7 +27,7 @@ from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.averaging.trial import Trial
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
-from lightning_gradcomp.compressors.wire import Everything
+from lightning_gradcomp.compressors.sent import Everything
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
 

@@ -18,7 +18,7 @@ from lightning_gradcomp.averaging.two_phase import Owners, Relay
 from lightning_gradcomp.compressors.base import Codec, Lossy
 from lightning_gradcomp.compressors.incoming import Incoming, all_finite
 from lightning_gradcomp.compressors.memory import Memory, Residual, Velocity
-from lightning_gradcomp.compressors.wire import Everything
+from lightning_gradcomp.compressors.sent import Everything
 
 State = dict[str, dict[str, torch.Tensor]]
 

@@ -9,7 +9,7 @@ from lightning_gradcomp.averaging.message import Frame
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
 from lightning_gradcomp.compressors.incoming import all_finite
-from lightning_gradcomp.compressors.wire import Mean
+from lightning_gradcomp.compressors.sent import Mean
 
 
 class Exchange:

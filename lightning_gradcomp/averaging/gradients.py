@@ -11,7 +11,7 @@ from torch import nn
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.wire import Mean, Sparse
+from lightning_gradcomp.compressors.sent import Mean, Sparse
 from lightning_gradcomp.errors import refusal
 
 

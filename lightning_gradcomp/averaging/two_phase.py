@@ -21,10 +21,10 @@ import torch
 from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.message import Frame
 from lightning_gradcomp.averaging.topologies import Server, TwoPhase
-from lightning_gradcomp.compressors.base import Codec, mean_of
+from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.layout import Layout, Stretch
+from lightning_gradcomp.compressors.sent import NOTHING, Everything, Mean, Sent, joined, mean_of
 from lightning_gradcomp.compressors.values import pack_values, unpack_values, value_bytes
-from lightning_gradcomp.compressors.wire import NOTHING, Everything, Mean, Sent, joined
 
 
 class Pull:

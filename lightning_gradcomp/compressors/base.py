@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Memory
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
+from lightning_gradcomp.compressors.sent import Mean, Sent, mean_of, read_all
 from lightning_gradcomp.compressors.values import check_format
-from lightning_gradcomp.compressors.wire import Everything, Mean, Piecewise, Sent, Sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 
@@ -139,44 +139,6 @@ class Lossy(Compressor, ABC):
             exchange: its collectives; one of them has to be used, since the uncompressed gradients travel with it.
             memory: the books, to read; the caller keeps them.
         """
-
-
-def read_all(
-    payloads: Sequence[torch.Tensor], rank: int, sent: Sent, decode: Callable[[torch.Tensor], Sent]
-) -> list[Sent]:
-    """What the ranks' payloads say, in rank order; that of `rank` is known to be `sent`."""
-    return [sent if number == rank else decode(row) for number, row in enumerate(payloads)]
-
-
-MERGING = 80
-"""To sort out an index that several ranks may have sent takes as long as to add so many elements."""
-
-
-def mean_of(everyones: Sequence[Sent], buffer: torch.Tensor) -> Mean:
-    """The mean of what ranks sent, added in rank order; in `buffer` (fp32 [n]), unless it is sparse."""
-    sparse = [one for one in everyones if isinstance(one, Sparse)]
-    few = sum(len(one.indices) for one in sparse) * MERGING < len(buffer)
-    if len(sparse) == len(everyones) and few and not buffer.is_cuda:  # a GPU would be waited for: how many are left?
-        indices, places = torch.cat([one.indices for one in sparse]).unique(return_inverse=True)
-        values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in sparse]))
-        return Sparse(indices, values.div_(len(sparse)))
-    piecewise = [one for one in everyones if isinstance(one, Piecewise)]
-    if len(piecewise) == len(everyones):
-        return Everything(mean_of_pieces(piecewise, buffer))
-    mean = buffer.zero_()
-    for one in everyones:
-        one.add_to(mean)
-    return Everything(mean.div_(len(everyones)))
-
-
-def mean_of_pieces(everyones: Sequence[Piecewise], out: torch.Tensor) -> torch.Tensor:
-    """The mean of what is cut alike, a piece at a time while it is in the cache, in `out` (fp32 [n])."""
-    for number, (start, stop) in enumerate(everyones[0].pieces):
-        total = everyones[0].values(number)
-        for one in everyones[1:]:
-            total.add_(one.values(number))
-        torch.div(total, len(everyones), out=out[start:stop])
-    return out
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,8 +26,9 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Velocity
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
 from lightning_gradcomp.compressors.selection import count_each, select_each
+from lightning_gradcomp.compressors.sent import Sparse
 from lightning_gradcomp.compressors.values import check_format
-from lightning_gradcomp.compressors.wire import Sparse, pack_sparse, sparse_bytes, unpack_sparse
+from lightning_gradcomp.compressors.wire import pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register

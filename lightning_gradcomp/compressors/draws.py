@@ -6,8 +6,14 @@ SFC64 take 1 ns.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence, Set
+
 import numpy as np
 
+from lightning_gradcomp.compressors.incoming import Incoming
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.memory import Momentum, Residual
+from lightning_gradcomp.compressors.sent import Sent
 from lightning_gradcomp.lazy import torch
 
 
@@ -59,3 +65,42 @@ Generator = HostGenerator | DeviceGenerator
 def generator(seed: int, device: torch.device) -> Generator:
     """The one for `device`."""
     return HostGenerator(seed) if device.type == "cpu" else DeviceGenerator(seed, device)
+
+
+class Drawing(Residual):
+    """This rank's generator of random numbers, never the global one; and a residual where that is wanted."""
+
+    def __init__(self, layout: Layout, device: torch.device, seed: int, error_feedback: bool) -> None:
+        super().__init__(layout if error_feedback else Layout((), ()), device)
+        self.generator = generator(seed, device)
+        self.error_feedback = error_feedback
+        self._after = self.generator.get_state()
+
+    def compensate(
+        self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        return super().compensate(g, rules, moving) if self.error_feedback else g.whole()
+
+    def draw(self, draws: Callable[[Generator], torch.Tensor]) -> torch.Tensor:
+        """What `draws` makes of the generator, which moves on when the step is committed."""
+        before = self.generator.get_state()
+        drawn = draws(self.generator)
+        self._after = self.generator.get_state()
+        self.generator.set_state(before)
+        return drawn
+
+    def forget(self, sent: Sent) -> None:
+        if self.error_feedback:
+            super().forget(sent)
+
+    def commit(self, moved: Set[str] = frozenset()) -> None:
+        super().commit(moved)
+        self.generator.set_state(self._after)
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {**super().state_dict(), "generator": {"": self.generator.get_state()}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        super().load_state_dict(state)
+        if "generator" in state:  # not where the number of ranks has changed
+            self.generator.set_state(state["generator"][""])

@@ -16,8 +16,9 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
 from lightning_gradcomp.compressors.schedules import check_sparsity
 from lightning_gradcomp.compressors.selection import count, count_each, select, select_each
+from lightning_gradcomp.compressors.sent import Sparse
 from lightning_gradcomp.compressors.values import check_format
-from lightning_gradcomp.compressors.wire import Sparse, pack_sparse, sparse_bytes, unpack_sparse
+from lightning_gradcomp.compressors.wire import pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.wire import IN_CACHE, cut
+from lightning_gradcomp.compressors.layout import IN_CACHE, Layout, cut
 from lightning_gradcomp.lazy import torch
 
 

@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat buffers. Everything kept between steps is keyed by parameter name."""
+"""Where each parameter lies in the flat buffers, and how those are cut. What is kept is keyed by parameter name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from lightning_gradcomp.lazy import torch
+
+IN_CACHE = 262_144
+"""Elements of a piece: 1 MiB. In smaller ones Python's calls cost more than a nearer cache saves."""
+
+
+def cut(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
+    """start to stop in pieces of about `IN_CACHE`, whose lengths but the last's are multiples; one piece on a GPU."""
+    size = max((IN_CACHE if device.type == "cpu" else stop - start) // multiple, 1) * multiple
+    return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from lightning_gradcomp.compressors.incoming import Incoming
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.wire import Sent, cut
+from lightning_gradcomp.compressors.layout import Layout, cut
+from lightning_gradcomp.compressors.sent import Sent
 from lightning_gradcomp.lazy import torch
 
 

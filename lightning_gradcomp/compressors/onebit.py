@@ -15,9 +15,10 @@ from typing import ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Codec
 from lightning_gradcomp.compressors.elementwise import at_least, look_up
-from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.layout import Layout, cut
 from lightning_gradcomp.compressors.memory import Residual
-from lightning_gradcomp.compressors.wire import Piecewise, cut, pack_bits
+from lightning_gradcomp.compressors.sent import Piecewise
+from lightning_gradcomp.compressors.wire import pack_bits
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register

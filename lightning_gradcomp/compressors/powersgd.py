@@ -20,7 +20,7 @@ from zlib import crc32
 from lightning_gradcomp.compressors.base import Card, Lossy
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Residual
-from lightning_gradcomp.compressors.wire import Everything, Piecewise
+from lightning_gradcomp.compressors.sent import Everything, Piecewise
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register

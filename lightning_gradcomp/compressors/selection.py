@@ -12,8 +12,7 @@ import math
 
 import numpy as np
 
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.wire import IN_CACHE
+from lightning_gradcomp.compressors.layout import IN_CACHE, Layout
 from lightning_gradcomp.lazy import torch
 
 SAMPLE_AT_LEAST = 65_536

@@ -12,17 +12,15 @@ ternary digits in a byte, 1.6 bits an element against the ideal log2(3) = 1.585.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from lightning_gradcomp.compressors.base import Card, Lossy, mean_of, read_all
-from lightning_gradcomp.compressors.draws import Generator, generator
+from lightning_gradcomp.compressors.base import Card, Lossy
+from lightning_gradcomp.compressors.draws import Drawing, Generator
 from lightning_gradcomp.compressors.elementwise import look_up
-from lightning_gradcomp.compressors.incoming import Incoming
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.memory import Momentum, Residual
-from lightning_gradcomp.compressors.wire import Mean, Piecewise, Sent, cut
+from lightning_gradcomp.compressors.layout import Layout, cut
+from lightning_gradcomp.compressors.sent import Mean, Piecewise, mean_of, read_all
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
@@ -88,45 +86,6 @@ def table_of(device: torch.device) -> torch.Tensor:
 def unpack(packed: torch.Tensor, n: int, table: torch.Tensor) -> torch.Tensor:
     """The n digits that `pack` wrote, less 1, as fp32, from `table_of` its device."""
     return look_up(table, packed)[:n]
-
-
-class Drawing(Residual):
-    """This rank's generator of random numbers, never the global one; and a residual where that is wanted."""
-
-    def __init__(self, layout: Layout, device: torch.device, seed: int, error_feedback: bool) -> None:
-        super().__init__(layout if error_feedback else Layout((), ()), device)
-        self.generator = generator(seed, device)
-        self.error_feedback = error_feedback
-        self._after = self.generator.get_state()
-
-    def compensate(
-        self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
-    ) -> torch.Tensor:
-        return super().compensate(g, rules, moving) if self.error_feedback else g.whole()
-
-    def draw(self, draws: Callable[[Generator], torch.Tensor]) -> torch.Tensor:
-        """What `draws` makes of the generator, which moves on when the step is committed."""
-        before = self.generator.get_state()
-        drawn = draws(self.generator)
-        self._after = self.generator.get_state()
-        self.generator.set_state(before)
-        return drawn
-
-    def forget(self, sent: Sent) -> None:
-        if self.error_feedback:
-            super().forget(sent)
-
-    def commit(self, moved: Set[str] = frozenset()) -> None:
-        super().commit(moved)
-        self.generator.set_state(self._after)
-
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {**super().state_dict(), "generator": {"": self.generator.get_state()}}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        super().load_state_dict(state)
-        if "generator" in state:  # not where the number of ranks has changed
-            self.generator.set_state(state["generator"][""])
 
 
 @register("terngrad")

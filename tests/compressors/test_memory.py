@@ -6,7 +6,7 @@ import torch
 from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.memory import Momentum, Velocity
-from lightning_gradcomp.compressors.wire import Sparse
+from lightning_gradcomp.compressors.sent import Sparse
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(("a", "b"), ((3, 4), (5, 2)))

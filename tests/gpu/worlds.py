@@ -10,7 +10,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.compressors import terngrad
+from lightning_gradcomp.compressors import draws
 from lightning_gradcomp.compressors.draws import DeviceGenerator
 from tests.averaging.workers import seeded
 
@@ -132,4 +132,4 @@ class OnTheCPU(DeviceGenerator):
 
 def draw_on_the_cpu(monkeypatch):
     """TernGrad's random numbers are the same on all devices."""
-    monkeypatch.setattr(terngrad, "generator", OnTheCPU)
+    monkeypatch.setattr(draws, "generator", OnTheCPU)
