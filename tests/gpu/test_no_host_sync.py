@@ -12,6 +12,20 @@ from lightning_gradcomp.averaging.meter import Stats
 from tests.gpu.worlds import CASES, NAMES, Echo, Model, compression, draw_on_the_cpu, no_sum
 
 
+def holds_no_data():
+    """Whether this torch can do without a GPU's driver here; 2.8 can't."""
+    with FakeTensorMode():
+        try:
+            torch.zeros(1, device="cuda").nonzero()
+        except DynamicOutputShapeException:
+            return True
+        except RuntimeError:
+            return False
+
+
+pytestmark = pytest.mark.skipif(not holds_no_data(), reason="this torch needs a GPU's driver for tensors without data")
+
+
 class NothingLeaves(TorchDispatchMode):
     """Refuses to copy from the GPU, which FakeTensorMode allows where the shape is known."""
 
