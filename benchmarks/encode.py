@@ -27,7 +27,8 @@ from benchmarks.step_time import compressor
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.topologies import AllGather
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.routes import Route
 
 TENSORS = 20
 
@@ -77,10 +78,10 @@ def measure(elements: int, methods: list[str], device: torch.device, steps: int)
         model = Matrices(elements, device)
         how = compressor(method)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        topology = AllGather(dist.group.WORLD)
+        ranks = Ranks(dist.group.WORLD)
         models[method] = model
         compressions[method] = Compression(
-            how, Gradients(model, how), topology, optimizer if how.owns_momentum else None
+            how, Gradients(model, how), ranks, Route(), optimizer if how.owns_momentum else None
         )
     plain = passes(torch.randn(elements, device=device))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in [*plain, *methods]}

@@ -25,18 +25,20 @@ from benchmarks import report
 from benchmarks.step_time import compressor, network
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.topologies import AllGather, Server, TwoPhase, dense_traffic
+from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
+from lightning_gradcomp.routes import Route
 
-CHOICES: dict[str, type[AllGather]] = {"all_gather": AllGather, "two_phase": TwoPhase, "server": Server}
+CHOICES = ("all_gather", "two_phase", "server")
 
 
 def formula(model: torch.nn.Module, method: str, topology: str, world: int) -> int:
     """Bytes that the rank which sends the most would send."""
     how = compressor(method)
     assert isinstance(how, lgc.Lossy)
-    ranks = CHOICES[topology](None)
+    ranks = Ranks(None)
     ranks.world = world
-    return Compression(how, Gradients(model, how), ranks, None).traffic(1 - how.final_sparsity)
+    compression = Compression(how, Gradients(model, how), ranks, Route(), None)
+    return compression.traffic(1 - how.final_sparsity, topology)
 
 
 def measured(arguments: argparse.Namespace, world: int) -> dict[str, int]:

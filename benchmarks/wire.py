@@ -24,9 +24,10 @@ from benchmarks import report
 from lightning_gradcomp.app.models import build
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
+from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.compressors.selection import count, count_each
 from lightning_gradcomp.compressors.wire import index_bytes
+from lightning_gradcomp.routes import Route
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "ResNet-18, 32x32, 10 classes": lambda: build("resnet18", channels=3, classes=10),
@@ -73,12 +74,12 @@ def kept(compressor: lgc.Lossy, gradients: Gradients) -> int:
 
 def measure(compressor: lgc.Lossy, model: torch.nn.Module) -> dict[str, float | int | None]:
     """Of one step at N=2: bytes, ratio to dense, index bits an entry and their entropy, the bound of the whole step."""
-    pair = AllGather(None)
+    pair = Ranks(None)
     pair.world = 2
     gradients = Gradients(model, compressor)
     n, density = gradients.layout.n, 1 - compressor.final_sparsity
     dense = dense_traffic(4 * gradients.flat.numel(), 2)
-    step = Compression(compressor, gradients, pair, None).traffic(density)
+    step = Compression(compressor, gradients, pair, Route(), None).traffic(density, "all_gather")
     index_bits = entropy = bound = None
     if k := kept(compressor, gradients):
         index_bits, entropy = 8 * index_bytes(n, k) / k, log2_choose(n, k) / k

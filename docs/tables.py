@@ -15,7 +15,8 @@ from lightning_gradcomp import Compressor, Lossy, entries
 from lightning_gradcomp.app.models import build
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
+from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
+from lightning_gradcomp.routes import Route
 
 PAGE = Path(__file__).with_name("compressors.md")
 MARKED = re.compile(r"(<!-- methods -->\n).*?(\n<!-- end -->)", re.DOTALL)
@@ -27,7 +28,7 @@ HEAD += ["remembers", "optimizers", "pick it when", "from"]
 
 def step(compressor: Compressor, model: torch.nn.Module) -> tuple[float, float, list[str]]:
     """Bits an element of what is compressed, dense traffic over traffic, and the collectives, of one step at N=2."""
-    pair = AllGather(None)
+    pair = Ranks(None)
     pair.world = 2
     gradients = Gradients(model, compressor)
     dense = dense_traffic(4 * gradients.flat.numel(), 2)
@@ -36,7 +37,7 @@ def step(compressor: Compressor, model: torch.nn.Module) -> tuple[float, float, 
     density = 1 - compressor.final_sparsity
     messages = compressor.messages(gradients.layout, density)
     bits = 8 * sum(size for _, size in messages) / gradients.layout.n
-    ratio = dense / Compression(compressor, gradients, pair, None).traffic(density)
+    ratio = dense / Compression(compressor, gradients, pair, Route(), None).traffic(density, "all_gather")
     return bits, ratio, [COLLECTIVES[how] for how, _ in messages]
 
 

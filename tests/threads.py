@@ -18,6 +18,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from lightning_gradcomp.averaging import nodes
+
 GATHERS = ("all_gather_into_tensor", "all_to_all_single")
 """Either of which brings every rank's message to every rank."""
 
@@ -90,6 +92,20 @@ def checked_collectives(world: int, timeout: float = 10) -> Iterator[list[list[t
 def _loopback() -> Any:
     """The device of all groups: each of its own would start a thread, which takes longer than most tests."""
     return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+
+@contextmanager
+def subgroups(timeout: float = 60) -> Iterator[None]:
+    """Inside, ranks that are threads can be divided into nodes: dist.new_group knows processes only."""
+    store, kept = dist.HashStore(), []
+
+    def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
+        place = members.index(group.rank())
+        kept.append(_group(dist.PrefixStore(f"{members}", store), place, len(members), timeout))
+        return kept[-1]
+
+    with mock.patch.object(nodes, "subgroup", subgroup):
+        yield
 
 
 def _group(store: dist.Store, rank: int, world: int, timeout: float) -> dist.ProcessGroup:

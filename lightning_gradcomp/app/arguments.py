@@ -14,7 +14,7 @@ from lightning_gradcomp.registry import entries
 OVERRIDE = re.compile(r"(?P<root>\w+)(\.(?P<option>\w+)[\w.]*)?=(?P<value>.*)")  # without +, ~, and Hydra's rarer forms
 SWITCHES = ("-m", "--multirun", "-r", "--run", "--resolve")  # flags without a value; no word stands after the others
 ONE_CLASS = {"model": Model, "data": Data, "trainer": Trainer, "logger": Logger}
-ALONE = ("seed", "topology")  # options that are in no group
+ALONE = ("seed", "topology", "inside", "residual_device")  # options that are in no group
 OWN_CONFIG = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import entries
+from lightning_gradcomp.routes import route
 
 
 def one_of(what: str, got: object, allowed: tuple[str, ...]) -> None:
@@ -26,7 +27,6 @@ def at_least(what: str, got: float, least: float) -> None:
         raise refusal(what, got, f"{least} or more")
 
 
-TOPOLOGIES = ("auto", "all_gather", "two_phase", "server")
 MODELS = ("resnet18", "resnet50", "swin_mini")
 
 
@@ -144,6 +144,8 @@ class Run:
 
     seed: int
     topology: str
+    inside: str | None
+    residual_device: str | None
     model: Model
     data: Data
     compressor: Compressor
@@ -153,7 +155,7 @@ class Run:
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
-        one_of("topology", self.topology, TOPOLOGIES)
+        route(self.topology, self.inside, self.residual_device, self.compressor)  # refuses
         if self.compressor.owns_momentum and type(self.optimizer) is not SGD:
             others = ", ".join(entry.name for entry in entries() if not entry.cls.owns_momentum)
             raise refusal(

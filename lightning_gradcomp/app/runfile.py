@@ -38,6 +38,8 @@ def load(folder: Path) -> Run:
     return Run(
         seed=values["seed"],
         topology=values["topology"],
+        inside=values["inside"],
+        residual_device=values["residual_device"],
         model=Model(**values["model"]),
         data=Data(**values["data"]),
         compressor=compressors[values["compressor"].pop("name")](**values["compressor"]),

@@ -59,7 +59,7 @@ def build(run: Run, folder: Path, monitor: CommunicationMonitor) -> tuple[Shared
     options = run.trainer
     data = SharedImages(*digits(), batch_size=run.data.batch_size, ranks=local * nodes, seed=run.seed)
     trainer = L.Trainer(
-        strategy=CompressedDDPStrategy(compressor=run.compressor, topology=run.topology),
+        strategy=CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device),
         accelerator=accelerator,
         devices=local,
         num_nodes=nodes,

@@ -15,21 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_gradcomp.averaging.auto import Auto
 from lightning_gradcomp.averaging.compare import compare, warn_of_lost_kinds
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats
+from lightning_gradcomp.averaging.nodes import workers
 from lightning_gradcomp.averaging.takeover import check_optimizer, momentum_taken_over
-from lightning_gradcomp.averaging.topologies import dense_traffic
-from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.averaging.trial import Trial
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.compressors.sent import Everything
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
+from lightning_gradcomp.routes import Route, route
 
 
 class GradientAverager:
@@ -47,8 +48,14 @@ class GradientAverager:
         optimizer: needed by compressors that own the momentum (DGC): `torch.optim.SGD` itself.
         process_group: default: the world; a process without torch.distributed is a world of one.
         topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
-            means on, compressed again; for many ranks. "server": the same with dense means, as MXNet's kvstore. "auto":
-            all_gather, but dense where a trial in the first steps finds that quicker.
+            means on, compressed again; for many ranks. "server": the same with dense means. "auto": the quickest of
+            the first two by a model of the link, but dense where a trial in the first steps finds that quicker. Or a
+            kvstore's name: "device", "dist_sync", "dist_sync_device" (docs/topologies.md).
+        inside: "compressed" (default): every rank compresses its own gradient. "dense": ranks of a node average theirs
+            first, and only nodes exchange payloads.
+        residual_device: where what is not sent lies between steps: with the gradients ("device", default), or in "cpu"
+            memory.
+        ranks_per_node: for inside="dense"; default: what torchrun has started on this node.
         steps_per_epoch: lets a schedule that counts epochs count them.
         epoch: the epoch to begin with, for a caller that counts epochs itself, in `averager.epoch`.
 
@@ -64,6 +71,9 @@ class GradientAverager:
         optimizer: torch.optim.Optimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
         topology: str = "all_gather",
+        inside: str | None = None,
+        residual_device: str | None = None,
+        ranks_per_node: int | None = None,
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
     ) -> None:
@@ -73,8 +83,9 @@ class GradientAverager:
         check_optimizer(self.compressor, optimizer)
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
-        self.topology = named_topology(topology, process_group, self.compressor)
-        self.world = self.topology.world
+        self.route: Route = route(topology, inside, residual_device, self.compressor)
+        self.ranks = workers(process_group, self.route.inside, ranks_per_node)
+        self.world = self.ranks.world
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.schedule: Schedule | None = self.compressor.schedule()
         """Sparsity as a function of (epoch, step); may be replaced at any time."""
@@ -87,17 +98,19 @@ class GradientAverager:
         self._taken_over = False
         self.gradients = Gradients(model, self.compressor)
         self._compression: Compression | None = None
-        if isinstance(self.compressor, Lossy):
-            self._compression = Compression(self.compressor, self.gradients, self.topology, optimizer)
+        self.auto: Auto | None = None
         self.trial: Trial | None = None
-        """With topology="auto": whether compressing pays here."""
-        if topology == "auto" and self._compression and self.world > 1:
-            self.trial = Trial(process_group, self.gradients.flat.device)
+        """With topology="auto": which topology is quickest, and whether compressing pays here."""
+        if isinstance(self.compressor, Lossy):
+            compression = Compression(self.compressor, self.gradients, self.ranks, self.route, optimizer)
+            self._compression = compression
+            if self.route.topology == "auto" and self.ranks.workers > 1 and self.gradients.compressed:
+                self.auto, self.trial = Auto(compression), Trial(process_group, self.gradients.flat.device)
 
     @property
     def memory(self) -> Any:
         """What this rank has not sent yet; None for a baseline, which sends everything."""
-        return self._compression and self._compression.memory
+        return self._compression and self._compression.books.memory
 
     def step(self) -> None:
         """Average the gradients, then step the optimizer, which applies no momentum that was applied already."""
@@ -118,19 +131,31 @@ class GradientAverager:
     @property
     def sparsity(self) -> float:
         """Share that the coming step leaves out: the schedule's, or 0 where sparse would cost more than dense."""
-        if self.world == 1 or self.schedule is None or self._compression is None or not self.gradients.compressed:
+        alone = self.ranks.workers == 1
+        if alone or self.schedule is None or self._compression is None or not self.gradients.compressed:
             return 0.0
         self._check_epochs_are_counted()
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
-        if not sparsity or self._compression.traffic(1 - sparsity) >= self._dense_traffic():
+        if not sparsity:
+            return 0.0
+        if self._compression.traffic(1 - sparsity, self.topology_at(1 - sparsity)) >= self._dense_traffic():
             return 0.0
         return sparsity if self.trial is None or self.trial.allows(1 - sparsity) else 0.0
 
     @property
+    def topology(self) -> str:
+        """How the latest compressed messages have travelled; "all_reduce" where none can be."""
+        return self._compression.books.topology if self._compression else "all_reduce"
+
+    def topology_at(self, density: float) -> str:
+        """How compressed messages of this density travel."""
+        return self.auto.topology(density) if self.auto else self.route.topology
+
+    @property
     def dense_step(self) -> bool:
         """Whether the coming step is an ordinary dense average, which DDP may as well do, overlapped with backward."""
-        return self.sparsity == 0 and (self._compression is None or self._compression.empty)
+        return self.sparsity == 0 and (self._compression is None or self._compression.books.empty)
 
     def average(self, *, grad_scale: float = 1.0) -> None:
         """Replace every `p.grad` by its average over the ranks, as the compressor sends it. A collective call.
@@ -140,7 +165,7 @@ class GradientAverager:
         Args:
             grad_scale: the loss scale that is in the gradients; what is remembered is free of it.
         """
-        with explained(self.steps, "averaging gradients", self.topology.group):
+        with explained(self.steps, "averaging gradients", self.ranks.group):
             self._average(grad_scale)
 
     def _average(self, grad_scale: float) -> None:
@@ -154,7 +179,7 @@ class GradientAverager:
             with stats.phase("exchange"):
                 present = [*self.gradients.present, self.flag]
                 [mean], (*anywhere, self.flagged) = all_reduce_mean(
-                    self.topology, [self.gradients.flat], present, self.compressor.wire, saturate=grad_scale == 1
+                    self.ranks, [self.gradients.flat], present, self.compressor.wire, saturate=grad_scale == 1
                 )
             compressed, dense = mean.split([self.gradients.layout.n, self.gradients.dense_layout.n])
             self.gradients.assign(Everything(compressed), dense, anywhere, 1.0)
@@ -165,6 +190,7 @@ class GradientAverager:
         has_sparsity = hasattr(self.compressor, "sparsity")
         self.stats = Stats(dense_bytes=self._dense_traffic(), sparsity=sparsity if has_sparsity else 0.0)
         if sparsity:
+            self._compression.books.travel(self.topology_at(1 - sparsity))
             self.flagged = self._compression.average(1 - sparsity, grad_scale, self.stats, self.flag)
         else:
             self.flagged = self._compression.settle(grad_scale, self.stats, self.flag)
@@ -173,7 +199,7 @@ class GradientAverager:
 
     def _step_ended(self, density: float) -> None:
         self.steps += 1
-        if self.trial and self.trial.step_ended(density) and self.trial.lost and self.topology.rank == 0:
+        if self.trial and self.trial.step_ended(density) and self.trial.lost and self.ranks.rank == 0:
             name = type(self.compressor).__name__
             warnings.warn(f"{name}: {self.trial.outcome}. topology='all_gather' compresses all the same.", stacklevel=2)
 
@@ -196,16 +222,27 @@ class GradientAverager:
         name = type(self.compressor).__name__
         if self.world == 1:
             return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
-        assert self.topology.group is not None
-        where = f"N={self.world}, {self.topology.group.name()}"
+        assert self.ranks.group is not None
+        nodes = f" on {self.ranks.workers} nodes" if self.ranks.per_worker > 1 else ""
+        where = f"N={self.world}{nodes}, {self.ranks.group.name()}"
         if self._compression is None:
             sent = self._dense_traffic() * self.compressor.wire.itemsize // 4
             return f"{name}: {sent:,} bytes sent a step ({where}, ring all-reduce)."
         tried = f" {self.trial.outcome or 'The first steps will show whether that is quicker'}." if self.trial else ""
-        return f"{name}: {self._compression.describe()}, against {self._dense_traffic():,} dense ({where}).{tried}"
+        final = 1 - self._compression.compressor.final_sparsity
+        modelled = f" {self.modelled}." if self.auto else ""
+        described = self._compression.describe(self.topology_at(final))
+        return f"{name}: {described}, against {self._dense_traffic():,} dense ({where}).{modelled}{tried}"
+
+    @property
+    def modelled(self) -> str:
+        """With topology="auto": what travels how at the final sparsity, and the figures that say so."""
+        if self.auto is None or self._compression is None:
+            return ""
+        return self.auto.describe(1 - self._compression.compressor.final_sparsity)
 
     def _dense_traffic(self) -> int:
-        return dense_traffic(4 * self.gradients.flat.numel(), self.world)
+        return self.ranks.dense_traffic(self.gradients.flat.nbytes)
 
     def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
         """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
@@ -216,7 +253,7 @@ class GradientAverager:
 
         A world of another size goes on from `averaging.mean_state` of all ranks' states.
         """
-        memory = self._compression.state_dict() if self._compression else {}
+        memory = self._compression.books.state_dict() if self._compression else {}
         remembers_dense = any(kind.startswith("dense_") for kind in memory)
         dense_shapes = self.gradients.left_dense if remembers_dense else {}
         return {
@@ -224,7 +261,9 @@ class GradientAverager:
             "memory": memory,
             "shapes": self.gradients.chosen,
             "dense_shapes": dense_shapes,
-            "owners": self.world,
+            "owners": self.ranks.workers,
+            "shared_by": self._compression.books.shared_by if self._compression else 1,
+            "auto": self.auto and self.auto.state_dict(),
             "trial": self.trial and self.trial.state_dict(),
         }
 
@@ -235,10 +274,11 @@ class GradientAverager:
             ValueError: a tensor whose shape is not its parameter's, or of a parameter that is not compressed here.
         """
         if self._compression and state["memory"]:
-            compare(state["shapes"], state["dense_shapes"], self.gradients, warn=self.topology.rank == 0)
-            self._compression.load_state_dict(state["memory"], state.get("owners", 1))
-            if self.topology.rank == 0:
-                warn_of_lost_kinds(state["memory"], self._compression.state_dict(), self.gradients)
-        if self.trial and state.get("trial"):
+            compare(state["shapes"], state["dense_shapes"], self.gradients, warn=self.ranks.rank == 0)
+            self._compression.books.load_state_dict(state["memory"], state.get("owners", 1), state.get("shared_by", 1))
+            if self.ranks.rank == 0:
+                warn_of_lost_kinds(state["memory"], self._compression.books.state_dict(), self.gradients)
+        if self.auto and self.trial and state.get("auto"):
+            self.auto.load_state_dict(state["auto"])
             self.trial.load_state_dict(state["trial"])
         self.steps = state["steps"]

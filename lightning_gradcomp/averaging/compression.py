@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
-from lightning_gradcomp.averaging.elastic import OWNED
+from lightning_gradcomp.averaging.books import Books
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.message import Frame
 from lightning_gradcomp.averaging.meter import Stats
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.takeover import adopt, hand_back, rules
-from lightning_gradcomp.averaging.topologies import AllGather, TwoPhase, dense_traffic
-from lightning_gradcomp.averaging.two_phase import Owners, Relay
-from lightning_gradcomp.compressors.base import Codec, Lossy
+from lightning_gradcomp.averaging.two_phase import Relay
+from lightning_gradcomp.compressors.base import Lossy
 from lightning_gradcomp.compressors.incoming import Incoming, all_finite
-from lightning_gradcomp.compressors.memory import Memory, Residual, Velocity
+from lightning_gradcomp.compressors.memory import Velocity
 from lightning_gradcomp.compressors.sent import Everything
+from lightning_gradcomp.routes import Route
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -37,108 +36,110 @@ class Compression:
     Args:
         compressor: what is sent and remembered.
         gradients: the model's, laid out flat.
-        topology: how it travels.
+        ranks: who exchanges.
+        route: how it travels. With "auto", as `travel` says.
         optimizer: where a compressor that owns the momentum takes it from.
     """
 
     def __init__(
-        self, compressor: Lossy, gradients: Gradients, topology: AllGather, optimizer: torch.optim.Optimizer | None
+        self,
+        compressor: Lossy,
+        gradients: Gradients,
+        ranks: Ranks,
+        route: Route,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        self.compressor, self.topology, self.optimizer = compressor, topology, optimizer
-        self._parked: State = {}  # of parameters that are frozen just now
+        self.compressor, self.ranks, self.optimizer = compressor, ranks, optimizer
+        self.books = Books(compressor, gradients, ranks, route)
         self._take(gradients)
 
     def _take(self, gradients: Gradients) -> None:
         self.gradients = gradients
-        self.memory, self.dense_memory, self.owners = self._blank_books()
+        self._traffic: dict[str, tuple[float, int]] = {}
         self._mean = torch.empty_like(gradients.compressed_flat)
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is remembered."""
-        return self.memory.empty and self.dense_memory.empty and not (self.owners and self.owners.used)
-
-    def _blank_books(self) -> tuple[Memory, Memory, Owners | None]:
-        gradients, device = self.gradients, self.gradients.flat.device
-        dense = Memory if self.compressor.dense_values == "fp32" else Residual
-        memory = self.compressor.memory(gradients.layout, device, self.topology.rank)
-        owners = None
-        if isinstance(self.topology, TwoPhase):
-            assert isinstance(self.compressor, Codec)  # others are refused
-            owners = Owners(self.compressor, gradients.layout, gradients.dense_layout.n, self.topology, device)
-        return memory, dense(gradients.dense_layout, device), owners
-
     def lay_out(self, gradients: Gradients) -> None:
-        """A parameter was frozen or unfrozen: go on with these gradients; the state follows by name.
-
-        Owners will own other stretches, so what they remember goes back into what ranks remember.
-        """
-        if self.owners and self.owners.used:
-            self.memory.absorb(self.owners.spread().mul_(self.topology.world))
-            self.owners.clear()
-        state = self.state_dict()
+        """A parameter was frozen or unfrozen: go on with these gradients; what is remembered follows by name."""
+        self.books.lay_out(gradients)
         self._take(gradients)
-        self.load_state_dict(state)
 
-    def traffic(self, density: float) -> int:
-        """Bytes that a compressed step sends; of the rank that sends the most."""
+    def traffic(self, density: float, topology: str) -> int:
+        """Bytes that a compressed step sends between workers; of the rank that sends the most."""
+        if self._traffic.get(topology, (None,))[0] != density:
+            self._traffic[topology] = density, self._count(density, topology)
+        return self._traffic[topology][1]
+
+    def _count(self, density: float, topology: str) -> int:
         dense, flags = self.gradients.dense_layout.n, 2 + len(self.gradients.parameters)
-        if self.owners:
-            return self.owners.traffic(density, flags)
+        if owners := self.books.owners_of(topology, torch.device("meta")):
+            return owners.traffic(density, flags)
         total = 0
         for how, payload in self.compressor.messages(self.gradients.layout, density):
             if how == "gather":
                 frame = Frame(dense, self.compressor.dense_values, payload, flags)
-                total += self.topology.traffic(frame.length)
+                total += self.ranks.gather_traffic(frame.length)
             elif how == "mean":
-                total += dense_traffic(payload + 4 * (dense + flags), self.topology.world)
+                total += self.ranks.add_traffic(payload + 4 * (dense + flags))
             else:
-                total += dense_traffic(payload, self.topology.world)
+                total += self.ranks.add_traffic(payload)
                 continue
             dense = flags = 0  # they have travelled
         return total
 
-    def _compensate(self, grad_scale: float) -> tuple[torch.Tensor, list[bool], torch.Tensor, torch.Tensor]:
+    def _join(self, grad_scale: float, flag: bool, stats: Stats) -> list[bool]:
+        """Which gradients this worker has, and its flag. Several ranks are one worker: their mean lies flat then."""
+        marks = [*self.gradients.present, flag]
+        if self.ranks.per_worker == 1:
+            return marks
+        self.gradients.collect(grad_scale)
+        with stats.phase("exchange"):
+            return self.ranks.join(self.gradients.flat, marks)
+
+    def _compensate(
+        self, present: list[bool], grad_scale: float
+    ) -> tuple[torch.Tensor, list[bool], torch.Tensor, torch.Tensor]:
         """Collect the gradients.
 
         Returns:
-            Whether they are finite (0-d bool), what this rank adds to, and what should be sent: compressed and dense.
+            Whether they are finite (0-d bool), what this worker adds to, and what should be sent: compressed and dense.
         """
-        gradients, memory = self.gradients, self.memory
-        if self.compressor.clips:
-            gradients.collect(grad_scale)
-            self.compressor.clip_local(gradients.flat, self.topology.world)
-            incoming = Incoming.of(gradients.compressed_flat, gradients.layout)
-        else:
+        gradients, memory, alone = self.gradients, self.books.memory, self.ranks.per_worker == 1
+        if alone and not self.compressor.clips:
             gradients.collect_dense(grad_scale)
             incoming = gradients.incoming(grad_scale)
+        else:
+            if alone:
+                gradients.collect(grad_scale)
+            self.compressor.clip_local(gradients.flat, self.ranks.workers)
+            incoming = Incoming.of(gradients.compressed_flat, gradients.layout)
         optimizer = None
         if self.optimizer and isinstance(memory, Velocity):
             optimizer = self.optimizer
             adopt(optimizer, gradients.compressed, gradients.layout.names, memory)
         momenta = rules(optimizer, gradients.compressed)
-        started = memory.started | self.dense_memory.started
-        moves = [has or name in started for has, name in zip(gradients.present, gradients.names, strict=True)]
+        started = memory.started | self.books.dense_memory.started
+        moves = [has or name in started for has, name in zip(present, gradients.names, strict=True)]
         moving = self._names(moves)
         weights = [parameter.detach().reshape(-1) for parameter in gradients.compressed] if optimizer else []
         outgoing = memory.compensate(incoming, momenta, moving, weights)
         incoming_dense = Incoming.of(gradients.dense_flat, gradients.dense_layout)
-        dense = self.dense_memory.compensate(incoming_dense, [], moving)
+        dense = self.books.dense_memory.compensate(incoming_dense, [], moving)
         return incoming.finite & incoming_dense.finite, moves, outgoing, dense
 
     def _names(self, marked: list[bool]) -> set[str]:
         return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
 
-    def describe(self) -> str:
-        """What is compressed, and what a step sends once the warm-up is over."""
+    def describe(self, topology: str) -> str:
+        """What is compressed, and what a step sends by `topology` once the warm-up is over."""
         gradients, sparsity = self.gradients, self.compressor.final_sparsity
         if not gradients.compressed:
             return "no tensor is large enough to be compressed, all travel dense"
         at_sparsity = f"at sparsity {sparsity:g} " if hasattr(self.compressor, "sparsity") else ""
+        between = "" if self.ranks.per_worker == 1 else " between nodes"
         return (
             f"{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
             f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; "
-            f"{at_sparsity}{self.traffic(1 - sparsity):,} bytes sent a step"
+            f"{at_sparsity}{self.traffic(1 - sparsity, topology):,} bytes sent{between} a step by {topology}"
         )
 
     def average(self, density: float, grad_scale: float, stats: Stats, flag: bool) -> bool:
@@ -147,29 +148,32 @@ class Compression:
         Returns:
             Whether any rank's `flag` is set.
         """
-        gradients, memory = self.gradients, self.memory
+        gradients, memory = self.gradients, self.books.memory
+        *present, flag = self._join(grad_scale, flag, stats)
         with stats.phase("compress"):
-            finite, present, outgoing, dense = self._compensate(grad_scale)
+            self.books.fetch()
+            finite, moves, outgoing, dense = self._compensate(present, grad_scale)
             fill_unless(finite, outgoing, 0.0)
         values = self.compressor.dense_values
-        exchange = Relay(self.topology, dense, finite, [*present, flag], stats, self._mean, values)
-        if self.owners:
-            mean, sent = self.owners.average(outgoing, density, exchange)
+        exchange = Relay(self.ranks, dense, finite, [*moves, flag], stats, self._mean, values)
+        if self.books.owners:
+            mean, sent = self.books.owners.average(outgoing, density, exchange)
         else:
             mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
         with stats.phase("decompress"):
             good, (*anywhere, flagged) = exchange.agreed(mean)
             if good:
                 memory.forget(sent)
-                self.dense_memory.forget(Everything(exchange.dense_sent))
-                for books in (memory, self.dense_memory):
+                self.books.dense_memory.forget(Everything(exchange.dense_sent))
+                for books in (memory, self.books.dense_memory):
                     books.commit(self._names(anywhere))
-                if self.owners:
-                    self.owners.commit()
+                if self.books.owners:
+                    self.books.owners.commit()
                 gradients.assign(mean, exchange.dense_mean, anywhere, grad_scale)
             else:
                 gradients.flat.fill_(torch.nan)
                 gradients.assign(Everything(gradients.compressed_flat), gradients.dense_flat, anywhere, 1.0)
+            self.books.put_away()
         return flagged
 
     def settle(self, grad_scale: float, stats: Stats, flag: bool) -> bool:
@@ -178,66 +182,36 @@ class Compression:
         Returns:
             Whether any rank's `flag` is set.
         """
-        gradients, memory = self.gradients, self.memory
+        gradients, memory = self.gradients, self.books.memory
+        *present, flag = self._join(grad_scale, flag, stats)
         with stats.phase("compress"):
-            finite, present, outgoing, dense = self._compensate(grad_scale)
+            self.books.fetch()
+            finite, moves, outgoing, dense = self._compensate(present, grad_scale)
             gradients.dense_flat.copy_(dense)
             gradients.compressed_flat.copy_(outgoing)
-            if self.owners:
-                gradients.compressed_flat.add_(self.owners.spread(), alpha=self.topology.world)
+            if self.books.owners:
+                gradients.compressed_flat.add_(self.books.owners.spread(), alpha=self.ranks.workers)
             fill_unless(finite, gradients.compressed_flat, torch.nan)
         flats = [gradients.flat, memory.coming_momentum] if isinstance(memory, Velocity) else [gradients.flat]
         with stats.phase("exchange"):
-            [mean, *momentum], (*anywhere, flagged) = all_reduce_mean(self.topology, flats, [*present, flag])
+            [mean, *momentum], (*anywhere, flagged) = all_reduce_mean(self.ranks, flats, [*moves, flag])
         with stats.phase("decompress"):
             if all_finite(mean):
                 if self.optimizer and momentum:
                     hand_back(self.optimizer, gradients.compressed, gradients.layout.views(momentum[0]), anywhere)
-                for books in (memory, self.dense_memory, *([self.owners] if self.owners else [])):
-                    books.clear()
+                self.books.clear()
             compressed, dense = mean.split([gradients.layout.n, gradients.dense_layout.n])
             gradients.assign(Everything(compressed), dense, anywhere, grad_scale)
-        traffic = dense_traffic(4 * sum(flat.numel() for flat in flats), self.topology.world)
-        stats.bytes_sent = stats.bytes_received = traffic
+            self.books.put_away()
+        stats.bytes_sent = stats.bytes_received = self.ranks.dense_traffic(sum(flat.nbytes for flat in flats))
         return flagged
 
     def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
         """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
-        memory, gradients = self.memory, self.gradients
+        memory, gradients = self.books.memory, self.gradients
         if not isinstance(memory, Velocity) or memory.empty:
             return {}
-        [momentum], _ = all_reduce_mean(self.topology, [memory.u], [])
+        [momentum], _ = all_reduce_mean(self.ranks, [memory.u.to(gradients.flat.device)], [])
         views = gradients.layout.views(momentum)
         named = zip(gradients.layout.names, gradients.compressed, views, strict=True)
         return {parameter: view.clone() for name, parameter, view in named if name in memory.started}
-
-    def state_dict(self) -> State:
-        """Kind -> parameter name -> tensor, frozen parameters included."""
-        dense = {f"dense_{kind}": parts for kind, parts in self.dense_memory.state_dict().items()}
-        kinds = {**self.memory.state_dict(), **dense}
-        if self.owners and self.owners.used:
-            kinds[OWNED] = self.owners.state_dict()
-        return {kind: {**self._parked.get(kind, {}), **parts} for kind, parts in kinds.items()}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], owners: int = 1) -> None:
-        """Replace everything that is remembered; what belongs to a frozen parameter is kept until it trains again.
-
-        Args:
-            state: kind -> parameter name -> tensor.
-            owners: among how many owners the kind `OWNED` is divided. Where that has changed, or there are none here,
-                the ranks remember what the owners did.
-
-        Raises:
-            ValueError: a tensor whose shape is not its parameter's.
-        """
-        memory, dense_memory, own = self._blank_books()  # so that an error leaves those of before as they were
-        memory.load_state_dict(state)
-        dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
-        dense_memory.load_state_dict({"residual": {}, **dense})
-        if OWNED in state and own and owners == self.topology.world:
-            own.load_state_dict(state[OWNED])
-        elif OWNED in state:
-            memory.absorb(self.gradients.layout.join(state[OWNED], self.gradients.flat.device).mul_(owners))
-        self.memory, self.dense_memory, self.owners = memory, dense_memory, own
-        frozen = self.gradients.frozen
-        self._parked = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}

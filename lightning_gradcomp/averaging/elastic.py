@@ -25,10 +25,16 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for last in states:
         world += 1
         for kind, parts in last["memory"].items():
-            if all(part.is_floating_point() for part in parts.values()):
+            if all_floating(parts):
                 add(total.setdefault(kind, {}), parts)
-    memory = {kind: divided(parts, 1 if kind == OWNED else world) for kind, parts in total.items()}
+    copies = world // last.get("owners", world)  # of an owner's part
+    memory = {kind: divided(parts, copies if kind == OWNED else world) for kind, parts in total.items()}
     return {**last, "memory": memory, "owners": 1, "trial": None}
+
+
+def all_floating(parts: Mapping[str, torch.Tensor]) -> bool:
+    """Whether these are numbers, which have a mean."""
+    return all(part.is_floating_point() for part in parts.values())
 
 
 def add(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:

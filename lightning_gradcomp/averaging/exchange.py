@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging.message import Frame
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.topologies import AllGather, dense_traffic
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors.incoming import all_finite
 from lightning_gradcomp.compressors.sent import Mean
 
@@ -19,7 +19,7 @@ class Exchange:
     `dense_sent` is what the others have read of this rank's uncompressed gradients.
 
     Args:
-        topology: how messages travel.
+        ranks: who exchanges.
         dense: uncompressed gradients, fp32 [d].
         finite: whether this rank's gradient is, 0-d bool.
         present: per parameter, whether this rank has something to add to its average; and a flag of the caller's.
@@ -30,7 +30,7 @@ class Exchange:
 
     def __init__(
         self,
-        topology: AllGather,
+        ranks: Ranks,
         dense: torch.Tensor,
         finite: torch.Tensor,
         present: list[bool],
@@ -41,22 +41,27 @@ class Exchange:
         self._values = dense_values
         self.buffer = mean
         """For the average, fp32 [n], with anything in it. A new one at each step would take more time."""
-        self.topology, self.stats, self._dense = topology, stats, dense
+        self.ranks, self.stats, self._dense = ranks, stats, dense
         self._finite, self._present = finite.view(1), _flags(present, dense.device)
         self.dense_mean = self.dense_sent = dense
         self._carried = False
 
+    @property
+    def flags(self) -> torch.Tensor:
+        """Whether this worker's gradient is finite, and what it has: bool."""
+        return torch.cat([self._finite, self._present])
+
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's payload (uint8 [p], one length) in rank order; the rest of the message comes with it."""
+        """Every worker's payload (uint8 [p], one length) in their order; the rest of the message comes with it."""
         with self.stats.phase("compress"):
-            flags = torch.cat([self._finite, self._present])
+            flags = self.flags
             frame = Frame(self._dense.numel(), self._values, payload.numel(), flags.numel())
             dense = frame.pack_dense(self._dense)
             self.dense_sent = frame.read_dense(dense)
             message = frame.pack(dense, payload, flags)
         with self.stats.phase("exchange"):
-            messages = self.topology.exchange(message)
-        self._book(self.topology.traffic(message.numel()))
+            messages = self.ranks.gather(message)
+        self._book(self.ranks.gather_traffic(message.numel()))
         with self.stats.phase("decompress"):
             self.dense_mean = mean_of_rows([frame.read_dense(row) for row in messages])
             self._hear([frame.read_flags(row) for row in messages])
@@ -72,20 +77,20 @@ class Exchange:
         with self.stats.phase("exchange"):
             # not finite: 1, so that it adds up to something; a sum of "finite" would have to be compared with N
             rest = [] if self._carried else [self._dense, torch.cat([~self._finite, self._present]).float()]
-            mean, *means = all_reduce(self.topology, [flat, *rest])
+            parts = [flat, *rest]
+            total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
+            mean, *means = total.split([part.numel() for part in parts])
             if rest:
                 self.dense_mean, flags = means
                 self._finite, self._present, self._carried = flags[:1] == 0, flags[1:] > 0, True
-            self._book(dense_traffic(4 * sum(part.numel() for part in (flat, *rest)), self.topology.world))
+            self._book(self.ranks.add_traffic(total.nbytes))
             return mean
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of each of `values` (fp32 [m]) over the ranks. Carries nothing else."""
         with self.stats.phase("exchange"):
-            largest = values.clone()
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.group)
-            self._book(dense_traffic(4 * values.numel(), self.topology.world))
-            return largest
+            self._book(self.ranks.add_traffic(values.nbytes))
+            return self.ranks.maximum(values)
 
     def agreed(self, mean: Mean) -> tuple[bool, list[bool]]:
         """What all ranks know, now that they have the same mean.
@@ -121,7 +126,7 @@ def _flags(marks: list[bool], device: torch.device) -> torch.Tensor:
 
 
 def all_reduce_mean(
-    topology: AllGather,
+    ranks: Ranks,
     tensors: list[torch.Tensor],
     present: list[bool],
     wire: torch.dtype = torch.float32,
@@ -129,18 +134,18 @@ def all_reduce_mean(
 ) -> tuple[list[torch.Tensor], list[bool]]:
     """The means of flat `tensors` over the ranks, in one all-reduce that also tells what is `present` on any rank."""
     flags = _flags(present, tensors[0].device).float()
-    *means, anywhere = all_reduce(topology, [*tensors, flags], wire, saturate)
+    *means, anywhere = all_reduce(ranks, [*tensors, flags], wire, saturate)
     return means, read(anywhere > 0)
 
 
 def all_reduce(
-    topology: AllGather, parts: list[torch.Tensor], wire: torch.dtype = torch.float32, saturate: bool = True
+    ranks: Ranks, parts: list[torch.Tensor], wire: torch.dtype = torch.float32, saturate: bool = True
 ) -> list[torch.Tensor]:
     """The means of the flat `parts` over the ranks, fp32, in one all-reduce."""
     buffer = torch.cat(parts)
-    if topology.world > 1:
-        buffer = share(buffer, topology.world, wire, saturate)
-        dist.all_reduce(buffer, group=topology.group)
+    if ranks.world > 1:
+        buffer = share(buffer, ranks.world, wire, saturate)
+        dist.all_reduce(buffer, group=ranks.group)
     return list(buffer.float().split([part.numel() for part in parts]))
 
 

@@ -169,5 +169,5 @@ class Codec(Lossy):
             payload, sent = self.encode(flat, layout, density)
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
-            everyones = read_all(payloads, exchange.topology.rank, sent, lambda row: self.decode(row, layout, density))
+            everyones = read_all(payloads, exchange.ranks.worker, sent, lambda row: self.decode(row, layout, density))
             return mean_of(everyones, exchange.buffer), sent

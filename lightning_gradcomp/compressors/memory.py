@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout, cut
@@ -55,8 +56,20 @@ def accumulate_velocity(
         new_v.add_(new_u, alpha=m)
 
 
+def move(books: Any, device: torch.device, *, scratch: bool) -> None:
+    """Let what `books.kept` names lie on `device`, with buffers for the coming step beside it or without."""
+    for name in books.kept:
+        kept = getattr(books, name).to(device)
+        setattr(books, name, kept)
+        setattr(books, f"_{name}", torch.empty_like(kept) if scratch else kept.new_empty(0))
+
+
 class Memory:
     """Nothing is remembered: for what loses nothing on average."""
+
+    kept: tuple[str, ...] = ()
+    """Names of the buffers that hold what is remembered. Beside each, with `_` before its name, lies that of the step
+    under way."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
@@ -104,6 +117,8 @@ class Memory:
 class Residual(Memory):
     """Error feedback: what was not sent is added to the next gradient (Seide et al. 2014; Aji & Heafield 2017)."""
 
+    kept = ("residual",)
+
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout, device)
         self.residual, self._residual = torch.zeros(layout.n, device=device), torch.zeros(layout.n, device=device)
@@ -144,6 +159,8 @@ class Residual(Memory):
 
 class Velocity(Memory):
     """DGC's memory: momentum u and accumulated velocity v of every compressed parameter, per rank, flat fp32."""
+
+    kept = ("u", "v")
 
     def __init__(self, layout: Layout, device: torch.device, *, masking: bool) -> None:
         super().__init__(layout, device)

@@ -158,7 +158,7 @@ class TernGrad(Lossy):
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
             sent = self.decode(payload, layout)
-            everyones = read_all(payloads, exchange.topology.rank, sent, lambda row: self.decode(row, layout))
+            everyones = read_all(payloads, exchange.ranks.worker, sent, lambda row: self.decode(row, layout))
             return mean_of(everyones, exchange.buffer), sent
 
     def decode(self, payload: torch.Tensor, layout: Layout) -> Piecewise:

@@ -79,13 +79,13 @@ class CommunicationMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager = averager_of(trainer)
         self._world = averager.world
-        self._topology = "all_reduce" if averager.dense_step else averager.topology.name
-        self._trial = averager.trial.outcome if averager.trial else ""
+        self._topology = "all_reduce" if averager.dense_step else averager.topology
+        self._auto, self._trial = averager.modelled, averager.trial.outcome if averager.trial else ""
 
     def summary(self) -> dict[str, Any]:
         """Totals over the fit and the last step's bytes, of this rank, and the median milliseconds a step by phase.
 
-        With topology="auto", `trial` says in words what the first steps have shown.
+        With topology="auto", `auto` says in words what was chosen and why, and `trial` what the first steps have shown.
         """
         sent, dense = sum(s.bytes_sent for s in self._steps), sum(s.dense_bytes for s in self._steps)
         phases = {"compute": self._compute}
@@ -93,6 +93,7 @@ class CommunicationMonitor(Callback):
         return {
             "world_size": self._world,
             "topology": self._topology,
+            "auto": self._auto,
             "trial": self._trial,
             "steps": len(self._steps),
             "bytes_sent": sent,

@@ -155,9 +155,9 @@ def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
         shapes = averager.gradients.shapes if kind in ("accumulated", OWNED) else named
         for name, shape in sorted(shapes.items()):
             part = memory[kind].get(name, torch.zeros(shape)).to(averager.gradients.flat.device)
-            [flat], [anywhere] = all_reduce_mean(averager.topology, [part.reshape(-1)], [name in memory[kind]])
+            [flat], [anywhere] = all_reduce_mean(averager.ranks, [part.reshape(-1)], [name in memory[kind]])
             if anywhere:
-                mean[kind][name] = flat.view(shape).cpu() * (averager.world if kind == OWNED else 1)
+                mean[kind][name] = flat.view(shape).cpu() * (averager.ranks.workers if kind == OWNED else 1)
     return {**state, "memory": mean, "owners": 1}
 
 

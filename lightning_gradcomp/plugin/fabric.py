@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
-from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
 from lightning_gradcomp.registry import build
+from lightning_gradcomp.routes import route
 
 
 class CompressedFabricStrategy(DDPStrategy):
@@ -30,9 +30,14 @@ class CompressedFabricStrategy(DDPStrategy):
     Args:
         compressor: a compressor, or its name.
         topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
-            means on, compressed again; for many ranks. "server": the same with dense means, as MXNet's kvstore. "auto":
-            all_gather, but dense where a trial in the first steps finds that quicker. Such a decision hangs on the
-            clock: choose another where runs must repeat to the bit.
+            means on, compressed again; for many ranks. "server": the same with dense means. "auto": the quickest of
+            the first two by a model of the link, but dense where a trial in the first steps finds that quicker. Such
+            decisions hang on the clock: choose another where runs must repeat to the bit. Or a kvstore's name:
+            "device", "dist_sync", "dist_sync_device" (docs/topologies.md).
+        inside: "compressed" (default): every rank compresses its own gradient. "dense": ranks of a node average theirs
+            first, and only nodes exchange payloads.
+        residual_device: where what is not sent lies between steps: with the gradients ("device", default), or in "cpu"
+            memory.
         steps_per_epoch: lets a warm-up that counts epochs count them; else call `set_epoch`.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.
@@ -42,14 +47,17 @@ class CompressedFabricStrategy(DDPStrategy):
         self,
         compressor: Compressor | str = "dgc",
         topology: str = "auto",
+        inside: str | None = None,
+        residual_device: str | None = None,
         steps_per_epoch: int | None = None,
         timeout: timedelta = TIMEOUT,
         **ddp_options: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
-        named_topology(topology, None, self.compressor)
-        self.topology, self.steps_per_epoch = topology, steps_per_epoch
+        route(topology, inside, residual_device, self.compressor)  # refuses
+        self._travel = {"topology": topology, "inside": inside, "residual_device": residual_device}
+        self.steps_per_epoch = steps_per_epoch
         self.averager: GradientAverager | None = None
         """Made at the first backward, when module and optimizer are known."""
         self._epoch: int | None = None
@@ -94,7 +102,8 @@ class CompressedFabricStrategy(DDPStrategy):
                 self._ddp.module,
                 self.compressor,
                 optimizer=self._optimizer,
-                topology=self.topology,
+                ranks_per_node=self.num_processes,
+                **self._travel,
                 steps_per_epoch=self.steps_per_epoch,
                 epoch=self._epoch,
             )

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.replicas import compare_replicas
-from lightning_gradcomp.averaging.topologies import topology as named_topology
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.plugin import buffers, launch, sigterm
 from lightning_gradcomp.plugin.checkpoint import RankStates, export_momentum, in_step
@@ -38,6 +37,7 @@ from lightning_gradcomp.plugin.refusals import (
 )
 from lightning_gradcomp.plugin.sidecar import Sidecars
 from lightning_gradcomp.registry import build
+from lightning_gradcomp.routes import route
 
 
 class CompressedDDPStrategy(DDPWithNamedFaults):
@@ -48,9 +48,14 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
     Args:
         compressor: a compressor, or its name.
         topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
-            means on, compressed again; for many ranks. "server": the same with dense means, as MXNet's kvstore. "auto":
-            all_gather, but dense where a trial in the first steps finds that quicker. Such a decision hangs on the
-            clock: choose another where runs must repeat to the bit.
+            means on, compressed again; for many ranks. "server": the same with dense means. "auto": the quickest of
+            the first two by a model of the link, but dense where a trial in the first steps finds that quicker. Such
+            decisions hang on the clock: choose another where runs must repeat to the bit. Or a kvstore's name:
+            "device", "dist_sync", "dist_sync_device" (docs/topologies.md).
+        inside: "compressed" (default): every rank compresses its own gradient. "dense": ranks of a node average theirs
+            first, and only nodes exchange payloads.
+        residual_device: where what is not sent lies between steps: with the gradients ("device", default), or in "cpu"
+            memory.
         checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint, up to
             1 GiB, beyond that as "sidecar". "sidecar": a file for each rank, in a folder beside the checkpoint. "mean":
             one copy of the mean over ranks, with which a resumed run is no longer exact. "drop": nothing is saved, or
@@ -68,6 +73,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self,
         compressor: Compressor | str = "dgc",
         topology: str = "auto",
+        inside: str | None = None,
+        residual_device: str | None = None,
         checkpoint_state: str = "gather",
         timeout: timedelta = TIMEOUT,
         verify_replicas_every_n_steps: int | None = None,
@@ -78,8 +85,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self.checkpoint_state = checkpoint_state
         self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
         self.compressor: Compressor = build(compressor)
-        named_topology(topology, None, self.compressor)
-        self.topology = topology
+        route(topology, inside, residual_device, self.compressor)  # refuses
+        self._travel = {"topology": topology, "inside": inside, "residual_device": residual_device}
         self.averager: GradientAverager | None = None
         """Set while fitting."""
         self._clipping = LocalClipping()
@@ -110,7 +117,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
             self.lightning_module,
             self._clipping.take_over(self.compressor, trainer),
             optimizer=self.optimizers[0] if self.compressor.owns_momentum else None,
-            topology=self.topology,
+            ranks_per_node=self.num_processes,
+            **self._travel,
             epoch=trainer.current_epoch,
         )
         sigterm.listen(trainer, self.averager)

@@ -8,8 +8,7 @@ from hydra import compose, initialize_config_dir
 from lightning_gradcomp.app import runfile
 from lightning_gradcomp.app.arguments import ALONE
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
-from lightning_gradcomp.app.config import SGD, TOPOLOGIES, AdamW, Run
-from lightning_gradcomp.averaging import topologies
+from lightning_gradcomp.app.config import SGD, AdamW, Run
 from lightning_gradcomp.compressors import DGC, NoCompression
 from lightning_gradcomp.registry import entries
 
@@ -71,7 +70,7 @@ def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_p
     [
         (["+compressor.foo=1"], "compressor.foo: got 1, allowed: min_elements, exclude"),
         (["+optimizer.foo=1"], "optimizer.foo: got 1, allowed: lr, weight_decay"),
-        (["+foo=1"], "foo: got 1, allowed: seed, topology, model"),
+        (["+foo=1"], "foo: got 1, allowed: seed, topology, inside"),
         (["compressor.sparsity=1.5"], "DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1"),
         (["optimizer=adamw"], "optimizer with compressor=dgc: got 'adamw', allowed: sgd"),
         (["optimizer.lr=-1"], "optimizer.lr: got -1.0, allowed: 0 or more"),
@@ -87,7 +86,11 @@ def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_p
         (["data.name=mnist"], "data.name: got 'mnist', allowed: digits"),
         (["logger.name=paper"], "logger.name: got 'paper', allowed: csv"),
         (["seed=-1"], "seed: got -1"),
-        (["topology=ring"], "topology: got 'ring', allowed: auto, all_gather"),
+        (["topology=dist_async"], "topology: got 'dist_async', allowed: 'device', 'dist_sync', 'dist_sync_device'"),
+        (["topology=dist_sync", "inside=dense"], "inside with topology='dist_sync': got 'dense', allowed: none"),
+        (["inside=sparse"], "inside: got 'sparse', allowed: 'compressed', 'dense'"),
+        (["residual_device=disk"], "residual_device: got 'disk', allowed: 'device', 'cpu'"),
+        (["topology=ring"], "topology: got 'ring', allowed: 'auto', 'all_gather'"),
         (["~model"], "model: Missing mandatory value"),
     ],
 )
@@ -99,10 +102,6 @@ def test_what_does_not_fit_is_refused(overrides, sentence):
 
 def test_every_part_of_a_run_is_a_choice_or_stands_alone():
     assert {field.name for field in fields(Run)} == {*choices(), *ALONE} - {"recipe"}
-
-
-def test_the_topologies_are_those_of_the_strategy():
-    assert set(TOPOLOGIES) == set(topologies.TOPOLOGIES)
 
 
 def test_configs_beside_the_package_in_a_checkout_and_inside_it_in_a_wheel(tmp_path):

@@ -113,9 +113,12 @@ def dgc(**options):
     return DGC(**{"sparsity": 0.9, "warmup_epochs": 0, "dense_epochs": 0, "min_elements": 50, **options})
 
 
+OWN_OPTIONS = ("topology", "inside", "residual_device", "ranks_per_node", "steps_per_epoch", "epoch")
+
+
 def averaged(model, group, compressor=None, schedule=None, **options):
     """An optimizer and an averager for `model`; `options` of either."""
-    own = {key: options.pop(key) for key in ("topology", "steps_per_epoch", "epoch") if key in options}
+    own = {key: options.pop(key) for key in OWN_OPTIONS if key in options}
     optimizer = torch.optim.SGD(model.parameters(), **{**SGD, **options})
     averager = GradientAverager(model, compressor or dgc(), optimizer=optimizer, process_group=group, **own)
     averager.schedule = schedule or averager.schedule

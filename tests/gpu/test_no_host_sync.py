@@ -7,8 +7,10 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.meter import Stats
+from lightning_gradcomp.routes import Route
 from tests.gpu.worlds import CASES, NAMES, Echo, Model, compression, draw_on_the_cpu, no_sum
 
 
@@ -73,6 +75,25 @@ def test_the_flags_are_all_that_a_step_reads(cls, options, no_data, monkeypatch)
 def test_that_read_would_have_been_noticed(cls, options, no_data):
     with pytest.raises(DataDependentOutputException):
         next(steps(cls, options, 1))
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("residual_device", "between"), [("cpu", "cpu"), ("device", "cuda")])
+def test_what_is_not_sent_lies_between_steps_where_it_is_wanted(cls, options, residual_device, between, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", no_sum)
+    draw_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(exchange, "read", lambda flags: [True] * (len(flags) - 1) + [False])
+    with FakeTensorMode():
+        model, compressor = Model("cuda"), cls(**{"min_elements": 500, **options})
+        compressed = compression(model, compressor, Echo(), Route(residual_device=residual_device))
+        for step in range(2):
+            model.prescribe(1, step)
+            compressed.average(0.1, 1.0, Stats(), False)
+            memory = compressed.books.memory
+            tensors = [value for value in vars(memory).values() if isinstance(value, torch.Tensor)]
+            lie = {each.device.type for each in tensors if each.is_floating_point() and each.numel()}
+            assert lie == {between} or (not lie and cls is lgc.TernGrad and "error_feedback" not in options)
+            assert all(buffer.is_cuda for buffer in (part.grad for part in model.parts))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors import draws
 from lightning_gradcomp.compressors.draws import DeviceGenerator
+from lightning_gradcomp.routes import Route
 from tests.averaging.workers import seeded
 
 OPTIONS = {
@@ -50,29 +52,27 @@ class Model(torch.nn.Module):
             self.parts[-1].grad = None
 
 
-class Echo:
+class Echo(Ranks):
     """A world of two in which the other rank says what this one says. Sums are left to `no_sum`."""
 
-    world, rank, group = 2, 0, None
+    def __init__(self):
+        super().__init__(None)
+        self.world = 2
 
-    def exchange(self, message):
+    def gather(self, message):
         return torch.stack([message, message])
-
-    def traffic(self, num_bytes):
-        return num_bytes
 
 
 def no_sum(tensor, **options):
     """In place of `dist.all_reduce`."""
 
 
-class Pair:
+class Pair(Ranks):
     """One of two ranks that are threads. It is its own process group, for `sum_of_pair`."""
 
-    world = 2
-
     def __init__(self, rank, table, together):
-        self.rank, self.table, self.together, self.group = rank, table, together, self
+        super().__init__(None)
+        self.world, self.rank, self.table, self.together, self.group = 2, rank, table, together, self
         self.messages = []
 
     def both(self, tensor):
@@ -82,12 +82,9 @@ class Pair:
         self.together.wait(60)
         return torch.stack(everyones)
 
-    def exchange(self, message):
+    def gather(self, message):
         self.messages.append(message.cpu())
         return self.both(message)
-
-    def traffic(self, num_bytes):
-        return num_bytes
 
 
 def sum_of_pair(tensor, group, op=dist.ReduceOp.SUM):
@@ -96,10 +93,10 @@ def sum_of_pair(tensor, group, op=dist.ReduceOp.SUM):
     tensor.copy_(both.amax(0) if op == dist.ReduceOp.MAX else both.sum(0))
 
 
-def compression(model, compressor, topology):
+def compression(model, compressor, ranks, route=None):
     """The steps of `model`, with its optimizer where the compressor owns the momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if compressor.owns_momentum else None
-    return Compression(compressor, Gradients(model, compressor), topology, optimizer)
+    return Compression(compressor, Gradients(model, compressor), ranks, route or Route(), optimizer)
 
 
 def train_pair(compressor, device, steps):
@@ -107,16 +104,16 @@ def train_pair(compressor, device, steps):
     table, together = [None, None], threading.Barrier(2)
 
     def work(rank):
-        model, topology = Model(device), Pair(rank, table, together)
-        compressed, averages = compression(model, compressor, topology), []
+        model, ranks = Model(device), Pair(rank, table, together)
+        compressed, averages = compression(model, compressor, ranks), []
         for step in range(steps):
             model.prescribe(rank, step)
             compressed.average(0.1, 1.0, Stats(), False)
             averages.append(torch.cat([part.grad.view(-1) for part in model.parts]).cpu())
-        return averages, topology.messages
+        return averages, ranks.messages
 
-    with ThreadPoolExecutor(2) as ranks:
-        return list(ranks.map(work, range(2)))
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(work, range(2)))
 
 
 class OnTheCPU(DeviceGenerator):
