@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from lightning_gradcomp.averaging import nodes
 
 GATHERS = ("all_gather_into_tensor", "all_to_all_single")
 """Either of which brings every rank's message to every rank."""
+
+_stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
+"""Where the ranks of a group have met."""
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single")
 
@@ -38,6 +42,7 @@ def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: 
         try:
             torch.set_num_threads(1)
             group = _group(store, rank, world, timeout)
+            _stores[group] = store
             result = fn(rank, group)
             groups.append(group)  # a rank that leaves early must not cut the line to the others
             done.put((rank, result, None))
@@ -97,12 +102,14 @@ def _loopback() -> Any:
 @contextmanager
 def subgroups(timeout: float = 60) -> Iterator[None]:
     """Inside, ranks that are threads can be divided into nodes: dist.new_group knows processes only."""
-    store, kept = dist.HashStore(), []
+    kept = []
 
     def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
-        place = members.index(group.rank())
-        kept.append(_group(dist.PrefixStore(f"{members}", store), place, len(members), timeout))
-        return kept[-1]
+        asked = f"{members} {sum(whole is group for whole, _ in kept)}"  # the same may be asked for again
+        own = dist.PrefixStore(asked, _stores[group])
+        made = _group(own, members.index(group.rank()), len(members), timeout)
+        kept.append((group, made))
+        return made
 
     with mock.patch.object(nodes, "subgroup", subgroup):
         yield

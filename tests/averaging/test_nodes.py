@@ -1,0 +1,314 @@
+"""inside="dense": the ranks of a node are one worker, whose gradient is their mean; nothing else changes."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.averaging import mean_state
+from lightning_gradcomp.averaging.elastic import OWNED
+from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.layout import Layout
+from tests.averaging.laws import KEPT, LOSSY, REMEMBERING
+from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.threads import run_ranks, subgroups
+
+CODECS = {label: make for label, make in LOSSY.items() if isinstance(make(), Codec)}
+LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS and "," not in label}
+TRAVEL = {f"all_gather-{label}": ("all_gather", make) for label, make in LOSSY.items()} | {
+    f"{topology}-{label}": (topology, make)
+    for topology in ("two_phase", "server")
+    for label, make in CODECS.items()
+    if "," not in label
+}
+every = pytest.mark.parametrize(("topology", "make"), TRAVEL.values(), ids=TRAVEL)
+DEFAULTS = {label: case for label, case in TRAVEL.items() if "," not in label and not label.startswith("server")}
+with_defaults = pytest.mark.parametrize(("topology", "make"), DEFAULTS.values(), ids=DEFAULTS)
+remembering = pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
+NODE = 2
+"""Ranks of a node. The sum of two is the same in any order."""
+
+
+@pytest.fixture(autouse=True)
+def nodes_of_threads():
+    with subgroups():
+        yield
+
+
+def begin(group, make, per_node=NODE, **options):
+    """Ranks in nodes, or with per_node=1 workers."""
+    model, inside = Table(), "dense" if per_node > 1 else "compressed"
+    return model, *averaged(model, group, make(), inside=inside, ranks_per_node=per_node, **options)
+
+
+def node_gradients(model, optimizer, node, step):
+    """The mean of what the ranks of a node have."""
+    gradients = []
+    for rank in range(NODE * node, NODE * (node + 1)):
+        backward(model, optimizer, rank, step, prescribed_loss)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
+        parameter.grad = sum(parts) / NODE
+
+
+@every
+def test_nodes_are_workers_with_the_mean_gradient_to_the_bit(topology, make):
+    def of_nodes(rank, group):
+        model, optimizer, averager = begin(group, make, topology=topology)
+        seen = []
+        for step in range(5):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            averager.step()
+            seen.append(weights(model))
+        return seen, averager.state_dict()["memory"]
+
+    def of_workers(node, group):
+        model, optimizer, averager = begin(group, make, 1, topology=topology)
+        seen = []
+        for step in range(5):
+            node_gradients(model, optimizer, node, step)
+            averager.step()
+            seen.append(weights(model))
+        return seen, averager.state_dict()["memory"]
+
+    ranks, workers = run_ranks(2 * NODE, of_nodes), run_ranks(2, of_workers)
+    for rank, (seen, memory) in enumerate(ranks):
+        expected, remembered = workers[rank // NODE]
+        assert all(torch.equal(own, other) for own, other in zip(seen, expected, strict=True))
+        assert same(memory, remembered)
+
+
+@with_defaults
+def test_a_node_sends_its_payload_once(topology, make):
+    """Its ranks share it, but for the few bytes that make their parts equal."""
+
+    def sent(per_node, rank, group):
+        model, optimizer, averager = begin(group, make, per_node, topology=topology)
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        averager.average()
+        return averager.stats.bytes_sent, averager.stats.dense_bytes, averager.describe()
+
+    nodes, workers = run_ranks(3 * NODE, partial(sent, NODE)), run_ranks(3, partial(sent, 1))
+    for node, (bytes_sent, _, said) in enumerate(workers):
+        of_node = [sent for sent, _, _ in nodes[NODE * node : NODE * (node + 1)]]
+        assert bytes_sent <= sum(of_node) <= bytes_sent + 64
+        assert "between nodes" not in said
+    most = max(sent for sent, _, _ in nodes)
+    assert f" {most:,} bytes sent between nodes a step" in nodes[0][2] and "N=6 on 3 nodes" in nodes[0][2]
+    elements = sum(parameter.numel() for parameter in Table().parameters())
+    ring = 2 * 5 / 6 * 4 * elements
+    assert abs(NODE * nodes[0][1] - ring) <= NODE  # of a ring through all ranks, one edge leaves a node
+
+
+def kept(state):
+    """What a rank remembers, as a rank and as an owner."""
+    layout, cpu = Layout(("kernel", "matrix"), ((10, 4, 3, 3), (12, 25))), torch.device("cpu")
+    memory = state["memory"]
+    own = sum(layout.join(memory[kind], cpu).double() for kind in KEPT if kind in memory)
+    return own, layout.join(memory.get(OWNED, {}), cpu).double()
+
+
+def flat_gradients(model):
+    return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)]).double()
+
+
+def ledger(group, make, rank, steps, state=None, **options):
+    """All that a rank had, all that came, and its state in the end."""
+    model, optimizer, averager = begin(group, make, momentum=0.0, **options)
+    if state:
+        averager.load_state_dict(state)
+    had = came = 0
+    for step in steps:
+        backward(model, optimizer, rank, step, prescribed_loss)
+        had = had + flat_gradients(model)
+        averager.average()
+        came = came + flat_gradients(model)
+    return had, came, averager.state_dict()
+
+
+def balance(ledgers, per_node):
+    """(all that ranks had on average) - (all that came, and is remembered), which is to be 0; and its scale."""
+    had = sum(had for had, _, _ in ledgers) / len(ledgers)
+    ranks, owners = zip(*(kept(state) for _, _, state in ledgers), strict=True)
+    return had - ledgers[0][1] - sum(ranks) / len(ledgers) - sum(owners) / per_node, had.abs().max()
+
+
+CHANGES = {
+    "the same": (4, NODE, "two_phase"),
+    "to ranks of their own": (4, 1, "all_gather"),
+    "to ranks of their own, two_phase": (4, 1, "two_phase"),
+    "another topology": (4, NODE, "all_gather"),
+    "more nodes": (6, NODE, "two_phase"),
+    "fewer ranks, no nodes": (3, 1, "all_gather"),
+}
+
+
+@remembering
+@pytest.mark.parametrize(("world", "per_node", "topology"), CHANGES.values(), ids=CHANGES)
+def test_nothing_is_lost_where_nodes_ranks_or_the_topology_change(make, world, per_node, topology):
+    first = run_ranks(4, lambda rank, group: ledger(group, make, rank, range(6), topology="two_phase"))
+    states = [state for _, _, state in first]
+    start = states if world == 4 else [mean_state(states)] * world
+    options = {"per_node": per_node, "topology": topology}
+    then = run_ranks(world, lambda rank, group: ledger(group, make, rank, range(6, 11), start[rank], **options))
+    before = sum(had for had, _, _ in first) / 4 - first[0][1]
+    difference, scale = balance(then, per_node)
+    assert (before + difference).abs().max() <= 1e-5 * scale
+
+
+@remembering
+def test_ranks_that_remembered_by_themselves_become_a_node(make):
+    """In their first step they share what they have remembered; their copies are equal from then on."""
+    first = run_ranks(4, lambda rank, group: ledger(group, make, rank, range(6), per_node=1))
+    states = [state for _, _, state in first]
+    then = run_ranks(4, lambda rank, group: ledger(group, make, rank, range(6, 11), states[rank]))
+    before = sum(had for had, _, _ in first) / 4 - first[0][1]
+    difference, scale = balance(then, NODE)
+    assert (before + difference).abs().max() <= 1e-5 * scale
+    assert not same(states[0]["memory"], states[1]["memory"])
+    for node in (0, NODE):
+        assert same(then[node][2]["memory"], then[node + 1][2]["memory"])
+
+
+def test_a_state_saved_before_they_have_shared_is_still_each_ranks_own():
+    make = LOSSLESS["dgc"]
+
+    def loaded_and_saved(rank, group):
+        averager = begin(group, make)[2]
+        averager.load_state_dict(states[rank])
+        return averager.state_dict()
+
+    states = [s for _, _, s in run_ranks(4, lambda rank, group: ledger(group, make, rank, range(6), per_node=1))]
+    again = run_ranks(4, loaded_and_saved)
+    for state, other in zip(states, again, strict=True):
+        assert same(state["memory"], other["memory"]) and other["shared_by"] == 1
+
+
+@with_defaults
+def test_a_resumed_run_is_the_straight_one_to_the_bit(topology, make):
+    def work(rank, group):
+        straight, first, second = (begin(group, make, topology=topology) for _ in range(3))
+        train(*straight, rank, range(7), prescribed_loss)
+        train(*first, rank, range(4), prescribed_loss)
+        for part, other in zip(second, first, strict=True):
+            part.load_state_dict(other.state_dict())
+        train(*second, rank, range(4, 7), prescribed_loss)
+        assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
+        return torch.equal(weights(second[0]), weights(straight[0]))
+
+    assert all(run_ranks(2 * NODE, work))
+
+
+@remembering
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_all_memories_as_they_were(make):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make)
+        train(model, optimizer, averager, rank, range(2), prescribed_loss)
+        before = averager.state_dict()["memory"]
+        backward(model, optimizer, rank, 3, prescribed_loss)
+        if rank == 1:
+            model.matrix.grad[0, 0] = float("inf")
+        averager.average()
+        assert not model.kernel.grad.isfinite().any()
+        return same(averager.state_dict()["memory"], before)
+
+    assert all(run_ranks(2 * NODE, work))
+
+
+def test_a_gradient_that_one_rank_of_a_node_lacks_counts_as_0_there():
+    def work(lacking, rank, group):
+        model, optimizer, averager = begin(group, LOSSLESS["onebit"])
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        if rank in (1, 2):
+            model.matrix.grad = None if lacking else torch.zeros_like(model.matrix.grad)
+        averager.flag = rank == 3
+        averager.average()
+        assert averager.flagged
+        return flat_gradients(model)
+
+    lacking, zero = (run_ranks(2 * NODE, partial(work, lacking)) for lacking in (True, False))
+    assert all_equal(lacking + zero)
+
+
+def test_from_sparse_to_dense_everything_is_sent():
+    def work(rank, group):
+        options = {"schedule": lambda epoch, step: 0.9 * (step < 5), "topology": "two_phase", "momentum": 0.0}
+        model, optimizer, averager = begin(group, LOSSLESS["gradient_dropping"], **options)
+        had = came = 0
+        for step in range(6):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            had = had + flat_gradients(model)
+            averager.average()
+            came = came + flat_gradients(model)
+        assert averager.dense_step
+        return had, came
+
+    ranks = run_ranks(2 * NODE, work)
+    mean = sum(had for had, _ in ranks) / len(ranks)
+    torch.testing.assert_close(ranks[0][1], mean, rtol=1e-5, atol=1e-5 * float(mean.abs().max()))
+
+
+def test_one_node_alone_is_dense():
+    def work(rank, group):
+        averager = begin(group, LOSSLESS["dgc"])[2]
+        return averager.dense_step, averager.sparsity
+
+    assert run_ranks(NODE, work) == [(True, 0.0)] * NODE
+
+
+def test_nodes_of_unequal_size_and_unknown_size_are_refused(monkeypatch):
+    def averager_of(rank, group, **options):
+        return lgc.GradientAverager(
+            Table(), "onebit", process_group=group, inside="dense", steps_per_epoch=1, **options
+        )
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="ranks_per_node with inside='dense': got None, allowed: the number of ranks"):
+        run_ranks(2, averager_of)
+    with pytest.raises(ValueError, match="ranks with inside='dense': got 3, allowed: a multiple of the 2 ranks"):
+        run_ranks(3, partial(averager_of, ranks_per_node=2))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [averager.ranks.workers for averager in run_ranks(4, averager_of)] == [2] * 4
+
+
+KVSTORES = {
+    "device": ("server", "compressed", "device"),
+    "dist_sync": ("server", "dense", "cpu"),
+    "dist_sync_device": ("server", "dense", "device"),
+}
+
+
+@pytest.mark.parametrize(("name", "route"), KVSTORES.items(), ids=KVSTORES)
+def test_kvstores_names_are_what_the_docs_say(name, route):
+    topology, inside, residual_device = route
+
+    def work(rank, group, **options):
+        model = Table()
+        optimizer, averager = averaged(model, group, LOSSLESS["twobit"](), ranks_per_node=NODE, **options)
+        train(model, optimizer, averager, rank, 3, prescribed_loss)
+        return weights(model), averager.stats.bytes_sent
+
+    long = {"topology": topology, "inside": inside, "residual_device": residual_device}
+    short, spelled = run_ranks(4, partial(work, topology=name)), run_ranks(4, partial(work, **long))
+    for (own, sent), (other, sent_too) in zip(short, spelled, strict=True):
+        assert torch.equal(own, other) and sent == sent_too
+    for make in (lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy):
+        make("twobit", topology=name)
+
+
+REFUSED = {
+    "dist_async": ({"topology": "dist_async"}, "topology: got 'dist_async', allowed: .*'dist_sync'.* nobody waits"),
+    "inside": ({"inside": "sparse"}, "inside: got 'sparse', allowed: 'compressed', 'dense'"),
+    "device": ({"residual_device": "gpu"}, "residual_device: got 'gpu', allowed: 'device', 'cpu'"),
+    "twice": ({"topology": "dist_sync", "inside": "dense"}, "inside with topology='dist_sync': got 'dense'"),
+}
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    "make", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy, partial(lgc.GradientAverager, Table())]
+)
+def test_what_does_not_go_together_is_refused(make, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make(lgc.OneBit(warmup_epochs=0), **options)
