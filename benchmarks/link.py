@@ -2,11 +2,11 @@
 
     python -m benchmarks.link --nodes 2 --rate-mbit 1000 --delay-ms 20 -- python train.py
 
-Every node is a network namespace with one interface, `eth0`, and one process pinned to a core (or to its share of
-them), which gets the variables that torchrun sets. The rate holds for what a node sends, and for what it receives where
-there is no delay to emulate, by the kernel's token bucket (tc-tbf). A delay is netem's, or a TUN device's where the
-kernel has no netem. What each node sent, headers and all, is printed at the end. Without root, or without `ip` and
-`tc`, it says so, and the processes talk over loopback at its full speed.
+Every node is a network namespace with one interface, `eth0`. Its process, or with --ranks-per-node its processes, are
+pinned to a core each (or to their share of them) and get the variables that torchrun sets. The rate holds for what a
+node sends, and for what it receives where there is no delay to emulate, by the kernel's token bucket (tc-tbf). A delay
+is netem's, or a TUN device's where the kernel has no netem. What each node sent, headers and all, is printed at the
+end. Without root, or without `ip` and `tc`, it says so, and the processes talk over loopback at its full speed.
 """
 
 from __future__ import annotations
@@ -99,17 +99,18 @@ def sent(namespace: str) -> int:
     return link["stats64"]["tx"]["bytes"]
 
 
-def start(command: list[str], node: int, count: int, namespace: str | None) -> subprocess.Popen:
-    """The command as rank `node`, on its share of the cores."""
+def start(command: list[str], rank: int, per_node: int, world: int, namespace: str | None) -> subprocess.Popen:
+    """The command as `rank`, one of `per_node` on its node, on its share of the cores."""
     cores = sorted(os.sched_getaffinity(0))
-    share = {core for place, core in enumerate(cores) if place % count == node} or {cores[node % len(cores)]}
+    share = {core for place, core in enumerate(cores) if place % world == rank} or {cores[rank % len(cores)]}
+    node, local_rank = divmod(rank, per_node)
     where = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     if namespace is None:
         where = {"MASTER_ADDR": "127.0.0.1"}
-    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(node), "NODE_RANK": str(node)}
+    local = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(node)}
     environment = {
-        **os.environ, **where, **local, "RANK": str(node), "WORLD_SIZE": str(count), "MASTER_PORT": str(PORT),
-        "OMP_NUM_THREADS": str(len(share)), "TORCHELASTIC_RUN_ID": "link",
+        **os.environ, **where, **local, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(PORT),
+        "NODE_RANK": str(node), "OMP_NUM_THREADS": str(len(share)), "TORCHELASTIC_RUN_ID": "link",
     }  # fmt: skip
     prefix = ["ip", "netns", "exec", namespace] if namespace else []
     return subprocess.Popen(
@@ -141,15 +142,18 @@ def wait(processes: list[subprocess.Popen]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--rate-mbit", type=float, help="of each node's link; default: as fast as the machine")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
     parser.add_argument("command", nargs="+", help="after --")
     arguments = parser.parse_args()
+    per_node, world = arguments.ranks_per_node, arguments.nodes * arguments.ranks_per_node
     if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         print("benchmarks.link: no link can be emulated (that needs Linux, root, ip and tc): running on loopback")
-        return wait([start(arguments.command, node, arguments.nodes, None) for node in range(arguments.nodes)])
+        return wait([start(arguments.command, rank, per_node, world, None) for rank in range(world)])
     with nodes(arguments.nodes, arguments.rate_mbit, arguments.delay_ms) as names:
-        processes = [start(arguments.command, node, len(names), name) for node, name in enumerate(names)]
+        hosts = [name for name in names for _ in range(per_node)]
+        processes = [start(arguments.command, rank, per_node, world, name) for rank, name in enumerate(hosts)]
         code = wait(processes)
         for node, name in enumerate(names):
             print(f"node {node} sent {sent(name):,} bytes")

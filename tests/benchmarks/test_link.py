@@ -50,3 +50,20 @@ def test_a_node_that_fails_ends_the_others_and_no_namespace_is_left():
     done = run(*LINK, "--", sys.executable, SCRIPT, "fail", cwd=ROOT, timeout=40)
     assert done.returncode == 3
     assert "link" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+
+
+def test_ranks_that_reduce_inside_their_node_send_one_payload_to_the_other():
+    """Ten steps on 2 nodes of 2 ranks; all else that crosses the link is the same both times."""
+    script, crossed, announced = str(Path(SCRIPT).with_name("nodes_script.py")), {}, {}
+    for inside in ("dense", "compressed"):
+        done = run(*LINK, "--ranks-per-node", "2", "--", sys.executable, script, inside, cwd=ROOT, timeout=60)
+        assert done.returncode == 0, done.stdout
+        [(by_rank, equal)] = [map(int, line.split()) for line in done.stdout.splitlines() if line[0].isdigit()]
+        assert equal == 1
+        announced[inside] = by_rank
+        counts = [line for line in done.stdout.splitlines() if line.startswith("node ")]
+        crossed[inside] = max(int(line.split()[-2].replace(",", "")) for line in counts)
+    payload = announced["compressed"] / 3  # to each of the other ranks
+    assert announced["dense"] == pytest.approx(payload / 2, rel=0.01)  # its part, to the other node
+    # Of 2 x 3 payloads that leave a node's ranks, 4 cross the link; with one worker a node, 1 does.
+    assert 10 * 3 * payload <= crossed["compressed"] - crossed["dense"] <= 1.1 * 10 * 3 * payload
