@@ -49,7 +49,7 @@ def network(name: str) -> torch.nn.Module:
 
 
 def stepper(method: str, model: torch.nn.Module) -> Step:
-    """How `method` trains `model`: "compute", "ddp", a hook of torch's, or a compressor with options after a colon."""
+    """How `method` trains `model`: "compute", "ddp", a hook of torch's, or a compressor, @ a topology."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if method in ("compute", "ddp", "fp16_hook", "powersgd_hook"):
         wrapped = model if method == "compute" else with_hook(method, model)
@@ -59,7 +59,8 @@ def stepper(method: str, model: torch.nn.Module) -> Step:
             optimizer.step()
 
         return plain
-    averager = lgc.GradientAverager(model, compressor(method), optimizer=optimizer)
+    name, _, topology = method.partition("@")
+    averager = lgc.GradientAverager(model, compressor(name), optimizer=optimizer, topology=topology or "all_gather")
 
     def averaged(images: torch.Tensor, labels: torch.Tensor) -> Stats:
         forward_backward(model, images, labels)

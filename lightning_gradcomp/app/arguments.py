@@ -34,7 +34,8 @@ def check(flags: list[str], words: list[str]) -> None:
     for word in words:
         if "=" not in word and not word.startswith("~"):
             groups = ", ".join(f"{group}={'|'.join(names)}" for group, names in choices().items())
-            raise refusal("argument", word, f"{groups}; any option, such as trainer.max_epochs=5; --help")
+            more = "any option, such as trainer.max_epochs=5; plan MODEL, as the first words; --help"
+            raise refusal("argument", word, f"{groups}; {more}")
     if any(flag.split("=")[0] in OWN_CONFIG for flag in flags):
         return  # the user's own groups and options are for Hydra to know
     overrides = [found for word in words if (found := OVERRIDE.fullmatch(word))]

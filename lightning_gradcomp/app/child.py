@@ -14,12 +14,17 @@ from pathlib import Path
 
 
 def train(folder: Path) -> int:
-    """Train the run in `folder`, and wait for its end: 0, or what the process failed with.
+    """Train the run in `folder`, and wait for its end: 0, or what the process failed with."""
+    return run("train", str(folder))
+
+
+def run(module: str, *words: str) -> int:
+    """Run `python -m lightning_gradcomp.app.MODULE WORDS`, and wait for its end: 0, or what it failed with.
 
     Raises:
-        SystemExit: a signal asked this process to stop; the training process has then ended before.
+        SystemExit: a signal asked this process to stop; the child has then ended before.
     """
-    child = subprocess.Popen([sys.executable, "-m", "lightning_gradcomp.app.train", str(folder)])
+    child = subprocess.Popen([sys.executable, "-m", f"lightning_gradcomp.app.{module}", *words])
     received: list[int] = []
 
     def stop(number: int, _: object) -> None:

@@ -12,19 +12,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_gradcomp.app import child, ranks, runfile
+from lightning_gradcomp.app import child, plan, ranks, runfile
 from lightning_gradcomp.errors import refusal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+EXTRA_WORDS = "the extra 'recipes': pip install 'lightning-gradcomp[recipes]'"
 EXTRA = {"hydra": "hydra-core", "torchvision": "torchvision", "sklearn": "scikit-learn"}
 
 
 def main() -> None:
     """Run the command line in `sys.argv`."""
     try:
-        require("the extra 'recipes': pip install 'lightning-gradcomp[recipes]'", EXTRA)
+        if sys.argv[1:2] == ["plan"]:  # no override of Hydra's is a bare word
+            sys.exit(plan_it(sys.argv[2:]))
+        require(EXTRA_WORDS, EXTRA)
         from lightning_gradcomp.app import arguments  # needs Hydra
 
         flags, words = arguments.split(sys.argv[1:])
@@ -38,6 +41,12 @@ def main() -> None:
             words += [f"hydra.run.dir='{elsewhere}'", "hydra.output_subdir=null"]
         sys.argv[1:] = [*flags, *words]
         compose_and_train()
+
+
+def plan_it(words: list[str]) -> int:
+    """Check `gradcomp plan`'s options, and let a process of its own measure; its exit code."""
+    require(EXTRA_WORDS, plan.packages(plan.read(words)))
+    return child.run("planning", *words)
 
 
 def compose_and_train() -> None:

@@ -8,7 +8,7 @@ bytes over the bandwidth. What the model leaves out is in docs/planning.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_gradcomp.averaging.ranks import SHORT, dense_traffic
 
@@ -22,13 +22,20 @@ class Link:
 
     Args:
         latency: seconds a smallest message takes from rank to rank, per hop.
-        bandwidth: bytes a second that a rank sends while all of them do.
+        bandwidth: bytes a second that a rank sends while all of them do, in a ring all-reduce.
+        gathers: share of it that gathers reach; gloo's fill a slow link less than its all-reduce does.
         busy: share of the sending in which the rank's own processor is at work, and computes nothing meanwhile.
     """
 
     latency: float
     bandwidth: float
+    gathers: float = 1.0
     busy: float = 0.0
+
+    def at(self, bandwidth: float) -> Link:
+        """The same ranks on a wire of this bandwidth, of which they use no more than their processors can."""
+        used = min(bandwidth, self.bandwidth / self.busy) if self.busy else bandwidth
+        return replace(self, bandwidth=used, busy=self.busy * used / self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ def compressed_seconds(
     if workers == 1:
         return 0.0
     gathered = sum(size for how, size in messages if how == "gather")
-    hops, seconds = 0, work.encode + sent / link.bandwidth
+    hops, seconds = 0, work.encode + sent / (link.bandwidth * (link.gathers if gathered else 1.0))
     for how, size in messages:
         hops += gather_hops(size, workers) if how == "gather" and topology == "all_gather" else 0
         hops += 2 * (workers - 1) if how != "gather" else 0
@@ -86,3 +93,9 @@ def exposed(seconds: float, backward: float, busy: float = 0.0) -> float:
     """Seconds of a dense exchange that DDP does not hide behind `backward`: what keeps the processor busy, and what is
     left of the waiting."""
     return busy * seconds + max(0.0, (1 - busy) * seconds - HIDES * backward)
+
+
+def bandwidth_to_hide(num_bytes: int, workers: int, latency: float, backward: float) -> float:
+    """Bytes a second from which on the dense exchange hides behind `backward`; infinite where its hops alone do not."""
+    left = HIDES * backward - 2 * (workers - 1) * latency
+    return dense_traffic(num_bytes, workers) / left if left > 0 else float("inf")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -48,44 +49,50 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
     hop()  # connects
     [latency] = slowest([median(timed(hop, device)[0] for _ in range(9))], group, device)
-    size, seconds = SMALLEST // 4, 0.0
-    while seconds < LONG_ENOUGH and size < LARGEST:
+
+    def ring(size: int) -> tuple[float, float]:
+        return timed(partial(dist.all_reduce, torch.zeros(size // 4, device=device), group=group), device)
+
+    def gather(size: int) -> tuple[float, float]:
+        own = torch.zeros(2 * size // world, dtype=torch.uint8, device=device)  # as many bytes travel as in the ring
+        everyones = own.repeat(world)
+        return timed(partial(dist.all_gather_into_tensor, everyones, own, group=group), device)
+
+    def beyond(collective: Callable[[int], tuple[float, float]], size: int, repeats: int) -> tuple[float, float]:
+        """Seconds that a message of this size takes beyond a short one, and the share in which the processor works."""
+        short = median(collective(SMALLEST)[0] for _ in range(repeats))
+        clock, working = zip(*(collective(size) for _ in range(repeats)), strict=True)
+        short, long, working = slowest([short, median(clock), median(working)], group, device)
+        return max(long - short, long / 10), min(working / long, 1.0)  # a short one may have waited for the system
+
+    size = 4 * SMALLEST
+    while size < LARGEST and beyond(ring, size, 1)[0] < LONG_ENOUGH:
         size *= 4
-        buffer = torch.zeros(size // 4, device=device)
-
-        def ring(sums: torch.Tensor = buffer) -> None:
-            dist.all_reduce(sums, group=group)
-
-        [seconds] = slowest([timed(ring, device)[0]], group, device)
-    times = [timed(ring, device) for _ in range(REPEATS)]
-    seconds, working = slowest([median(column) for column in zip(*times, strict=True)], group, device)
-    sending = max(seconds - 2 * (world - 1) * latency, seconds / 2)  # a slow hop once must not make the link fast
-    busy = min(working / seconds, 1.0) if device.type == "cpu" else 0.0
-    return Link(latency, dense_traffic(size, world) / sending, busy)
+    (reduced, busy), (gathered, _) = beyond(ring, size, REPEATS), beyond(gather, size, REPEATS)
+    bandwidth = dense_traffic(size - SMALLEST, world) / reduced
+    return Link(latency, bandwidth, min(reduced / gathered, 1.0), busy if device.type == "cpu" else 0.0)
 
 
 def measure_work(compressor: Compressor, gradients: Gradients, group: dist.ProcessGroup | None = None) -> Work:
     """What compressing and decompressing these gradients takes on the ranks of `group` (None: on this one alone).
 
-    Steps are made as in training, on the `p.grad` that are there (they are put back), but nothing is sent: the other
-    ranks' payloads are copies of this one's. In fp32, without weight decay. Collective where there is a group.
+    Steps are made as in training, but on random numbers, and nothing is sent: the other ranks' payloads are copies of
+    this one's. In fp32, without weight decay. Every `p.grad` stays as it was. Collective where there is a group.
 
     Args:
-        gradients: of the model, laid out for this compressor, after a backward.
+        gradients: of the model, laid out for this compressor.
     """
     device = gradients.flat.device
-    gradients.collect(1.0)
     if isinstance(compressor, Lossy) and gradients.compressed:
-        alone, among = _step_seconds(compressor, gradients, 0), _step_seconds(compressor, gradients, OTHERS)
-        encode, decode = alone, max(among - alone, 0.0) / OTHERS
-    else:
-        flat = gradients.flat
-        casts = compressor.wire != flat.dtype
-        times = [timed(lambda: flat.to(compressor.wire).to(flat.dtype), device)[0] for _ in range(1 + REPEATS)]
-        encode, decode = median(times[1:]) if casts else 0.0, 0.0
-    if group:
-        encode, decode = slowest([encode, decode], group, device)
-    return Work(encode, decode)
+        both = [_step_seconds(compressor, gradients, others) for others in (0, OTHERS)]
+        # each step waits for the rank that is the slowest in it
+        alone, among = (median(slowest(times, group, device)) for times in both)
+        return Work(alone, max(among - alone, 0.0) / OTHERS)
+    if isinstance(compressor, Lossy) or compressor.wire == torch.float32:
+        return Work(0.0, 0.0)
+    flat = gradients.flat
+    times = [timed(lambda: flat.to(compressor.wire).float(), device)[0] for _ in range(1 + REPEATS)]
+    return Work(median(slowest(times[1:], group, device)), 0.0)
 
 
 class Echo(Exchange):
@@ -104,28 +111,30 @@ class Echo(Exchange):
         return values.clone()
 
 
-def _step_seconds(compressor: Lossy, gradients: Gradients, others: int) -> float:
-    """The median of a few compressed steps among `others` that send the same; the first is not counted."""
+def _step_seconds(compressor: Lossy, gradients: Gradients, others: int) -> list[float]:
+    """Of a few compressed steps among `others` that send the same; the first is not counted."""
     layout, device = gradients.layout, gradients.flat.device
     memory = compressor.memory(layout, device, 0)
     echo = Echo(torch.empty(layout.n, device=device), others)
-    local, moving = gradients.compressed_flat.clone(), set(layout.names)
-    rules, weights = [Momentum(momentum=0.9)] * len(layout.names), []
-    few = [parameter.grad is not None for parameter in gradients.compressed]
-    kept = [None if parameter.grad is None else parameter.grad.clone() for parameter in gradients.compressed]
+    local = torch.randn(layout.n, generator=torch.Generator(device).manual_seed(0), device=device)
+    rules, moving = [Momentum(momentum=0.9)] * len(layout.names), set(layout.names)
+    wanted = [True] * len(gradients.compressed) + [False] * len(gradients.dense)
+    kept = [parameter.grad for parameter in gradients.compressed]
+    for parameter in gradients.compressed:
+        parameter.grad = None
 
     def step() -> None:
         incoming = Incoming.of(local, layout)
-        outgoing = memory.compensate(incoming, rules, moving, weights)
+        outgoing = memory.compensate(incoming, rules, moving)
         mean, sent = compressor.average(outgoing, layout, 1 - compressor.final_sparsity, echo, memory)
         memory.forget(sent)
         memory.commit(moving)
-        gradients.assign(mean, gradients.dense_flat, few + [False] * len(gradients.dense), 1.0)
+        gradients.assign(mean, gradients.dense_flat, wanted, 1.0)
 
     times = [timed(step, device)[0] for _ in range(1 + REPEATS)]
     for parameter, grad in zip(gradients.compressed, kept, strict=True):
         parameter.grad = grad
-    return median(times[1:])
+    return times[1:]
 
 
 def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:

@@ -63,8 +63,8 @@ Generator = HostGenerator | DeviceGenerator
 
 
 def generator(seed: int, device: torch.device) -> Generator:
-    """The one for `device`."""
-    return HostGenerator(seed) if device.type == "cpu" else DeviceGenerator(seed, device)
+    """The one for `device`; tensors on "meta", whose bytes are only counted, have none."""
+    return HostGenerator(seed) if device.type in ("cpu", "meta") else DeviceGenerator(seed, device)
 
 
 class Drawing(Residual):

@@ -67,7 +67,7 @@ def test_the_answer_comes_within_a_second(tmp_path):
 
 def test_help_is_short_and_shows_the_choices(tmp_path):
     text = gradcomp(tmp_path, "--help").stdout
-    assert text.count("\n  gradcomp ") == 4
+    assert text.count("\n  gradcomp ") == 5
     for line in (
         "recipe: digits, digits_swin",
         "model: resnet18, resnet50, swin_mini",

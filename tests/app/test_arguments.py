@@ -30,6 +30,7 @@ def test_left_to_hydra(line):
     [
         ("dgc", "argument: got 'dgc', allowed: compressor="),
         ("seed=1 report", "argument: got 'report'"),
+        ("seed=1 plan", "argument: got 'plan'"),
         ("--cfg=job report", "argument: got 'report'"),
         ("-m report", "argument: got 'report'"),
         ("optimiser=sgd", "optimiser: got 'sgd', allowed: compressor, data"),

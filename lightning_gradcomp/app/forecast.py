@@ -1,0 +1,171 @@
+"""What a training step would take with each method, number of ranks and link: from measurements, by the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+
+from lightning_gradcomp.averaging import cost
+from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.cost import Link, Work
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
+from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.routes import TOPOLOGIES, Route, topologies_for
+
+RING = "ring"
+"""How dense gradients travel."""
+
+WORTH = 1.1
+"""The speed-up below which not to compress: the model is no better than that (docs/planning.md)."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A step without any exchange.
+
+    Args:
+        seconds: forward, backward and optimizer.
+        backward: of them, backward.
+    """
+
+    seconds: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a rank sends in a step: one copy of its messages' payloads, all of its traffic, and the messages."""
+
+    payload: int
+    sent: int
+    messages: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A modelled step: seconds, and how many times as long a dense one takes."""
+
+    method: str
+    topology: str
+    workers: int
+    bytes: Bytes
+    seconds: float
+    speed_up: float
+
+
+class Outline(nn.Module):
+    """A model's parameters without their values, to count bytes of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._outlines = [
+            (name, nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+            for name, p in model.named_parameters()
+        ]
+
+    def named_parameters(self, *_, **__):
+        return iter(self._outlines)
+
+
+def topologies(compressor: Compressor) -> tuple[str, ...]:
+    """How its messages can travel."""
+    if not isinstance(compressor, Lossy):
+        return (RING,)
+    possible = topologies_for(compressor)
+    return tuple(topology for topology in TOPOLOGIES if topology in possible and topology != "auto")
+
+
+def traffic(compressor: Compressor, model: nn.Module, topology: str, workers: int) -> Bytes:
+    """What `compressor` sends of the model's gradients in a compressed step, of the rank that sends the most."""
+    gradients = Gradients(model, compressor)
+    if not isinstance(compressor, Lossy):
+        payload = gradients.flat.numel() * compressor.wire.itemsize
+        return Bytes(payload, dense_traffic(payload, workers), ())
+    density = 1 - compressor.final_sparsity
+    ranks = Ranks(None)
+    ranks.world = workers
+    messages = tuple(compressor.messages(gradients.layout, density))
+    sent = Compression(compressor, gradients, ranks, Route(), None).traffic(density, topology)
+    return Bytes(sum(size for _, size in messages), sent, messages)
+
+
+class Forecast:
+    """The model of one network's steps.
+
+    Args:
+        model: the network.
+        computation: what a step of it takes alone.
+        methods: name -> (compressor, its work on this network).
+    """
+
+    def __init__(self, model: nn.Module, computation: Computation, methods: dict[str, tuple[Compressor, Work]]) -> None:
+        self.computation, self.methods = computation, methods
+        self.elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        outline = Outline(model)
+        self.bytes = cache(lambda method, topology, workers: traffic(methods[method][0], outline, topology, workers))
+        """(method, topology, workers) -> `Bytes`."""
+
+    def dense(self, workers: int, link: Link) -> float:
+        """Seconds of a step with DDP."""
+        exchange = cost.dense_seconds(4 * self.elements, workers, link)
+        return self.computation.seconds + cost.exposed(exchange, self.computation.backward, link.busy)
+
+    def step(self, method: str, topology: str, workers: int, link: Link) -> Step:
+        """A step with `method`."""
+        compressor, work = self.methods[method]
+        size = self.bytes(method, topology, workers)
+        if isinstance(compressor, Lossy):
+            beyond = cost.compressed_seconds(topology, size.sent, size.messages, workers, link, work)
+        else:
+            exchange = cost.dense_seconds(size.payload, workers, link)
+            beyond = work.encode + cost.exposed(exchange, self.computation.backward, link.busy)
+        seconds = self.computation.seconds + beyond
+        return Step(method, topology, workers, size, seconds, self.dense(workers, link) / seconds)
+
+    def every(self, method: str, workers: int, link: Link) -> list[Step]:
+        """A step with `method` at each topology."""
+        return [self.step(method, topology, workers, link) for topology in topologies(self.methods[method][0])]
+
+    def best(self, method: str, workers: int, link: Link) -> Step:
+        """A step with `method` at the topology that is the quickest."""
+        return min(self.every(method, workers, link), key=lambda step: step.seconds)
+
+    def table(self, workers: int, link: Link) -> list[Step]:
+        """Every method at its best topology, the quickest first."""
+        return sorted((self.best(method, workers, link) for method in self.methods), key=lambda step: step.seconds)
+
+    def bandwidth_to_hide(self, workers: int, latency: float) -> float:
+        """Bytes a second from which on the dense exchange costs nothing beyond the computation."""
+        return cost.bandwidth_to_hide(4 * self.elements, workers, latency, self.computation.backward)
+
+    def advice(self, workers: int, link: Link, sgd: bool) -> str:
+        """What to pick, or that nothing pays.
+
+        Args:
+            sgd: whether the optimizer is `torch.optim.SGD`, which some methods need.
+        """
+        steps = [step for step in self.table(workers, link) if step.method != "none"]
+        for_any = [step for step in steps if not self.needs_sgd(step.method)]
+        best = (steps if sgd else for_any)[0]
+        if best.speed_up < WORTH:
+            beyond = 1e3 * (self.dense(workers, link) - self.computation.seconds)
+            return (
+                f"don't compress: the dense exchange is modelled at {beyond:.1f} ms a step beyond the computation; "
+                f"the best method is {named(best)}, and below {WORTH:g}x the model can't tell"
+            )
+        if not self.needs_sgd(best.method) or for_any[0].speed_up < WORTH:
+            return f"pick {named(best)}"
+        return f"pick {named(best)}; with an optimizer other than SGD, {named(for_any[0])}"
+
+    def needs_sgd(self, method: str) -> bool:
+        """Whether no other optimizer will do."""
+        return self.methods[method][0].owns_momentum
+
+
+def named(step: Step) -> str:
+    """The method, and its speed-up with all that a ratio needs said."""
+    return f"{step.method}, modelled at {step.speed_up:.2f}x over dense (N={step.workers}, {step.topology})"

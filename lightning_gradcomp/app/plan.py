@@ -1,0 +1,110 @@
+"""`gradcomp plan MODEL`: what compression would gain for a model and a link. Its options, checked without torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from lightning_gradcomp.errors import refusal
+
+NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
+"""Word -> torchvision's name."""
+
+OF_NETWORKS = {"batch_size": 32, "image_size": 224, "classes": 1000}
+"""Options of these networks, with defaults. A LightningModule brings its own batch."""
+
+OPTIONS = "--batch-size, --image-size, --classes, --rate-mbit, --delay-ms, --ranks, --out, --help"
+
+DELAY_MS = 0.1
+"""One way, of a link of which the rate alone is given."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors in the command's form."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.replace("argument --", "--"))
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A whole number for argparse."""
+
+    def read(word: str) -> int:
+        if not re.fullmatch(r"\d+", word) or not least <= int(word) <= most:
+            raise argparse.ArgumentTypeError(f"got {word!r}, allowed: a whole number from {least} to {most}")
+        return int(word)
+
+    return read
+
+
+def number(word: str) -> float:
+    """A finite number above 0 for argparse."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {word!r}, allowed: a number above 0")
+    return value
+
+
+def parser() -> Parser:
+    """The options."""
+    words = ", ".join(NETWORKS)
+    made = Parser(
+        prog="gradcomp plan",
+        description="Measure a model's step here, and model what each compression method would make of it.",
+        epilog="Started by torchrun or SLURM, it measures the link between the ranks. docs/planning.md has the model.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "model", metavar="MODEL", nargs="?", help=f"{words}, or your LightningModule: package.module:Class"
+    )
+    made.add_argument("--batch-size", type=whole(1, 1 << 20), metavar="B", help=f"samples a rank, for {words} (32)")
+    made.add_argument("--image-size", type=whole(32, 4096), metavar="S", help=f"pixels of a side, for {words} (224)")
+    made.add_argument("--classes", type=whole(2, 1 << 20), metavar="C", help=f"for {words} (1000)")
+    made.add_argument("--rate-mbit", type=number, metavar="R", help="of each rank's link (default: measured, or four)")
+    made.add_argument("--delay-ms", type=number, metavar="D", help=f"of that link, one way ({DELAY_MS:g})")
+    made.add_argument("--ranks", type=whole(2, 1024), metavar="N", help="default: as many as it is started on, or 2")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="for plan.json, plan.png and plan.svg")
+    return made
+
+
+def read(words: list[str]) -> argparse.Namespace:
+    """The options in `words`.
+
+    Raises:
+        ValueError: what is unknown, missing, or doesn't fit.
+    """
+    options, rest = parser().parse_known_args(words)
+    if rest:
+        raise refusal("argument", rest[0], f"one MODEL; {OPTIONS}")
+    networks = ", ".join(NETWORKS)
+    if options.model in NETWORKS:
+        for option, default in OF_NETWORKS.items():
+            setattr(options, option, getattr(options, option) or default)
+    elif not re.fullmatch(r"(\w+\.)*\w+:\w+", options.model or ""):
+        raise refusal("MODEL", options.model, f"{networks}, or a LightningModule as package.module:Class")
+    else:
+        for option in OF_NETWORKS:
+            if getattr(options, option) is not None:
+                what = f"--{option.replace('_', '-')} with {options.model}"
+                raise refusal(what, getattr(options, option), f"with {networks}; a module's batch is its own")
+        sys.path.insert(0, "")  # where it will be looked for
+        package = re.split(r"[.:]", options.model)[0]
+        if not find_spec(package):
+            raise refusal("MODEL", options.model, f"what can be imported here; there is no module {package!r}")
+    if options.delay_ms is not None and options.rate_mbit is None:
+        raise refusal("--delay-ms", options.delay_ms, "with --rate-mbit")
+    return options
+
+
+def packages(options: argparse.Namespace) -> dict[str, str]:
+    """Module -> package, of the extra `recipes`, that these options need."""
+    drawing = {"matplotlib": "matplotlib"} if options.out else {}
+    return drawing | ({"torchvision": "torchvision"} if options.model in NETWORKS else {})

@@ -1,0 +1,238 @@
+"""`gradcomp plan`: what it refuses, what it prints and writes, and when it says that nothing pays."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.app import plan, plan_report, planning
+from lightning_gradcomp.app.forecast import Computation, Forecast, topologies, traffic
+from lightning_gradcomp.app.subject import Subject, lightning_module
+from lightning_gradcomp.averaging.cost import Link, Work
+from lightning_gradcomp.registry import entries
+from tests.app.command import gradcomp
+from tests.threads import run_ranks
+
+CPU = torch.device("cpu")
+TINY = """
+import lightning as L
+import torch
+
+
+class Tiny(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def training_step(self, batch, index):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def train_dataloader(self):
+        images = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=8)
+
+
+class Argument(Tiny):
+    def __init__(self, width):
+        super().__init__()
+
+
+class Two(Tiny):
+    def configure_optimizers(self):
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+
+
+class Manual(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class NoData(L.LightningModule):
+    training_step = Tiny.training_step
+    configure_optimizers = Tiny.configure_optimizers
+
+
+class NoStep(L.LightningModule):
+    train_dataloader = Tiny.train_dataloader
+    configure_optimizers = Tiny.configure_optimizers
+
+
+class Other:
+    pass
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    (tmp_path / "tiny_module.py").write_text(TINY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield "tiny_module:Tiny"
+    sys.modules.pop("tiny_module", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("", "MODEL: got None, allowed: resnet18, resnet50, swin, or a LightningModule as package.module:Class"),
+        ("vgg", "MODEL: got 'vgg', allowed: resnet18"),
+        ("a.b:", "MODEL: got 'a.b:', allowed: resnet18"),
+        ("nowhere.model:Net", "MODEL: got 'nowhere.model:Net', allowed: what can be imported here"),
+        ("resnet18 resnet50", "argument: got 'resnet50', allowed: one MODEL; --batch-size"),
+        ("resnet18 --batch 3", "argument: got '--batch', allowed: one MODEL; --batch-size"),
+        ("resnet18 --batch-size 0", "--batch-size: got '0', allowed: a whole number from 1"),
+        ("resnet18 --ranks 1", "--ranks: got '1', allowed: a whole number from 2 to 1024"),
+        ("resnet18 --rate-mbit 0", "--rate-mbit: got '0', allowed: a number above 0"),
+        ("resnet18 --rate-mbit fast", "--rate-mbit: got 'fast', allowed: a number above 0"),
+        ("resnet18 --delay-ms 3", "--delay-ms: got 3.0, allowed: with --rate-mbit"),
+        ("json:Net --batch-size 3", "--batch-size with json:Net: got 3, allowed: with resnet18, resnet50, swin"),
+    ],
+)
+def test_wrong_options_are_refused(line, sentence):
+    with pytest.raises(ValueError) as refused:
+        plan.read(line.split())
+    assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("Missing", "MODEL: got 'tiny_module:Missing', allowed: a LightningModule; that module has no such class"),
+        ("Other", "MODEL: got 'tiny_module:Other', allowed: a LightningModule"),
+        ("Argument", "Argument(): got TypeError"),
+        ("Two", "Two.configure_optimizers(): got [SGD"),
+        ("Manual", "Manual.automatic_optimization: got False, allowed: True"),
+        ("NoData", "NoData.train_dataloader: got None, allowed: a method of the class's own"),
+        ("NoStep", "NoStep.training_step: got None, allowed: a method of the class's own"),
+    ],
+)
+def test_a_module_that_cannot_be_planned_is_refused(tiny, name, sentence):
+    with pytest.raises(ValueError) as refused:
+        lightning_module(f"tiny_module:{name}", CPU)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_a_wrong_option_is_answered_without_torch(tmp_path):
+    answer = gradcomp(tmp_path, "plan", "vgg", PYTHONPROFILEIMPORTTIME="1")
+    assert answer.returncode == 1 and "gradcomp: MODEL: got 'vgg', allowed: resnet18" in answer.stderr
+    modules = {line.rsplit("|", 1)[-1].strip() for line in answer.stderr.splitlines() if "import time:" in line}
+    assert "argparse" in modules and not modules & {"torch", "lightning", "torchvision", "hydra"}
+
+
+def test_the_command_plans_a_module_of_the_users(tiny, tmp_path):
+    answer = gradcomp(tmp_path, "plan", tiny)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("tiny_module:Tiny: 4,160 trainable parameters, 0.0 MB of gradients in fp32\n")
+    assert "measured: batch 8 a rank, one rank alone, CPU" in answer.stdout
+    for rate in ("100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"):
+        assert f"modelled ms a step over {rate}" in answer.stdout
+        assert any(line.startswith(f"{rate}: ") for line in answer.stdout.splitlines())
+    assert "Warning" not in answer.stderr
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_a_given_link_a_figure_and_everything_in_json(tiny, tmp_path, capsys):
+    options = plan.read([tiny, "--rate-mbit", "50", "--ranks", "4", "--out", str(tmp_path / "out")])
+    planning.run(options, planning.subject_of(options, CPU), None, CPU)
+    printed = capsys.readouterr().out
+    rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("|")]
+    for entry in entries():
+        assert rows.count(f"{entry.name} (SGD only)" if entry.name == "dgc" else entry.name) == 2  # it has AdamW
+    assert "modelled ms a step" in printed and "modelled to dense, N=4" in printed and "N=1024" in printed
+    assert "pick dgc" not in printed
+    out = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert out["N"] == 4 and out["trainable_parameters"] == 4160
+    [modelled] = out["modelled"].values()
+    assert modelled["link"] == {"latency": pytest.approx(2e-4), "bandwidth": 0.95 * 50e6 / 8, "gathers": 1, "busy": 0}
+    assert {(step["method"], step["topology"]) for step in modelled["steps"] if step["workers"] == 4} >= {
+        ("dgc", "two_phase"),
+        ("powersgd", "all_gather"),
+        ("none", "ring"),
+    }
+    assert (tmp_path / "out" / "plan.png").stat().st_size and "<svg" in (tmp_path / "out" / "plan.svg").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_ranks_measure_their_link_and_one_prints(tiny, capsys):
+    options = plan.read([tiny])
+    subjects = [planning.subject_of(options, CPU) for _ in range(2)]
+    run_ranks(2, lambda rank, group: planning.run(options, subjects[rank], group, CPU))
+    printed = capsys.readouterr().out
+    assert printed.count("trainable parameters") == 1
+    assert "2 ranks at the same time" in printed and "measured, N=2: " in printed
+
+
+def forecast(compute=0.1, backward=0.06, work=None):
+    """Of a network with 4 million parameters and of methods whose work takes 10 ms to encode and 1 ms to decode."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(4)))
+    methods = {entry.name: (entry.cls(), work or Work(0.01, 0.001)) for entry in entries()}
+    methods["none"] = methods["none"][0], Work(0.0, 0.0)
+    return Forecast(model, Computation(compute, backward), methods)
+
+
+def test_it_says_when_not_to_compress():
+    made = forecast()
+    fast, slow = Link(1e-5, 1e10), Link(1e-4, 1e7)
+    assert made.advice(2, fast, sgd=True).startswith("don't compress: the dense exchange is modelled at 0.0 ms")
+    advice = made.advice(2, slow, sgd=True)
+    assert advice.startswith("pick dgc, modelled at ") and "with an optimizer other than SGD, " in advice
+    assert "(N=2, all_gather)" in advice
+    assert not made.advice(2, slow, sgd=False).startswith("pick dgc")
+    assert made.advice(2, Link(1e-4, 1e8), sgd=True).startswith("pick")
+    slow_work = forecast(work=Work(10.0, 1.0))
+    assert slow_work.advice(2, slow, sgd=True).startswith("don't compress: ")
+
+
+def test_a_step_by_hand():
+    made, link = forecast(), Link(1e-3, 1e8)
+    dense = 4 * 4_004_000
+    assert made.dense(2, link) == pytest.approx(0.1 + 0.002 + dense / 1e8 - 0.6 * 0.06)
+    step = made.step("dgc", "all_gather", 2, link)
+    assert step.seconds == pytest.approx(0.1 + 0.01 + 0.001 + 0.001 + step.bytes.sent / 1e8)
+    assert step.speed_up == pytest.approx(made.dense(2, link) / step.seconds)
+    assert made.step("none", "ring", 2, link).speed_up == 1
+    half = made.step("fp16", "ring", 2, link)
+    assert half.seconds == pytest.approx(0.1 + 0.01 + 0.002 + dense / 2 / 1e8 - 0.6 * 0.06)
+    assert [step.seconds for step in made.table(8, link)] == sorted(step.seconds for step in made.table(8, link))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
+def test_the_bytes_are_those_that_are_sent(entry, world):
+    without = {key: 0 for key in ("warmup_epochs", "dense_epochs") if hasattr(entry.cls(), key)}
+    compressor = entry.cls(**without)
+    for topology in topologies(compressor):
+
+        def rank_main(rank, group, topology=topology):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(64, 90), torch.nn.Linear(90, 50))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            where = "all_gather" if topology == "ring" else topology
+            averager = lgc.GradientAverager(
+                model, compressor, optimizer=optimizer, process_group=group, topology=where, steps_per_epoch=1
+            )
+            model(torch.ones(4, 64)).square().mean().backward()
+            averager.average()
+            return averager.stats.bytes_sent, traffic(compressor, model, topology, world).sent
+
+        results = run_ranks(world, rank_main)
+        assert max(sent for sent, _ in results) == results[0][1]
+
+
+def test_the_second_table_has_a_topology_for_each_number_of_ranks():
+    model = torch.nn.Linear(1, 1)
+    subject = Subject("it", model, lambda: torch.zeros(1), torch.optim.SGD(model.parameters(), lr=0.1), 8)
+    text = plan_report.Report(subject, forecast(), {"a link": Link(1e-4, 1e7)}, 8, CPU, 1).text()
+    [row] = [line for line in text.splitlines() if line.startswith("| onebit")][1:]
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    assert cells[0].endswith("x a") and cells[-1].endswith("x t") and len(cells) == 10
+    assert "modelled to dense, N=8" in text and "dense exchange over a link: " in text
