@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 
 import lightning_gradcomp as lgc
 from benchmarks import report
-from benchmarks.step_time import compressor
+from benchmarks.methods import compressor
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.meter import Stats

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 
 import lightning_gradcomp as lgc
 from benchmarks import report
-from benchmarks.step_time import compressor, network
+from benchmarks.methods import compressor, network
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic

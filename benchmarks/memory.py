@@ -23,7 +23,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 
 from benchmarks import report
-from benchmarks.step_time import network, stepper
+from benchmarks.methods import network, stepper
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

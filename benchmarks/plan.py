@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 
+from benchmarks import methods as named
 from benchmarks import report, step_time
 from lightning_gradcomp.app.forecast import Forecast, topologies
 from lightning_gradcomp.app.subject import classifier
@@ -33,12 +34,12 @@ def modelled(arguments: argparse.Namespace) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(0)
-    model = step_time.network(arguments.model)
+    model = named.network(arguments.model)
     subject = classifier(arguments.model, model, CPU, batch=arguments.batch, size=arguments.size, classes=10)
     computation = subject.measure(group, CPU)
     methods = {}
     for method in arguments.methods.split(","):
-        compressor = step_time.compressor(method)
+        compressor = named.compressor(method)
         methods[method] = compressor, measure_work(compressor, Gradients(model, compressor), group)
     link = measure_link(group, CPU)
     forecast = Forecast(model, computation, methods)

@@ -10,85 +10,20 @@ as usual (SGD with momentum), and warm-ups are left out: what is timed is the co
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-import torchvision
 from matplotlib.axes import Axes
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-import lightning_gradcomp as lgc
 from benchmarks import report
-from lightning_gradcomp.app.models import build
+from benchmarks.methods import Switched, network, stepper
 from lightning_gradcomp.averaging import Stats
 
 PHASES = ("compress", "exchange", "decompress")
-WHOLE = 1_000_000
-"""MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""
-
-Step = Callable[[torch.Tensor, torch.Tensor], Stats | None]
-"""Trains on (images, labels); returns what this rank's exchange cost, where somebody counts."""
-
-
-def forward_backward(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
-    model.zero_grad(set_to_none=True)
-    torch.nn.functional.cross_entropy(model(images), labels).backward()
-
-
-def network(name: str) -> torch.nn.Module:
-    """`torchvision.resnet18`, with ImageNet's stem, or `resnet18`, the recipes', with one for small images."""
-    source, _, model = name.rpartition(".")
-    return torchvision.models.get_model(model, num_classes=10) if source else build(name, channels=3, classes=10)
-
-
-def stepper(method: str, model: torch.nn.Module) -> Step:
-    """How `method` trains `model`: "compute", "ddp", a hook of torch's, or a compressor, @ a topology."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if method in ("compute", "ddp", "fp16_hook", "powersgd_hook"):
-        wrapped = model if method == "compute" else with_hook(method, model)
-
-        def plain(images: torch.Tensor, labels: torch.Tensor) -> None:
-            forward_backward(wrapped, images, labels)
-            optimizer.step()
-
-        return plain
-    name, _, topology = method.partition("@")
-    averager = lgc.GradientAverager(model, compressor(name), optimizer=optimizer, topology=topology or "all_gather")
-
-    def averaged(images: torch.Tensor, labels: torch.Tensor) -> Stats:
-        forward_backward(model, images, labels)
-        averager.step()
-        return averager.stats
-
-    return averaged
-
-
-def with_hook(method: str, model: torch.nn.Module) -> DistributedDataParallel:
-    """DDP as it is, or with one of torch's compressing hooks."""
-    ddp = DistributedDataParallel(model, **({"bucket_cap_mb": WHOLE} if method == "powersgd_hook" else {}))
-    if method == "fp16_hook":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if method == "powersgd_hook":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return ddp
-
-
-def compressor(method: str) -> lgc.Compressor:
-    """`dgc`, or with options `dgc:values=bf16;dense_values=bf16`; without warm-up."""
-    name, _, options = method.partition(":")
-    [cls] = [entry.cls for entry in lgc.entries() if entry.name == name]
-    known = {field.name for field in fields(cls)}
-    given = dict(option.split("=") for option in options.split(";") if option)
-    read = {key: json.loads(value) if value[0].isdigit() else value for key, value in given.items()}
-    return cls(**{key: 0 for key in ("warmup_epochs", "dense_epochs") if key in known}, **read)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -100,6 +35,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     for method in arguments.methods.split(","):
         torch.manual_seed(0)  # the same weights on every rank
         steps[method] = stepper(method, network(arguments.model))
+    for method, step in steps.items():
+        if isinstance(step, Switched) and step.averager.trial:
+            while not step.averager.trial.outcome:
+                step(images, labels)
+            if rank == 0:
+                print(f"{method}: {step.averager.modelled}. {step.averager.trial.outcome}", flush=True)
     seconds: dict[str, list[list[float]]] = {method: [] for method in steps}
     costs: dict[str, list[Stats | None]] = {method: [] for method in steps}
     for turn in range(arguments.turns + 1):

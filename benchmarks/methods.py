@@ -1,0 +1,104 @@
+"""What benchmarks train, and how: a network by its name, and one step of it with a method by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+import torchvision
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.app.models import build
+from lightning_gradcomp.averaging import Stats
+from lightning_gradcomp.plugin.buffers import spare_buffers
+from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
+
+WHOLE = 1_000_000
+"""MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""
+
+Step = Callable[[torch.Tensor, torch.Tensor], Stats | None]
+"""Trains on (images, labels); returns what this rank's exchange cost, where somebody counts."""
+
+
+def forward_backward(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
+    model.zero_grad(set_to_none=True)
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+
+
+def network(name: str) -> torch.nn.Module:
+    """`torchvision.resnet18`, with ImageNet's stem, or `resnet18`, the recipes', with one for small images."""
+    source, _, model = name.rpartition(".")
+    return torchvision.models.get_model(model, num_classes=10) if source else build(name, channels=3, classes=10)
+
+
+def stepper(method: str, model: torch.nn.Module) -> Step:
+    """How `method` trains `model`: "compute", "ddp", a hook of torch's, or a compressor.
+
+    With options after a colon, and after an @ a topology: "dgc:sparsity=0.99@two_phase". Steps are then those of the
+    strategies; without a topology, those of a `GradientAverager` alone.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if method in ("compute", "ddp", "fp16_hook", "powersgd_hook"):
+        wrapped = model if method == "compute" else with_hook(method, model)
+
+        def plain(images: torch.Tensor, labels: torch.Tensor) -> None:
+            forward_backward(wrapped, images, labels)
+            optimizer.step()
+
+        return plain
+    name, at, topology = method.partition("@")
+    averager = lgc.GradientAverager(model, compressor(name), optimizer=optimizer, topology=topology or "all_gather")
+    if at:
+        return Switched(model, averager, optimizer)
+
+    def averaged(images: torch.Tensor, labels: torch.Tensor) -> Stats:
+        forward_backward(model, images, labels)
+        averager.step()
+        return averager.stats
+
+    return averaged
+
+
+class Switched:
+    """A step as the strategies make it: DDP wraps the model, and does dense steps itself."""
+
+    def __init__(
+        self, model: torch.nn.Module, averager: lgc.GradientAverager, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._ddp, self.averager, self._optimizer = DistributedDataParallel(model), averager, optimizer
+        spare_buffers(self._ddp, averager.compressor)
+        self._switch = DDPSwitch(self._ddp)
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> Stats:
+        self._switch.before_backward(self.averager, None)
+        forward_backward(self._ddp, images, labels)
+        self._switch.after_backward(self.averager)
+        with self.averager.taken_over(self._optimizer):
+            self._optimizer.step()
+        self._switch.spent()
+        return self.averager.stats
+
+
+def with_hook(method: str, model: torch.nn.Module) -> DistributedDataParallel:
+    """DDP as it is, or with one of torch's compressing hooks."""
+    ddp = DistributedDataParallel(model, **({"bucket_cap_mb": WHOLE} if method == "powersgd_hook" else {}))
+    if method == "fp16_hook":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if method == "powersgd_hook":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return ddp
+
+
+def compressor(method: str) -> lgc.Compressor:
+    """`dgc`, or with options `dgc:values=bf16;dense_values=bf16`; without warm-up."""
+    name, _, options = method.partition(":")
+    [cls] = [entry.cls for entry in lgc.entries() if entry.name == name]
+    known = {field.name for field in fields(cls)}
+    given = dict(option.split("=") for option in options.split(";") if option)
+    read = {key: json.loads(value) if value[0].isdigit() else value for key, value in given.items()}
+    return cls(**{key: 0 for key in ("warmup_epochs", "dense_epochs") if key in known}, **read)
