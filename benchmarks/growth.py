@@ -89,7 +89,7 @@ def draw(results: dict[str, dict[int, int]]) -> Callable[[Axes], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="dgc,dgc:sparsity=0.99,onebit", help="as in benchmarks.step_time")
+    parser.add_argument("--methods", default="dgc,dgc:sparsity=0.99,onebit,terngrad", help="as in benchmarks.step_time")
     parser.add_argument("--model", default="torchvision.resnet18")
     parser.add_argument("--measured", default="2,4,8", help="numbers of ranks to start")
     parser.add_argument("--ranks", default="2,4,8,16,32,64,128,256,512,1024", help="numbers of ranks for the formula")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_gradcomp.compressors.base import Codec, Compressor, Lossy
+from lightning_gradcomp.compressors.terngrad import TernGrad
 from lightning_gradcomp.errors import refusal
 
 TOPOLOGIES = ("auto", "all_gather", "two_phase", "server")
@@ -58,14 +59,19 @@ def route(topology: str, inside: str | None, residual_device: str | None, compre
         raise refusal("topology", topology, _listed((*TOPOLOGIES, *KVSTORES)))
     chosen = KVSTORES.get(topology) or Route(topology, inside or "compressed", residual_device or "device")
     if chosen.topology not in topologies_for(compressor):
-        why = "'auto' or 'all_gather': an owner can't decode a part of its message"
-        raise refusal(f"topology with {type(compressor).__name__}", topology, why)
+        what, why = type(compressor).__name__, "an owner can't decode a part of its message"
+        if isinstance(compressor, TernGrad):
+            what += "(share_scaler=False)"
+            why = "only with one s for all ranks (share_scaler=True) do their digits add up"
+        raise refusal(f"topology with {what}", topology, f"'auto' or 'all_gather': {why}")
     return chosen
 
 
 def topologies_for(compressor: Compressor) -> tuple[str, ...]:
     """Those that carry this compressor's messages."""
-    owned = isinstance(compressor, Codec) or not isinstance(compressor, Lossy)  # the latter are dense whatever it is
+    adds_up = isinstance(compressor, TernGrad) and compressor.share_scaler
+    dense = not isinstance(compressor, Lossy)  # whatever the topology is
+    owned = isinstance(compressor, Codec) or adds_up or dense
     return TOPOLOGIES if owned else ("auto", "all_gather")
 
 

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 import torch
 
 from lightning_gradcomp.averaging.elastic import OWNED, all_floating
+from lightning_gradcomp.averaging.exact_owners import ExactOwners
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ownership import Ownership
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.two_phase import Owners
 from lightning_gradcomp.compressors.base import Codec, Lossy
 from lightning_gradcomp.compressors.memory import Memory, Residual, move
+from lightning_gradcomp.compressors.terngrad import TernGrad
 from lightning_gradcomp.routes import Route
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -42,28 +45,35 @@ class Books:
         self.memory, self.dense_memory, self.owners = self._blank()
         self.put_away()
 
-    def _blank(self) -> tuple[Memory, Memory, Owners | None]:
+    def _blank(self) -> tuple[Memory, Memory, Ownership | None]:
         gradients, device = self._gradients, self._gradients.flat.device
         dense = Memory if self._compressor.dense_values == "fp32" else Residual
         memory = self._compressor.memory(gradients.layout, device, self._ranks.worker)
         return memory, dense(gradients.dense_layout, device), self.owners_of(self.topology, device)
 
-    def owners_of(self, topology: str, device: torch.device) -> Owners | None:
+    def owners_of(self, topology: str, device: torch.device) -> Ownership | None:
         """Who owns what with `topology`; nobody does where payloads go to everyone."""
         if topology == "all_gather":
             return None
+        layout, dense, dense_pull = self._gradients.layout, self._gradients.dense_layout.n, topology == "server"
+        if isinstance(self._compressor, TernGrad):
+            return ExactOwners(self._compressor, layout, dense, self._ranks, dense_pull=dense_pull)
         assert isinstance(self._compressor, Codec)  # others are refused
-        layout, dense = self._gradients.layout, self._gradients.dense_layout.n
-        return Owners(self._compressor, layout, dense, self._ranks, device, dense_pull=topology == "server")
+        return Owners(self._compressor, layout, dense, self._ranks, device, dense_pull=dense_pull)
 
     @property
-    def _all(self) -> list[Memory | Owners]:
+    def remembering(self) -> Owners | None:
+        """The owners, where they may remember something."""
+        return self.owners if isinstance(self.owners, Owners) and self.owners.used else None
+
+    @property
+    def _all(self) -> list[Memory | Ownership]:
         return [self.memory, self.dense_memory, *([self.owners] if self.owners else [])]
 
     @property
     def empty(self) -> bool:
         """Whether nothing is remembered."""
-        return self.memory.empty and self.dense_memory.empty and not (self.owners and self.owners.used)
+        return self.memory.empty and self.dense_memory.empty and not self.remembering
 
     def clear(self) -> None:
         """Forget everything, once it has been handed back."""
@@ -94,9 +104,9 @@ class Books:
             self.put_away()
 
     def _disown(self) -> None:
-        if self.owners and self.owners.used:
-            self.memory.absorb(self.owners.spread().mul_(self._ranks.workers))
-            self.owners.clear()
+        if owners := self.remembering:
+            self.memory.absorb(owners.spread().mul_(self._ranks.workers))
+            owners.clear()
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients; the state follows by name.
@@ -112,8 +122,8 @@ class Books:
         """Kind -> parameter name -> tensor, frozen parameters included."""
         dense = {f"dense_{kind}": parts for kind, parts in self.dense_memory.state_dict().items()}
         kinds = {**self.memory.state_dict(), **dense}
-        if self.owners and self.owners.used:
-            kinds[OWNED] = self.owners.state_dict()
+        if owners := self.remembering:
+            kinds[OWNED] = owners.state_dict()
         return {kind: {**self._parked.get(kind, {}), **parts} for kind, parts in kinds.items()}
 
     def load_state_dict(
@@ -136,7 +146,7 @@ class Books:
         memory.load_state_dict(state)
         dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
         dense_memory.load_state_dict({"residual": {}, **dense})
-        if OWNED in state and own and owners == self._ranks.workers:
+        if OWNED in state and isinstance(own, Owners) and owners == self._ranks.workers:
             own.load_state_dict(state[OWNED])
         elif OWNED in state:
             memory.absorb(self._gradients.layout.join(state[OWNED], self._gradients.flat.device).mul_(owners))

@@ -11,8 +11,8 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.message import Frame
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.relay import Relay
 from lightning_gradcomp.averaging.takeover import adopt, hand_back, rules
-from lightning_gradcomp.averaging.two_phase import Relay
 from lightning_gradcomp.compressors.base import Lossy
 from lightning_gradcomp.compressors.incoming import Incoming, all_finite
 from lightning_gradcomp.compressors.memory import Velocity
@@ -157,7 +157,7 @@ class Compression:
         values = self.compressor.dense_values
         exchange = Relay(self.ranks, dense, finite, [*moves, flag], stats, self._mean, values)
         if self.books.owners:
-            mean, sent = self.books.owners.average(outgoing, density, exchange)
+            mean, sent = self.books.owners.average(outgoing, density, exchange, memory)
         else:
             mean, sent = self.compressor.average(outgoing, gradients.layout, density, exchange, memory)
         with stats.phase("decompress"):
@@ -189,8 +189,8 @@ class Compression:
             finite, moves, outgoing, dense = self._compensate(present, grad_scale)
             gradients.dense_flat.copy_(dense)
             gradients.compressed_flat.copy_(outgoing)
-            if self.books.owners:
-                gradients.compressed_flat.add_(self.books.owners.spread(), alpha=self.ranks.workers)
+            if owners := self.books.remembering:
+                gradients.compressed_flat.add_(owners.spread(), alpha=self.ranks.workers)
             fill_unless(finite, gradients.compressed_flat, torch.nan)
         flats = [gradients.flat, memory.coming_momentum] if isinstance(memory, Velocity) else [gradients.flat]
         with stats.phase("exchange"):

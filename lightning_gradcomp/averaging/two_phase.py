@@ -15,12 +15,13 @@ as `dense_values` says.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
-from lightning_gradcomp.averaging.message import Frame
+from lightning_gradcomp.averaging.ownership import Ownership
 from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.relay import Relay
 from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.layout import Layout, Stretch
 from lightning_gradcomp.compressors.sent import NOTHING, Everything, Mean, Sent, joined, mean_of
@@ -47,13 +48,13 @@ class Pull:
         return Everything(unpack_values(payload, layout.n, self.values))
 
 
-class Owners:
-    """Who owns what, and what this rank remembers as an owner.
+class Owners(Ownership):
+    """Owners who compress what they send on, and remember what that leaves out.
 
     Args:
         codec: writes what ranks send to owners, and owners to ranks, unless those are servers.
         layout: all that is compressed.
-        dense: number of elements that travel uncompressed; owners send their means in fp32.
+        dense: number of elements that travel uncompressed.
         ranks: the workers, who are the owners too.
         device: of what is remembered.
         dense_pull: whether owners are servers.
@@ -64,35 +65,20 @@ class Owners:
     def __init__(
         self, codec: Codec, layout: Layout, dense: int, ranks: Ranks, device: torch.device, *, dense_pull: bool
     ) -> None:
-        self.codec, self.layout, self.ranks = codec, layout, ranks
+        super().__init__(layout, dense, codec.dense_values, ranks)
+        self.codec = codec
         self.back: Codec | Pull = Pull(codec.dense_values) if dense_pull else codec
-        self.stretches: list[Stretch] = layout.stretches(ranks.workers)
-        whole, more = divmod(dense, ranks.workers)
-        self.dense = [whole + (worker < more) for worker in range(ranks.workers)]
-        self.own = self.stretches[ranks.worker]
         self.residual, self._residual = (torch.zeros(self.own.layout.n, device=device) for _ in range(2))
         self.used = False
         """Whether owners may remember something; the same on all ranks."""
-        self._frames: dict[tuple[float, int], tuple[list[Frame], list[Frame]]] = {}
 
-    def frames(self, density: float, flags: int) -> tuple[list[Frame], list[Frame]]:
-        """Messages to each owner, and those that owners send back."""
-        key = density, flags
-        if key not in self._frames:
-            both = list(zip(self.dense, self.stretches, strict=True))
-            to_owners = [Frame(d, self.codec.dense_values, _bytes(self.codec, s, density), flags) for d, s in both]
-            back = [Frame(d, "fp32", _bytes(self.back, s, density), flags) for d, s in both]
-            self._frames = {key: (to_owners, back)}  # a schedule seldom goes back
-        return self._frames[key]
+    def push_bytes(self, stretch: Stretch, density: float) -> int:
+        return _bytes(self.codec, stretch, density)
 
-    def traffic(self, density: float, flags: int) -> int:
-        """Bytes that the rank which sends the most sends in a step."""
-        to_owners, back = ([frame.length for frame in frames] for frames in self.frames(density, flags))
-        fewest = to_owners.index(min(to_owners))
-        return self.ranks.scatter_traffic(to_owners, fewest) + self.ranks.gather_traffic(max(back))
+    def pull_bytes(self, stretch: Stretch, density: float) -> int:
+        return _bytes(self.back, stretch, density)
 
-    def average(self, flat: torch.Tensor, density: float, relay: Relay) -> tuple[Mean, Sent]:
-        """The average that owners send of everybody's `flat` (fp32 [n]), and what this rank sent of its own."""
+    def average(self, flat: torch.Tensor, density: float, relay: Relay, memory: Any) -> tuple[Mean, Sent]:
         stats = relay.stats
         to_owners, back = self.frames(density, relay.flags.numel())
         with stats.phase("compress"):
@@ -153,39 +139,3 @@ def _encode(codec: Codec | Pull, stretch: Stretch, own: torch.Tensor, density: f
 
 def _decode(codec: Codec | Pull, stretch: Stretch, payload: torch.Tensor, density: float) -> Sent:
     return codec.decode(payload, stretch.layout, density) if stretch.layout.n else NOTHING
-
-
-class Relay(Exchange):
-    """The two exchanges of a step; the uncompressed gradients are owned and averaged like the others."""
-
-    def to_owners(self, payloads: list[torch.Tensor], frames: list[Frame]) -> list[torch.Tensor]:
-        """Payload j goes to worker j; returns what all workers sent this one, in their order."""
-        worker = self.ranks.worker
-        with self.stats.phase("compress"):
-            parts = self._dense.split([frame.dense for frame in frames])
-            dense = [frame.pack_dense(part) for frame, part in zip(frames, parts, strict=True)]
-            self.dense_sent = torch.cat([frame.read_dense(part) for frame, part in zip(frames, dense, strict=True)])
-            flags = self.flags
-            messages = [frame.pack(d, p, flags) for frame, d, p in zip(frames, dense, payloads, strict=True)]
-        with self.stats.phase("exchange"):
-            rows = self.ranks.scatter(messages)
-        lengths = [frame.length for frame in frames]
-        self._book(self.ranks.scatter_traffic(lengths, worker), self.ranks.gather_traffic(lengths[worker]))
-        with self.stats.phase("decompress"):
-            self.dense_mean = mean_of_rows([frames[worker].read_dense(row) for row in rows])
-            self._hear([frames[worker].read_flags(row) for row in rows])
-        return [frames[worker].read_payload(row) for row in rows]
-
-    def to_everyone(self, payload: torch.Tensor, frames: list[Frame]) -> list[torch.Tensor]:
-        """This owner's payload goes to every rank; returns all owners'."""
-        frame, longest = frames[self.ranks.worker], max(frame.length for frame in frames)
-        with self.stats.phase("compress"):
-            message = frame.pack(frame.pack_dense(self.dense_mean), payload, self.flags)
-            message = torch.nn.functional.pad(message, (0, longest - frame.length))
-        with self.stats.phase("exchange"):
-            rows = self.ranks.gather(message)
-        self._book(self.ranks.gather_traffic(longest))
-        with self.stats.phase("decompress"):
-            self.dense_mean = torch.cat([frame.read_dense(row) for frame, row in zip(frames, rows, strict=True)])
-            self._hear([frame.read_flags(row) for frame, row in zip(frames, rows, strict=True)])
-        return [frame.read_payload(row) for frame, row in zip(frames, rows, strict=True)]

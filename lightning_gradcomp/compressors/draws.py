@@ -93,6 +93,10 @@ class Drawing(Residual):
         if self.error_feedback:
             super().forget(sent)
 
+    def absorb(self, flat: torch.Tensor) -> None:
+        if self.error_feedback:
+            super().absorb(flat)
+
     def commit(self, moved: Set[str] = frozenset()) -> None:
         super().commit(moved)
         self.generator.set_state(self._after)

@@ -12,7 +12,7 @@ ternary digits in a byte, 1.6 bits an element against the ideal log2(3) = 1.585.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -52,10 +52,8 @@ def ternarise(g: torch.Tensor, s: torch.Tensor, generator: Generator) -> torch.T
     t = floor(g / s + u), u uniform in (0, 1): the paper's sign(g) · b with P(b = 1) = |g| / s, in one pass.
     """
     per_s = 1 / s.clamp(min=torch.finfo(torch.float32).tiny)
-    rounded_down = (
-        generator.uniform(g.numel(), 1.0).addcmul_(g, per_s).to(torch.int8)
-    )  # to uint8 takes five times as long
-    return rounded_down.view(torch.uint8)
+    drawn = generator.uniform(g.numel(), 1.0).addcmul_(g, per_s)
+    return drawn.to(torch.int8).view(torch.uint8)  # at once to uint8 it takes five times as long
 
 
 def packed_bytes(n: int) -> int:
@@ -86,6 +84,15 @@ def table_of(device: torch.device) -> torch.Tensor:
 def unpack(packed: torch.Tensor, n: int, table: torch.Tensor) -> torch.Tensor:
     """The n digits that `pack` wrote, less 1, as fp32, from `table_of` its device."""
     return look_up(table, packed)[:n]
+
+
+def pieces(layout: Layout, device: torch.device) -> list[tuple[int, int, int]]:
+    """(start, stop, number of the tensor) of what is drawn and packed at once, in the flat buffer's order."""
+    return [
+        (start, stop, tensor)
+        for tensor, (a, b) in enumerate(layout.bounds)
+        for start, stop in cut(a, b, device, multiple=DIGITS)
+    ]
 
 
 @register("terngrad")
@@ -140,40 +147,47 @@ class TernGrad(Lossy):
         self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Drawing
     ) -> tuple[Mean, Piecewise]:
         """Agree on the scalers, clip, ternarise, gather."""
-        with exchange.stats.phase("compress"):
-            scalers = limits = torch.stack([scaler_of(flat[a:b], self.clip_sigma) for a, b in layout.bounds])
-        if self.share_scaler:
-            scalers = exchange.maximum(scalers)
+        limits, scalers = self.scalers(flat, layout, exchange)
 
-        def digits(generator: Generator) -> torch.Tensor:
-            parts = []
-            bounds = limits if flat.is_cuda else limits.tolist()  # a CPU clamps by plain numbers five times as fast
-            for (a, b), limit, s in zip(layout.bounds, bounds, scalers, strict=True):
-                for start, stop in cut(a, b, flat.device, multiple=DIGITS):
-                    parts.append(pack(ternarise(flat[start:stop].clamp(-limit, limit), s, generator)))
-            return torch.cat(parts)
+        def packed(generator: Generator) -> torch.Tensor:
+            return torch.cat([pack(digits) for digits in self.digits(flat, layout, limits, scalers, generator)])
 
         with exchange.stats.phase("compress"):
-            payload = torch.cat([scalers.view(torch.uint8), memory.draw(digits)])
+            payload = torch.cat([scalers.view(torch.uint8), memory.draw(packed)])
         payloads = exchange.gather(payload)
         with exchange.stats.phase("decompress"):
             sent = self.decode(payload, layout)
             everyones = read_all(payloads, exchange.ranks.worker, sent, lambda row: self.decode(row, layout))
             return mean_of(everyones, exchange.buffer), sent
 
+    def scalers(self, flat: torch.Tensor, layout: Layout, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
+        """At what each tensor of `flat` is clipped, and the s that its digits stand for: fp32 [tensors] both."""
+        with exchange.stats.phase("compress"):
+            limits = torch.stack([scaler_of(flat[a:b], self.clip_sigma) for a, b in layout.bounds])
+        return limits, exchange.maximum(limits) if self.share_scaler else limits
+
+    def digits(
+        self, flat: torch.Tensor, layout: Layout, limits: torch.Tensor, scalers: torch.Tensor, generator: Generator
+    ) -> Iterator[torch.Tensor]:
+        """The digits that `ternarise` draws for `flat`, a piece of `pieces` at a time."""
+        bounds = limits if flat.is_cuda else limits.tolist()  # a CPU clamps by plain numbers five times as fast
+        for start, stop, tensor in pieces(layout, flat.device):
+            limit = bounds[tensor]
+            yield ternarise(flat[start:stop].clamp(-limit, limit), scalers[tensor], generator)
+
     def decode(self, payload: torch.Tensor, layout: Layout) -> Piecewise:
         """What a rank sent, from its payload."""
         begin, table = 4 * len(layout.sizes), table_of(payload.device)
-        pieces, parts = [], []
-        for s, (a, b) in zip(payload[:begin].view(torch.float32), layout.bounds, strict=True):
-            for start, stop in cut(a, b, payload.device, multiple=DIGITS):
-                end = begin + packed_bytes(stop - start)
-                pieces.append((start, stop))
-                parts.append((payload[begin:end], stop - start, table, s))
-                begin = end
+        scalers = payload[:begin].view(torch.float32)
+        places, parts = [], []
+        for start, stop, tensor in pieces(layout, payload.device):
+            end = begin + packed_bytes(stop - start)
+            places.append((start, stop))
+            parts.append((payload[begin:end], stop - start, scalers[tensor]))
+            begin = end
 
         def values(number: int) -> torch.Tensor:
-            packed, n, table, s = parts[number]
+            packed, n, s = parts[number]
             return unpack(packed, n, table).mul_(s)
 
-        return Piecewise(pieces, values)
+        return Piecewise(places, values)

@@ -10,6 +10,7 @@ from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.averaging.elastic import OWNED
 from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.routes import topologies_for
 from tests.averaging.laws import KEPT, LOSSY, REMEMBERING
 from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
 from tests.threads import run_ranks, subgroups
@@ -19,8 +20,8 @@ LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODEC
 TRAVEL = {f"all_gather-{label}": ("all_gather", make) for label, make in LOSSY.items()} | {
     f"{topology}-{label}": (topology, make)
     for topology in ("two_phase", "server")
-    for label, make in CODECS.items()
-    if "," not in label
+    for label, make in LOSSY.items()
+    if "," not in label and topology in topologies_for(make())
 }
 every = pytest.mark.parametrize(("topology", "make"), TRAVEL.values(), ids=TRAVEL)
 DEFAULTS = {label: case for label, case in TRAVEL.items() if "," not in label and not label.startswith("server")}

@@ -1,5 +1,6 @@
 """topology="two_phase": the arithmetic of one process, whatever the number of ranks, and nothing is lost."""
 
+import re
 from functools import partial
 
 import pytest
@@ -18,9 +19,14 @@ from tests.averaging.workers import Table, all_equal, averaged, backward, prescr
 from tests.reference.two_phase import Workers
 from tests.threads import run_ranks
 
+TERNARY = {"terngrad": {}, "terngrad,error_feedback=True": {"error_feedback": True}}
+"""With one scaler for all ranks, whose owners are in test_exact_owners.py."""
 CODECS = {label: make for label, make in LOSSY.items() if isinstance(make(), Codec)}
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS}
-every = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
+ADDING = {label: partial(LOSSY["terngrad"], **options) for label, options in TERNARY.items()}
+OWNED_SOMEHOW = {**CODECS, **ADDING}
+every = pytest.mark.parametrize("make", OWNED_SOMEHOW.values(), ids=OWNED_SOMEHOW)
+every_codec = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 remembering = pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
 CUTS = {2: [9], 3: [6, 13], 4: [5, 9, 15], 8: [2, 5, 7, 9, 12, 15, 19]}
 """Rows (10 of 36 elements, then 12 of 25) at which owners begin: those nearest to equal parts of 660 elements."""
@@ -168,7 +174,7 @@ def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
     assert all_equal(run_ranks(3, work))
 
 
-@on([2, 3], CODECS)
+@on([2, 3], OWNED_SOMEHOW)
 def test_a_resumed_run_is_the_straight_one_to_the_bit(make, world):
     def work(rank, group):
         straight = begin(group, make)
@@ -201,7 +207,7 @@ def test_a_gradient_that_is_not_finite_leaves_all_memories_as_they_were(make):
     assert all(run_ranks(3, work))
 
 
-@on(CUTS, CODECS)
+@on(CUTS, OWNED_SOMEHOW)
 @pytest.mark.parametrize("topology", ["two_phase", "server"])
 def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topology):
     def work(rank, group):
@@ -215,7 +221,7 @@ def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topo
     assert sum(sent) == sum(received)
 
 
-@every
+@every_codec
 def test_bytes_do_not_grow_with_the_ranks(make):
     """Two messages at most, but for what each of N parts costs by itself: a count and a scale rounded up."""
     layout, codec = Layout(("a", "b"), ((512, 1024), (256, 512))), make()
@@ -227,10 +233,21 @@ def test_bytes_do_not_grow_with_the_ranks(make):
         assert sent <= 2 * (payload * (world - 1) / world) * 1.2 + 40 * world
 
 
-@pytest.mark.parametrize("compressor", [lgc.PowerSGD(), lgc.TernGrad()], ids=["powersgd", "terngrad"])
+@pytest.mark.parametrize(
+    ("compressor", "why"),
+    [
+        (lgc.PowerSGD(), "PowerSGD: got '{}', allowed: 'auto' or 'all_gather': an owner can't decode"),
+        (
+            lgc.TernGrad(share_scaler=False),
+            "TernGrad(share_scaler=False): got '{}', allowed: 'auto' or 'all_gather': only with one s",
+        ),
+    ],
+    ids=["powersgd", "terngrad with own scalers"],
+)
+@pytest.mark.parametrize("topology", ["two_phase", "server"])
 @pytest.mark.parametrize(
     "make", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy, partial(lgc.GradientAverager, Table())]
 )
-def test_compressors_whose_parts_mean_nothing_alone_are_refused(make, compressor):
-    with pytest.raises(ValueError, match=r"topology with \w+: got 'two_phase', allowed: 'auto' or 'all_gather'"):
-        make(compressor, topology="two_phase")
+def test_compressors_whose_parts_mean_nothing_alone_are_refused(make, topology, compressor, why):
+    with pytest.raises(ValueError, match=re.escape(f"topology with {why.format(topology)}")):
+        make(compressor, topology=topology)

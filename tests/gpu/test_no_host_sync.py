@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.routes import Route
+from lightning_gradcomp.routes import Route, topologies_for
 from tests.gpu.worlds import CASES, NAMES, Echo, Model, compression, draw_on_the_cpu, no_sum
 
 
@@ -47,18 +47,23 @@ def no_data(monkeypatch):
         yield
 
 
-def steps(cls, options, number):
+def steps(cls, options, number, topology="all_gather"):
     """`number` steps, each of which is yielded after."""
     model = Model("cuda")
-    compressed = compression(model, cls(**{"min_elements": 500, **options}), Echo())
+    compressed = compression(model, cls(**{"min_elements": 500, **options}), Echo(), Route(topology))
     for step in range(number):
         model.prescribe(1, step)
         compressed.average(0.1, 2.0**16, Stats(), False)
         yield
 
 
-@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
-def test_the_flags_are_all_that_a_step_reads(cls, options, no_data, monkeypatch):
+def ways(cases, topologies):
+    """Every (class, options, topology) that go together."""
+    return [(*case, how) for case in cases for how in topologies if how in topologies_for(case[0](**case[1]))]
+
+
+@pytest.mark.parametrize(("cls", "options", "topology"), ways(CASES, ["all_gather", "two_phase", "server"]))
+def test_the_flags_are_all_that_a_step_reads(cls, options, topology, no_data, monkeypatch):
     reads = []
 
     def read(flags):
@@ -66,7 +71,7 @@ def test_the_flags_are_all_that_a_step_reads(cls, options, no_data, monkeypatch)
         return [True] * (len(flags) - 1) + [False]
 
     monkeypatch.setattr(exchange, "read", read)
-    for step, _ in enumerate(steps(cls, options, 3)):
+    for step, _ in enumerate(steps(cls, options, 3, topology)):
         assert len(reads) == step + 1
     assert all(flags.is_cuda and flags.shape == (1 + 5 + 1,) for flags in reads)
 

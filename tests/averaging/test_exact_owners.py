@@ -1,0 +1,160 @@
+"""TernGrad by owners: whole numbers added up and sent on, so that nothing is lost on the way."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.averaging.elastic import OWNED
+from lightning_gradcomp.averaging.exact_owners import ExactOwners
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.terngrad import TernGrad
+from tests.averaging.laws import note_sent
+from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.reference.lattice import Server
+from tests.threads import run_ranks, subgroups
+
+SHAPES = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
+terngrad = partial(TernGrad, min_elements=40, warmup_epochs=0)
+topologies = pytest.mark.parametrize("topology", ["two_phase", "server"])
+
+
+def flat_gradients(model):
+    return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)])
+
+
+def steps_of(world, compressor, topology, steps=6):
+    """For each rank: (its gradient, the average) at every step, and its state at the end."""
+
+    def work(rank, group):
+        model, seen = Table(), []
+        optimizer, averager = averaged(model, group, compressor, topology=topology)
+        for step in range(steps):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            own = flat_gradients(model).clone()
+            averager.average()
+            seen.append((own, flat_gradients(model).clone()))
+        return seen, averager.state_dict()["memory"]
+
+    return run_ranks(world, work)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("options", [{}, {"error_feedback": True}, {"clip_sigma": 0.0, "dense_values": "int8"}])
+@topologies
+def test_it_is_the_simulation_in_one_process_to_the_bit(world, topology, options):
+    ranks = steps_of(world, terngrad(**options), topology)
+    server = Server(terngrad(**options), SHAPES, world)
+    for step in range(6):
+        average = server.step([seen[step][0] for seen, _ in ranks])
+        for seen, _ in ranks:
+            assert torch.equal(seen[step][1], average)
+    for memory, (_, state) in zip(server.memories, ranks, strict=True):
+        theirs = memory.state_dict()
+        assert same({kind: state[kind] for kind in theirs}, theirs)
+        assert OWNED not in state
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@topologies
+def test_it_is_the_mean_of_an_all_gather_from_the_same_draws(world, topology):
+    gathered, owned = (steps_of(world, terngrad(), how)[0][0] for how in ("all_gather", topology))
+    for (_, mean), (_, other) in zip(gathered, owned, strict=True):
+        torch.testing.assert_close(other, mean, rtol=1e-6, atol=1e-6 * float(mean.abs().max()))
+        assert mean.any()
+
+
+def test_with_two_ranks_that_is_so_to_the_bit():
+    gathered, owned = (steps_of(2, terngrad(error_feedback=True), how) for how in ("all_gather", "two_phase"))
+    for (seen, memory), (other, others) in zip(gathered, owned, strict=True):
+        assert all(torch.equal(a[1], b[1]) for a, b in zip(seen, other, strict=True))
+        assert same(memory, others)
+
+
+def test_there_may_be_more_ranks_than_rows():
+    def work(rank, group):
+        model = torch.nn.Linear(40, 2)
+        _, averager = averaged(model, group, terngrad(), topology="two_phase")
+        sent = note_sent(averager)
+        model.weight.grad = torch.linspace(-1, 1, 80).view(2, 40) * (rank + 1)
+        averager.average()
+        return model.weight.grad, sent[0]["weight"].float()
+
+    means, sent = zip(*run_ranks(3, work), strict=True)
+    assert all_equal(means)
+    torch.testing.assert_close(means[0], sum(sent) / 3)
+
+
+@topologies
+def test_nodes_are_workers_too(topology):
+    """Two nodes of two ranks: the simulation's two workers have the nodes' mean gradients."""
+
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, terngrad(), topology=topology, inside="dense", ranks_per_node=2)
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        own = flat_gradients(model).clone()
+        averager.average()
+        return own, flat_gradients(model), averager.stats.bytes_sent, averager.describe()
+
+    with subgroups():
+        own, means, sent, said = zip(*run_ranks(4, work), strict=True)
+    average = Server(terngrad(), SHAPES, 2).step([(own[0] + own[1]) / 2, (own[2] + own[3]) / 2])
+    assert all(torch.equal(mean, average) for mean in means)
+    assert f" {max(sent):,} bytes sent between nodes a step" in said[0]
+
+
+def test_a_change_of_topology_between_steps_changes_no_draw():
+    """Two ranks: with more, the gather's sums are rounded, and these are not."""
+
+    def work(rank, group):
+        models = []
+        for change in (False, True):
+            model = Table()
+            optimizer, averager = averaged(model, group, terngrad(error_feedback=True))
+            for step in range(6):
+                if change:
+                    averager._compression.books.travel(("all_gather", "two_phase", "server")[step % 3])
+                backward(model, optimizer, rank, step, prescribed_loss)
+                averager._compression.average(0.1, 1.0, averager.stats, False)
+                optimizer.step()
+            models.append(weights(model))
+        return torch.equal(*models)
+
+    assert all(run_ranks(2, work))
+
+
+def test_a_state_of_other_owners_goes_into_the_residual_or_nowhere():
+    """What 1-bit's owners remembered, where the next run is TernGrad's."""
+
+    def work(rank, group):
+        model = Table()
+        first = averaged(model, group, lgc.OneBit(min_elements=40, warmup_epochs=0), topology="two_phase")
+        train(model, *first, rank, 2, prescribed_loss)
+        state = first[1].state_dict()
+        assert OWNED in state["memory"]
+        for error_feedback in (False, True):
+            optimizer, averager = averaged(model, group, terngrad(error_feedback=error_feedback), topology="two_phase")
+            averager._compression.books.load_state_dict(state["memory"], 2)
+            assert OWNED not in averager.state_dict()["memory"]
+            train(model, optimizer, averager, rank, 2, prescribed_loss)
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
+def traffic(world, n, topology):
+    """Bytes of a step, n elements in rows of 64, with nothing beside them but flags."""
+    ranks = Ranks(None)
+    ranks.world = world
+    owners = ExactOwners(terngrad(), Layout(("a",), ((n // 64, 64),)), 0, ranks, dense_pull=topology == "server")
+    return owners.traffic(0.01, 3)
+
+
+@pytest.mark.parametrize(("world", "pull"), [(2, 32 / 13), (4, 32 / 10), (8, 32 / 7), (64, 32 / 4)])
+def test_bits_an_element_are_what_the_docs_say(world, pull):
+    n = 64 * 65_536
+    for topology, back in (("two_phase", pull), ("server", 32)):
+        assert 8 * traffic(world, n, topology) / n == pytest.approx((world - 1) / world * (1.6 + back), rel=1e-3)
