@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +17,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 
 import lightning_gradcomp as lgc
-from benchmarks import report
+from benchmarks import report, started
 from benchmarks.methods import compressor, network
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.gradients import Gradients
@@ -43,13 +39,7 @@ def formula(model: torch.nn.Module, method: str, topology: str, world: int) -> i
 
 def measured(arguments: argparse.Namespace, world: int) -> dict[str, int]:
     """Method and topology -> bytes, of `world` ranks that are started for it."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "bytes.json")
-        same = ["--model", arguments.model, "--methods", arguments.methods, "--place", str(place)]
-        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *ranks, "-m", __spec__.name, *same], check=True, env=environment)
-        return json.loads(place.read_text())
+    return started.result(__spec__.name, world, ["--model", arguments.model, "--methods", arguments.methods])
 
 
 def step(arguments: argparse.Namespace) -> None:

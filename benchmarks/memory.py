@@ -12,9 +12,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +19,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 
-from benchmarks import report
+from benchmarks import report, started
 from benchmarks.methods import network, stepper
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -50,13 +47,8 @@ def train(method: str, arguments: argparse.Namespace) -> float:
 
 def run(method: str, arguments: argparse.Namespace) -> float:
     """The highest of all ranks, in MB, of ranks that are started for it."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "bytes.json")
-        same = [f"--{name}={getattr(arguments, name)}" for name in ("model", "batch", "size", "steps")]
-        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command = [sys.executable, *ranks, "-m", __spec__.name, *same, "--method", method, "--place", str(place)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return json.loads(place.read_text()) / 1e6
+    same = [f"--{name}={getattr(arguments, name)}" for name in ("model", "batch", "size", "steps")]
+    return started.result(__spec__.name, arguments.ranks, [*same, "--method", method]) / 1e6
 
 
 def draw(results: dict[str, float]) -> Callable[[Axes], None]:

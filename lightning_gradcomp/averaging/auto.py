@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_gradcomp.averaging.compression import Compression
 from lightning_gradcomp.averaging.cost import Link, Work, compressed_seconds, dense_seconds
+from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.link import measure_link, measure_work
 from lightning_gradcomp.routes import topologies_for
 
@@ -28,6 +29,8 @@ class Auto:
         assert ranks.group is not None and ranks.between is not None  # nothing to choose where nothing travels
         self.link = measure_link(ranks.between, compression.gradients.flat.device)
         self.work = measure_work(compressor, compression.gradients, ranks.group)
+        self._answered: tuple[float, Gradients] | None = None
+        self._topology = ""
         self._candidates = [topology for topology in CANDIDATES if topology in topologies_for(compressor)]
 
     def seconds(self, density: float) -> dict[str, float]:
@@ -43,8 +46,11 @@ class Auto:
 
     def topology(self, density: float) -> str:
         """The quickest, by the model."""
-        seconds = self.seconds(density)
-        return min(seconds, key=lambda name: seconds[name])
+        asked = density, self._compression.gradients
+        if self._answered != asked:  # several times a step, and the answer seldom changes
+            seconds = self.seconds(density)
+            self._answered, self._topology = asked, min(seconds, key=lambda name: seconds[name])
+        return self._topology
 
     def describe(self, density: float) -> str:
         """The choice and its figures."""
@@ -62,4 +68,4 @@ class Auto:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the measured figures."""
-        self.link, self.work = Link(**state["link"]), Work(**state["work"])
+        self.link, self.work, self._answered = Link(**state["link"]), Work(**state["work"]), None

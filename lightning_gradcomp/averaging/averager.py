@@ -18,6 +18,7 @@ from torch import nn
 from lightning_gradcomp.averaging.auto import Auto
 from lightning_gradcomp.averaging.compare import compare, warn_of_lost_kinds
 from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.describe import describe
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.averaging.gradients import Gradients
@@ -218,28 +219,18 @@ class GradientAverager:
         return momentum_taken_over(optimizer, self.gradients.compressed) if self._taken_over else nullcontext()
 
     def describe(self) -> str:
-        """One line for the log: what is compressed, and what a step sends at the final sparsity."""
-        name = type(self.compressor).__name__
-        if self.world == 1:
-            return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
-        assert self.ranks.group is not None
-        nodes = f" on {self.ranks.workers} nodes" if self.ranks.per_worker > 1 else ""
-        where = f"N={self.world}{nodes}, {self.ranks.group.name()}"
-        if self._compression is None:
-            sent = self._dense_traffic() * self.compressor.wire.itemsize // 4
-            return f"{name}: {sent:,} bytes sent a step ({where}, ring all-reduce)."
-        tried = f" {self.trial.outcome or 'The first steps will show whether that is quicker'}." if self.trial else ""
-        final = 1 - self._compression.compressor.final_sparsity
-        modelled = f" {self.modelled}." if self.auto else ""
-        described = self._compression.describe(self.topology_at(final))
-        return f"{name}: {described}, against {self._dense_traffic():,} dense ({where}).{modelled}{tried}"
+        """One line for the log: what is compressed, and what a step sends at the final sparsity, how and why."""
+        topology, dense = self.topology_at(self._final_density), self._dense_traffic()
+        return describe(self.compressor, self._compression, topology, self.ranks, dense, self.auto, self.trial)
 
     @property
     def modelled(self) -> str:
         """With topology="auto": what travels how at the final sparsity, and the figures that say so."""
-        if self.auto is None or self._compression is None:
-            return ""
-        return self.auto.describe(1 - self._compression.compressor.final_sparsity)
+        return self.auto.describe(self._final_density) if self.auto else ""
+
+    @property
+    def _final_density(self) -> float:
+        return 1 - self.compressor.final_sparsity if isinstance(self.compressor, Lossy) else 1.0
 
     def _dense_traffic(self) -> int:
         return self.ranks.dense_traffic(self.gradients.flat.nbytes)
@@ -262,6 +253,7 @@ class GradientAverager:
             "shapes": self.gradients.chosen,
             "dense_shapes": dense_shapes,
             "owners": self.ranks.workers,
+            "trained": list(self.gradients.layout.names),
             "shared_by": self._compression.books.shared_by if self._compression else 1,
             "auto": self.auto and self.auto.state_dict(),
             "trial": self.trial and self.trial.state_dict(),
@@ -275,7 +267,8 @@ class GradientAverager:
         """
         if self._compression and state["memory"]:
             compare(state["shapes"], state["dense_shapes"], self.gradients, warn=self.ranks.rank == 0)
-            self._compression.books.load_state_dict(state["memory"], state.get("owners", 1), state.get("shared_by", 1))
+            how = {key: state[key] for key in ("owners", "trained", "shared_by") if key in state}
+            self._compression.books.load_state_dict(state["memory"], **how)
             if self.ranks.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._compression.books.state_dict(), self.gradients)
         if self.auto and self.trial and state.get("auto"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -116,7 +116,7 @@ class Books:
         self._disown()
         state = self.state_dict()
         self._take(gradients)
-        self.load_state_dict(state, self._ranks.workers, self.shared_by)
+        self.load_state_dict(state, shared_by=self.shared_by)
 
     def state_dict(self) -> State:
         """Kind -> parameter name -> tensor, frozen parameters included."""
@@ -127,7 +127,11 @@ class Books:
         return {kind: {**self._parked.get(kind, {}), **parts} for kind, parts in kinds.items()}
 
     def load_state_dict(
-        self, state: Mapping[str, Mapping[str, torch.Tensor]], owners: int = 1, shared_by: int = 1
+        self,
+        state: Mapping[str, Mapping[str, torch.Tensor]],
+        owners: int = 1,
+        trained: Sequence[str] = (),
+        shared_by: int = 1,
     ) -> None:
         """Replace everything; what belongs to a frozen parameter is kept until it trains again.
 
@@ -135,6 +139,7 @@ class Books:
             state: kind -> parameter name -> tensor.
             owners: among how many owners the kind `OWNED` is divided. Where that has changed, or there are none here,
                 the ranks remember what the owners did.
+            trained: names of the parameters that they divided.
             shared_by: how many ranks in a row remember the same.
 
         Raises:
@@ -146,7 +151,8 @@ class Books:
         memory.load_state_dict(state)
         dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
         dense_memory.load_state_dict({"residual": {}, **dense})
-        if OWNED in state and isinstance(own, Owners) and owners == self._ranks.workers:
+        divided_alike = owners == self._ranks.workers and tuple(trained) == self._gradients.layout.names
+        if OWNED in state and isinstance(own, Owners) and divided_alike:
             own.load_state_dict(state[OWNED])
         elif OWNED in state:
             memory.absorb(self._gradients.layout.join(state[OWNED], self._gradients.flat.device).mul_(owners))
@@ -154,3 +160,6 @@ class Books:
         self.put_away()
         frozen = self._gradients.frozen
         self._parked = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}
+        for name, part in self._parked.pop(OWNED, {}).items():  # who will own it when it trains again, nobody knows
+            [kind] = self._parked.keys() & {"residual", "velocity"}
+            self._parked[kind][name] = self._parked[kind].get(name, 0) + part * owners

@@ -129,19 +129,6 @@ class Compression:
     def _names(self, marked: list[bool]) -> set[str]:
         return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
 
-    def describe(self, topology: str) -> str:
-        """What is compressed, and what a step sends by `topology` once the warm-up is over."""
-        gradients, sparsity = self.gradients, self.compressor.final_sparsity
-        if not gradients.compressed:
-            return "no tensor is large enough to be compressed, all travel dense"
-        at_sparsity = f"at sparsity {sparsity:g} " if hasattr(self.compressor, "sparsity") else ""
-        between = "" if self.ranks.per_worker == 1 else " between nodes"
-        return (
-            f"{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
-            f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; "
-            f"{at_sparsity}{self.traffic(1 - sparsity, topology):,} bytes sent{between} a step by {topology}"
-        )
-
     def average(self, density: float, grad_scale: float, stats: Stats, flag: bool) -> bool:
         """A compressed step: `p.grad` becomes the average of what the ranks send; what they don't is remembered.
 

@@ -2,8 +2,8 @@
 
 How much of a dense exchange hides behind backward, and what else the processors have to do meanwhile, no model of the
 link can know. So a run's own steps are timed, from the end of one averaging to the end of the next: a few dense ones,
-then a few compressed ones. If those are not quicker, the run goes on dense. All ranks count the same steps and share
-the times of the slowest, so they decide alike.
+then a few compressed ones, and where both take about as long, the same once more. If the compressed ones are not
+quicker, the run goes on dense. All ranks count the same steps and share the times of the slowest, so they decide alike.
 
 A schedule's first levels are less sparse than its last: where one has lost, one of half its density is tried again.
 """
@@ -23,6 +23,10 @@ UNCOUNTED = 3
 
 COUNTED = 5
 
+CLOSE = 1.25
+"""Where one takes less than so many times as long as the other, there is a second round: a machine's moods last for
+seconds, and may have met one of them alone."""
+
 
 class Trial:
     """The books of one run's trials on one rank.
@@ -36,6 +40,7 @@ class Trial:
         self._group, self._device = group, device
         self._dense: list[float | None] = []
         self._compressed: list[float | None] = []
+        self._first_round: list[list[float]] = []
         self._ended: float | None = None
         self._lost_at: float | None = None
         self.won = False
@@ -71,27 +76,39 @@ class Trial:
         self._ended = now
         if len(self._compressed) < UNCOUNTED + COUNTED:
             return False
-        self._decide(density)
-        return True
 
-    def _decide(self, density: float) -> None:
-        medians = [median([s for s in steps[UNCOUNTED:] if s is not None]) for steps in (self._dense, self._compressed)]
-        slowest = torch.tensor(medians, dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._group)
-        dense, compressed = (1e3 * seconds for seconds in slowest.tolist())
-        self._compressed.clear()
+        return self._decide(density)
+
+    def _decide(self, density: float) -> bool:
+        own = [[s for s in steps[UNCOUNTED:] if s is not None] for steps in (self._dense, self._compressed)]
+        slowest = [self._slowest(seconds) for seconds in own]
+        known = [earlier + now for earlier, now in zip(self._first_round or [[], []], slowest, strict=True)]
+        dense, compressed = (1e3 * median(seconds) for seconds in known)
+        self._dense, self._compressed = [], []
+        if not self._first_round and max(dense, compressed) < CLOSE * min(dense, compressed):
+            self._first_round = known
+            return False
+        self._first_round = []
         self.won = compressed < dense
         self._lost_at = None if self.won else density
         self.outcome = (
             f"Steps are {'compressed' if self.won else 'dense'} from now on: one takes {compressed:.1f} ms compressed "
-            f"and {dense:.1f} ms dense (medians of {COUNTED} steps of the slowest rank)"
+            f"and {dense:.1f} ms dense (medians of {len(known[1])} steps of the slowest rank)"
         )
+        return True
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """Of each step, the time of the rank that took the longest."""
+        steps = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self._group)
+        return steps.tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from, so that it decides as this one: plain numbers."""
         return {
             "dense": list(self._dense),
             "compressed": list(self._compressed),
+            "first_round": list(self._first_round),
             "lost_at": self._lost_at,
             "won": self.won,
             "outcome": self.outcome,
@@ -100,4 +117,5 @@ class Trial:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace everything."""
         self._dense, self._compressed = list(state["dense"]), list(state["compressed"])
+        self._first_round = list(state["first_round"])
         self._lost_at, self.won, self.outcome = state["lost_at"], state["won"], state["outcome"]

@@ -157,6 +157,25 @@ def test_from_sparse_to_dense_everything_is_sent(make):
     torch.testing.assert_close(ledgers[0][1], mean, rtol=1e-5, atol=1e-5 * float(mean.abs().max()))
 
 
+@remembering
+def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded_comes_back_with_it(make):
+    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make).go(rank, range(8)))
+    states = [state for _, _, state in ledgers]
+
+    def go_on(rank, group):
+        ledger = Ledger(group, make)
+        ledger.model.kernel.requires_grad_(False)
+        backward(ledger.model, ledger.optimizer, rank, 0, prescribed_loss)
+        ledger.averager.average()
+        ledger.averager.load_state_dict(states[rank])
+        ledger.model.kernel.requires_grad_(True)
+        return ledger.go(rank, range(8, 14))
+
+    before = sum(had for had, _, _ in ledgers) / 3 - ledgers[0][1]
+    difference, scale = balance(run_ranks(3, go_on))
+    assert_nothing_lost(before + difference, scale)
+
+
 @every
 def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
     def work(rank, group):
