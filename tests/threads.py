@@ -24,6 +24,12 @@ from lightning_gradcomp.averaging import nodes
 GATHERS = ("all_gather_into_tensor", "all_to_all_single")
 """Either of which brings every rank's message to every rank."""
 
+_joined: dict[tuple[int, float], dict[int, dist.ProcessGroup]] = {}
+"""Groups by their size and timeout, for the next ranks: to join eight takes longer than most tests."""
+
+_divided: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""The groups that a rank of a group belongs to besides, by their members; kept as long as that."""
+
 _stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 """Where the ranks of a group have met."""
 
@@ -36,15 +42,16 @@ def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: 
     The first error of any rank is raised here; ranks that still run `timeout` seconds after the start are a failure.
     Seeding torch's global generator inside `fn` is a race between the ranks: draw from a generator of your own.
     """
-    store, done, groups = dist.HashStore(), queue.SimpleQueue(), []
+    store, done = dist.HashStore(), queue.SimpleQueue()
+    groups = _joined.pop((world, timeout), {})
 
     def rank_main(rank: int) -> None:
         try:
             torch.set_num_threads(1)
-            group = _group(store, rank, world, timeout)
-            _stores[group] = store
-            result = fn(rank, group)
-            groups.append(group)  # a rank that leaves early must not cut the line to the others
+            if rank not in groups:  # kept in any case: a rank that leaves early must not cut the line to the others
+                groups[rank] = _group(store, rank, world, timeout)
+                _stores[groups[rank]] = store
+            result = fn(rank, groups[rank])
             done.put((rank, result, None))
         except BaseException as error:  # every error belongs to the caller, also a failed assertion
             done.put((rank, None, error))
@@ -61,6 +68,7 @@ def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: 
         if error is not None:
             raise error
         results[rank] = result
+    _joined[world, timeout] = groups  # not after an error, which may have met the ranks at different collectives
     return [results[rank] for rank in range(world)]
 
 
@@ -102,14 +110,13 @@ def _loopback() -> Any:
 @contextmanager
 def subgroups(timeout: float = 60) -> Iterator[None]:
     """Inside, ranks that are threads can be divided into nodes: dist.new_group knows processes only."""
-    kept = []
 
     def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
-        asked = f"{members} {sum(whole is group for whole, _ in kept)}"  # the same may be asked for again
-        own = dist.PrefixStore(asked, _stores[group])
-        made = _group(own, members.index(group.rank()), len(members), timeout)
-        kept.append((group, made))
-        return made
+        known = _divided.setdefault(group, {})
+        if tuple(members) not in known:
+            own = dist.PrefixStore(f"{members}", _stores[group])
+            known[tuple(members)] = _group(own, members.index(group.rank()), len(members), timeout)
+        return known[tuple(members)]
 
     with mock.patch.object(nodes, "subgroup", subgroup):
         yield

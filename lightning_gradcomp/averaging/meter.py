@@ -13,9 +13,10 @@ class Stats:
     """One step of one rank.
 
     Args:
-        bytes_sent: bytes of gradients that left this rank (traffic: the topology's factor of N is in it).
+        bytes_sent: bytes of gradients that left this rank (traffic: the topology's factor of N is in it); with
+            inside="dense", those that left its node.
         bytes_received: bytes that arrived.
-        dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent.
+        dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent, on the same terms.
         sparsity: what the schedule asked for, 0 in a dense step.
         seconds: by phase: compress, exchange, decompress. Host clock.
     """

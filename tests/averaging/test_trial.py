@@ -58,10 +58,10 @@ def test_the_run_goes_on_with_what_was_quicker(world, seconds, rounds, after, cl
 
 
 def test_a_mood_of_the_machine_that_meets_the_first_compressed_steps_decides_nothing(clock):
-    """They take 1.2 times as long as dense ones, all that follow 0.9 times; most of all that are timed decide."""
+    """They take 1.2 times as long as dense ones, all that follow 0.9 times; the quickest quarter decides."""
 
     def rank_main(rank, group):
-        own = [1.2] * 5 + [0.9] * 100
+        own = [1.2] * EACH + [0.9] * 100
         model = Table()
         optimizer, averager = averaged(model, group, topology="auto")
         steps = range(5 * EACH)
