@@ -93,7 +93,7 @@ def test_a_node_sends_its_payload_once(topology, make):
     nodes, workers = run_ranks(3 * NODE, partial(sent, NODE)), run_ranks(3, partial(sent, 1))
     for node, (bytes_sent, _, said) in enumerate(workers):
         of_node = [sent for sent, _, _ in nodes[NODE * node : NODE * (node + 1)]]
-        assert bytes_sent <= sum(of_node) <= bytes_sent + 64
+        assert bytes_sent - NODE < sum(of_node) <= bytes_sent + 64  # a ring's part is rounded on each
         assert "between nodes" not in said
     most = max(sent for sent, _, _ in nodes)
     assert f" {most:,} bytes sent between nodes a step" in nodes[0][2] and "N=6 on 3 nodes" in nodes[0][2]
