@@ -25,7 +25,7 @@ _AS_COMMAND = _BESIDE_PYTHON or sys.orig_argv[1:3] == ["-m", "lightning_gradcomp
 # The command line composes and checks a run, and a process of its own trains it. It answers without torch and
 # Lightning, whose import takes seconds.
 if not _AS_COMMAND:
-    from lightning_gradcomp.averaging import GradientAverager, Stats
+    from lightning_gradcomp.averaging import DelayedAverager, GradientAverager, Nesterov, Stats
     from lightning_gradcomp.plugin import (
         CommunicationMonitor,
         CompressedDDPStrategy,
@@ -42,9 +42,11 @@ __all__ = [
     "CompressedDDPStrategy",
     "CompressedFabricStrategy",
     "Compressor",
+    "DelayedAverager",
     "GradientAverager",
     "GradientDropping",
     "Lossy",
+    "Nesterov",
     "NoCompression",
     "OneBit",
     "PowerSGD",
