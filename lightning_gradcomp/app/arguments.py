@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from lightning_gradcomp.app.compose import choices
-from lightning_gradcomp.app.config import OPTIMIZERS, Data, Logger, Model, Trainer
+from lightning_gradcomp.app.config import OPTIMIZERS, STRATEGIES, Data, Logger, Model, Trainer
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import entries
 
@@ -60,6 +60,8 @@ def _options(group: str, choice: str | None) -> list[str]:
         classes = {entry.name: entry.cls for entry in entries()}
     elif group == "optimizer":
         classes = OPTIMIZERS
+    elif group == "strategy":
+        classes = STRATEGIES
     elif group in ONE_CLASS:
         classes = {group: ONE_CLASS[group]}
     meant = [classes[choice]] if choice in classes else classes.values()

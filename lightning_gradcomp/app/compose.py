@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_gradcomp.app.config import OPTIMIZERS, Run
+from lightning_gradcomp.app.config import OPTIMIZERS, STRATEGIES, Run
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import entries
 
@@ -26,8 +26,8 @@ def register() -> None:
     """Tell Hydra what no file in conf/ holds: the types, the compressors (the dataclass is the config), the recipes."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Run)
-    for name, optimizer in OPTIMIZERS.items():
-        store.store(group="hydra/schema", name=name, node=optimizer)  # hydra/...: groups that --help leaves out
+    for name, cls in {**OPTIMIZERS, **STRATEGIES}.items():
+        store.store(group="hydra/schema", name=name, node=cls)  # hydra/...: groups that --help leaves out
     for entry in entries():
         store.store(group="compressor", name=entry.name, node=entry.cls)
     for path in shipped("recipes").glob("*.yaml"):

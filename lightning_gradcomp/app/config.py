@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.outer import Nesterov
+from lightning_gradcomp.pace import Pace
 from lightning_gradcomp.registry import entries
 from lightning_gradcomp.routes import route
 
@@ -88,9 +90,42 @@ class AdamW(Optimizer):
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW}
 
 
-def name_of(option: Compressor | Optimizer) -> str:
+@dataclass(kw_only=True, slots=True)
+class Strategy:
+    """When ranks average what."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DDP(Strategy):
+    """Gradients, at every step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DGA(Strategy):
+    """Updates of `period` steps, applied `delay` steps late: `DelayedStrategy`. An `outer_lr` makes it DiLoCo."""
+
+    period: int
+    delay: Any  # int or "auto"
+    stale_only: bool
+    outer_lr: float | None
+    outer_momentum: float
+
+    def __post_init__(self) -> None:
+        Pace(self.period, self.delay)  # refuses
+        self.outer()
+
+    def outer(self) -> Nesterov | None:
+        """The outer optimizer."""
+        return None if self.outer_lr is None else Nesterov(self.outer_lr, self.outer_momentum)
+
+
+STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "dga": DGA}
+
+
+def name_of(option: Compressor | Optimizer | Strategy) -> str:
     """The word on the command line that chooses this option's class."""
-    names = {cls: name for name, cls in OPTIMIZERS.items()} | {entry.cls: entry.name for entry in entries()}
+    ours = {**OPTIMIZERS, **STRATEGIES}
+    names = {cls: name for name, cls in ours.items()} | {entry.cls: entry.name for entry in entries()}
     return names[type(option)]
 
 
@@ -149,6 +184,7 @@ class Run:
     model: Model
     data: Data
     compressor: Compressor
+    strategy: Strategy
     optimizer: Optimizer
     trainer: Trainer
     logger: Logger
@@ -156,6 +192,11 @@ class Run:
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
         route(self.topology, self.inside, self.residual_device, self.compressor)  # refuses
+        if type(self.strategy) is DGA:
+            one_of("topology with strategy=dga", self.topology, ("auto", "all_gather"))
+            for option in ("inside", "residual_device"):
+                if (got := getattr(self, option)) is not None:
+                    raise refusal(f"{option} with strategy=dga", got, "null: payloads of rounds go to every rank")
         if self.compressor.owns_momentum and type(self.optimizer) is not SGD:
             others = ", ".join(entry.name for entry in entries() if not entry.cls.owns_momentum)
             raise refusal(

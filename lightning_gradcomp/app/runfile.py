@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_gradcomp.app.config import OPTIMIZERS, Data, Logger, Model, Run, Trainer, name_of
+from lightning_gradcomp.app.config import OPTIMIZERS, STRATEGIES, Data, Logger, Model, Run, Trainer, name_of
 from lightning_gradcomp.registry import entries
 
 NAME = "config.yaml"
@@ -17,7 +17,7 @@ NAME = "config.yaml"
 def named(run: Run) -> dict[str, Any]:
     """The run as plain values, each choice with its name."""
     values = asdict(run)
-    for group in ("compressor", "optimizer"):
+    for group in ("compressor", "strategy", "optimizer"):
         values[group] = {"name": name_of(getattr(run, group))} | values[group]
     return values
 
@@ -43,6 +43,7 @@ def load(folder: Path) -> Run:
         model=Model(**values["model"]),
         data=Data(**values["data"]),
         compressor=compressors[values["compressor"].pop("name")](**values["compressor"]),
+        strategy=STRATEGIES[values["strategy"].pop("name")](**values["strategy"]),
         optimizer=OPTIMIZERS[values["optimizer"].pop("name")](**values["optimizer"]),
         trainer=Trainer(**values["trainer"]),
         logger=Logger(**values["logger"]),

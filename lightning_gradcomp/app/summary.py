@@ -73,6 +73,12 @@ def _sent(communication: dict[str, Any]) -> str:
     world, sent, dense = (communication[key] for key in ("world_size", "bytes_sent", "dense_bytes"))
     if world == 1:
         return "none: one process has nobody to exchange with"
+    if rounds := communication.get("rounds"):
+        return (
+            f"{human(sent)} in all, {human(sent / communication['steps'])} a step, dense {human(dense)}, ratio "
+            f"{communication['ratio']:.1f} (a rank; N = {world}, {rounds['rounds']} rounds of {rounds['period']} steps "
+            f"applied {rounds['delay']} steps late, drains included)"
+        )
     how = f"N = {world}, {communication['topology']}"
     last = communication["last_step"]
     return (

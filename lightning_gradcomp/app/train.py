@@ -17,12 +17,13 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_gradcomp.app import devices, runfile, summary
 from lightning_gradcomp.app.classifier import Classifier
-from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.config import DGA, Run
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.quiet import quiet
 from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
 
@@ -59,7 +60,7 @@ def build(run: Run, folder: Path, monitor: CommunicationMonitor) -> tuple[Shared
     options = run.trainer
     data = SharedImages(*digits(), batch_size=run.data.batch_size, ranks=local * nodes, seed=run.seed)
     trainer = L.Trainer(
-        strategy=CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device),
+        strategy=strategy(run),
         accelerator=accelerator,
         devices=local,
         num_nodes=nodes,
@@ -79,6 +80,13 @@ def build(run: Run, folder: Path, monitor: CommunicationMonitor) -> tuple[Shared
         default_root_dir=folder,
     )
     return data, trainer
+
+
+def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy:
+    """The strategy of `run`."""
+    if isinstance(rounds := run.strategy, DGA):
+        return DelayedStrategy(run.compressor, rounds.period, rounds.delay, rounds.outer(), rounds.stale_only)
+    return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device)
 
 
 def checkpoints(folder: Path) -> list[ModelCheckpoint]:

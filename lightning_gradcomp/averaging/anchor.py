@@ -79,10 +79,7 @@ class Anchor(nn.Module):
         Returns:
             Whether it is finite. If not, it is 0 instead, and the weights go back to z.
         """
-        if self.stale_only:
-            updates = [apart.neg() for apart in self._apart]
-        else:
-            updates = [z - w for z, w in self._pairs]
+        updates = [apart.neg() for apart in self._apart] if self.stale_only else [z - w for z, w in self._pairs]
         finite = bool(torch.stack([update.isfinite().all() for update in updates]).all())
         if not finite:
             updates = [torch.zeros_like(update) for update in updates]

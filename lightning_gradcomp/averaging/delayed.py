@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -23,38 +22,16 @@ from torch import nn
 from lightning_gradcomp.averaging.anchor import Anchor
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
 from lightning_gradcomp.averaging.flight import Flight
-from lightning_gradcomp.averaging.pace import Pace
+from lightning_gradcomp.averaging.meter import DelayedStats
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.roll_call import Report
-from lightning_gradcomp.averaging.rounds import PLAIN, Nesterov, Rounds
+from lightning_gradcomp.averaging.rounds import Rounds
 from lightning_gradcomp.averaging.together import Together, broadcast, reset_lost
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.outer import PLAIN, Nesterov
+from lightning_gradcomp.pace import Pace
 from lightning_gradcomp.registry import build
-
-
-@dataclass
-class DelayedStats:
-    """What one rank's rounds have cost so far.
-
-    Args:
-        rounds: averages that have arrived; those of drains are not in it.
-        bytes_sent: bytes that left this rank, drains included.
-        dense_bytes: what a dense fp32 ring all-reduce of the gradients at every step would have sent.
-        stall_seconds: host time spent waiting for averages and in drains.
-        late_rounds: averages that were still on their way at the step where they were due.
-        steps_under_way: ends of steps that the latest average has seen on its way.
-        apart: how far ranks' weights were from what all agreed on when they sent the last round but one, as a root mean
-            square over the ranks and a share of the weights' length.
-    """
-
-    rounds: int = 0
-    bytes_sent: int = 0
-    dense_bytes: int = 0
-    stall_seconds: float = 0.0
-    late_rounds: int = 0
-    steps_under_way: int = 0
-    apart: float = 0.0
 
 
 class DelayedAverager:
@@ -109,7 +86,7 @@ class DelayedAverager:
         self.outer, self.stale_only = outer or PLAIN, stale_only
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         if process_group is None and dist.is_initialized():
-            process_group = dist.new_group(timeout=TIMEOUT)
+            process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - of all ranks, so of this one
         self.ranks = Ranks(process_group)
         self.stats = DelayedStats()
         """What it has cost so far."""
@@ -203,7 +180,7 @@ class DelayedAverager:
         self._stepped_at = time.perf_counter()
 
     def _take_update(self) -> tuple[Report, bool]:
-        """What the rank's steps have added goes into the anchor's gradients; the report on it, and whether it counts."""
+        """Let the anchor's gradients be what the rank's steps have added. The report on it; whether it is finite."""
         finite = self._anchor.take_update()
         if not finite:
             reset_lost(self.optimizer)
@@ -263,13 +240,17 @@ class DelayedAverager:
             self.stats.stall_seconds += time.perf_counter() - begin
         self.pace.choose()
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """Alone, without the others: the weights become what all ranks agreed on last. Local steps since are lost.
 
         For the checkpoint of an interrupted run, where nobody knows what the other ranks are doing.
+
+        Returns:
+            Whether there were such steps.
         """
-        if self.ranks.world > 1 and self._since_drain:
+        if self._since_drain:
             self._anchor.rest()
+        return self._since_drain > 0
 
     def describe(self) -> str:
         """One line for the log."""

@@ -29,7 +29,8 @@ class Flight(Generic[T]):
         self.due = due
         self.seconds = 0.0
         """How long it took, once it has landed."""
-        self._exchange, self._error = exchange, None
+        self._exchange = exchange
+        self._error: BaseException | None = None
         self._result: T
         self._threads = torch.get_num_threads()
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -41,7 +42,6 @@ class Flight(Generic[T]):
         self._thread.start()
 
     def _fly(self) -> None:
-        self._error: BaseException | None
         torch.set_num_threads(self._threads)
         try:
             with torch.cuda.stream(self._beside) if self._beside else nullcontext():

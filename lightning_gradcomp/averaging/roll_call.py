@@ -1,4 +1,4 @@
-"""What ranks tell each other before an average: how many samples it has of each, who wants to end, how long things took."""
+"""What ranks tell each other before an average: samples, who wants to end, how long things take."""
 
 from __future__ import annotations
 

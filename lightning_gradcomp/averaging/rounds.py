@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,31 +14,7 @@ from lightning_gradcomp.averaging.elastic import all_floating
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.averaging.roll_call import LENGTH, Report, roll_call, share_of
 from lightning_gradcomp.compressors.base import Compressor, Lossy
-from lightning_gradcomp.errors import refusal
-
-
-@dataclass(frozen=True)
-class Nesterov:
-    """The outer optimizer of DiLoCo: `torch.optim.SGD(nesterov=True)` on a round's mean update, negated.
-
-    Source: Douillard et al. 2023, arXiv 2311.08105.
-
-    Args:
-        lr: outer learning rate, above 0. 1 with momentum 0 is plain averaging.
-        momentum: in [0, 1).
-    """
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise refusal("Nesterov.lr", self.lr, "a number above 0")
-        if not 0 <= self.momentum < 1:
-            raise refusal("Nesterov.momentum", self.momentum, "0 <= momentum < 1")
-
-
-PLAIN = Nesterov(1.0, 0.0)
+from lightning_gradcomp.outer import Nesterov
 
 
 class Rounds(GradientAverager):

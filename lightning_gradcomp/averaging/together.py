@@ -38,7 +38,7 @@ def _write_bytes(tensors: list[torch.Tensor], message: torch.Tensor) -> None:
 class Together:
     """The buffers that a model's checkpoints hold, and its optimizer's moments.
 
-    Of a buffer what moved since the last `meet` is averaged, not the value, so that one which never moves keeps its bits.
+    Of a buffer what moved since the last `meet` is averaged, not the value: one which never moves keeps its bits.
 
     Args:
         model: all ranks hold the same buffers now.
@@ -95,7 +95,7 @@ class Together:
         if not sound or not taking_part:
             states = torch.zeros(most[2], device=device)
         parts = [
-            (moves if calm else torch.zeros_like(moves)) * share_of(own[0].item(), [row[0] for row in everyone]),
+            (moves if calm else torch.zeros_like(moves)) * share_of(samples * calm, [row[0] for row in everyone]),
             states * share_of(weights[self.ranks.rank], weights),
         ]
         exact = _bytes_of([buffers[name] for name in self._copied]) if self._copied else torch.zeros(0, device=device)

@@ -1,14 +1,24 @@
-"""The Lightning layer. Importing it makes every compressor a strategy name of the Trainer and of Fabric."""
+"""The Lightning layer. Importing it makes every compressor a strategy name of the Trainer and of Fabric.
+
+And "dga" one of the Trainer: Fabric leaves the loop to its user, and with it the steps that `DelayedAverager` takes.
+"""
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gradcomp.plugin.callbacks import CommunicationMonitor, SparsityWarmup
+from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.fabric import CompressedFabricStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 from lightning_gradcomp.registry import Entry, tell
 
-__all__ = ["CommunicationMonitor", "CompressedDDPStrategy", "CompressedFabricStrategy", "SparsityWarmup"]
+__all__ = [
+    "CommunicationMonitor",
+    "CompressedDDPStrategy",
+    "CompressedFabricStrategy",
+    "DelayedStrategy",
+    "SparsityWarmup",
+]
 
 
 def _name_strategy(entry: Entry) -> None:
@@ -17,3 +27,6 @@ def _name_strategy(entry: Entry) -> None:
 
 
 tell(_name_strategy)
+StrategyRegistry.register(
+    "dga", DelayedStrategy, description=(DelayedStrategy.__doc__ or "").splitlines()[0], override=True
+)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_gradcomp.averaging import GradientAverager, Stats
+from lightning_gradcomp.averaging import DelayedAverager, GradientAverager, Stats
+from lightning_gradcomp.averaging.meter import DelayedStats
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
 
-def averager_of(trainer: Trainer) -> GradientAverager:
+def averager_of(trainer: Trainer) -> GradientAverager | DelayedAverager:
     """The averager of a fit that is under way."""
     strategy = trainer.strategy
-    assert isinstance(strategy, CompressedDDPStrategy) and strategy.averager is not None
+    assert isinstance(strategy, CompressedDDPStrategy | DelayedStrategy) and strategy.averager is not None
     return strategy.averager
 
 
@@ -30,11 +33,16 @@ class CommunicationMonitor(Callback):
     all-reduce traffic over it), `comm/sparsity`, and `time/<phase>_ms` for compute, compress, exchange and decompress.
     In a dense step, exchange is the part that backward did not hide. On a GPU the clock sees what the host waits for,
     which falls into decompress.
+
+    With delayed averages bytes are booked where a round arrives, the ratio is that of all steps so far, exchange is how
+    long the step waited for the network, and three more are logged: `dga/steps_under_way`, ends of steps that the
+    latest average has seen on its way; `dga/late_rounds`, averages so far that a step had to wait for; and `dga/apart`,
+    how far the ranks were apart, as a share of the weights' length.
     """
 
     def check_strategy(self, strategy: Any) -> None:
         """ValueError for a strategy that has nothing to show."""
-        if not isinstance(strategy, CompressedDDPStrategy):
+        if not isinstance(strategy, CompressedDDPStrategy | DelayedStrategy):
             allowed = "a strategy of lightning_gradcomp ('ddp_dense' is plain DDP, measured)"
             raise refusal("the strategy of CommunicationMonitor", type(strategy).__name__, allowed)
 
@@ -42,7 +50,9 @@ class CommunicationMonitor(Callback):
         self.check_strategy(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seen: Stats | None = averager_of(trainer).stats
+        averager = averager_of(trainer)
+        self._seen: Stats | DelayedStats = averager.stats
+        self._booked, self._steps_seen = DelayedStats(), averager.steps
         self._steps: list[Stats] = []
         self._compute: list[float] = []
         self._elapsed = 0.0
@@ -55,51 +65,68 @@ class CommunicationMonitor(Callback):
     ) -> None:
         averager = averager_of(trainer)
         self._elapsed += time.perf_counter() - self._begin
-        stats = averager.stats
-        if stats is self._seen:  # gradients are still accumulating
+        stats, more = self._of_step(averager)
+        if stats is None:  # gradients are still accumulating
             return
-        self._seen = stats
         self._steps.append(stats)
         self._compute.append(self._elapsed - sum(stats.seconds.values()))
         self._elapsed = 0.0
-        world = averager.world
+        world, ratio = averager.ranks.world, averager.stats.ratio
         phases = {"compute": self._compute[-1], **stats.seconds}
         pl_module.log_dict(
             {
                 "comm/bytes_sent": float(stats.bytes_sent),
                 "comm/bytes_received": float(stats.bytes_received),
-                f"comm/ratio_N{world}": stats.ratio,
+                f"comm/ratio_N{world}": ratio,
                 "comm/sparsity": stats.sparsity,
                 **{f"time/{phase}_ms": 1e3 * seconds for phase, seconds in phases.items()},
+                **more,
             }
         )
-        bar = {"sent_MB": stats.bytes_sent / 1e6, f"ratio(N={world})": stats.ratio}
+        bar = {"sent_MB": stats.bytes_sent / 1e6, f"ratio(N={world})": ratio}
         pl_module.log_dict(bar, prog_bar=True, logger=False)
+
+    def _of_step(self, averager: GradientAverager | DelayedAverager) -> tuple[Stats | None, dict[str, float]]:
+        """What the latest step cost, None if it was seen already; and what else there is to log."""
+        if isinstance(averager, DelayedAverager):
+            if averager.steps == self._steps_seen:
+                return None, {}
+            before, now = self._booked, replace(averager.stats)
+            self._booked, self._steps_seen = now, averager.steps
+            names = ("steps_under_way", "late_rounds", "apart")
+            return now.since(before), {f"dga/{name}": float(getattr(now, name)) for name in names}
+        if averager.stats is self._seen:
+            return None, {}
+        self._seen = averager.stats
+        return averager.stats, {}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager = averager_of(trainer)
-        self._world = averager.world
-        self._topology = "all_reduce" if averager.dense_step else averager.topology
-        self._auto, self._trial = averager.modelled, averager.trial.outcome if averager.trial else ""
+        self._world, self._ratio = averager.ranks.world, averager.stats.ratio
+        if isinstance(averager, DelayedAverager):
+            self._how = {"rounds": {"period": averager.period, "delay": averager.delay, **asdict(averager.stats)}}
+        else:
+            topology = "all_reduce" if averager.dense_step else averager.topology
+            trial = averager.trial.outcome if averager.trial else ""
+            self._how = {"topology": topology, "auto": averager.modelled, "trial": trial}
 
     def summary(self) -> dict[str, Any]:
         """Totals over the fit and the last step's bytes, of this rank, and the median milliseconds a step by phase.
 
         With topology="auto", `auto` says in words what was chosen and why, and `trial` what the first steps have shown.
+        With delayed averages, `rounds` has period, delay, and what they have cost until the end of the fit.
         """
         sent, dense = sum(s.bytes_sent for s in self._steps), sum(s.dense_bytes for s in self._steps)
         phases = {"compute": self._compute}
         phases |= {name: [s.seconds[name] for s in self._steps] for name in ("compress", "exchange", "decompress")}
         return {
             "world_size": self._world,
-            "topology": self._topology,
-            "auto": self._auto,
-            "trial": self._trial,
+            **self._how,
             "steps": len(self._steps),
             "bytes_sent": sent,
             "dense_bytes": dense,
             "ratio": dense / sent if sent else 1.0,
-            "last_step": {"bytes_sent": self._steps[-1].bytes_sent, "ratio": self._steps[-1].ratio},
+            "last_step": {"bytes_sent": self._steps[-1].bytes_sent, "ratio": self._ratio},
             "milliseconds": {name: 1e3 * median(values) if values else 0.0 for name, values in phases.items()},
         }
 
@@ -142,12 +169,16 @@ class SparsityWarmup(Callback):
             compressor = getattr(strategy, "compressor", None)
             got = type(strategy if compressor is None else compressor).__name__
             raise refusal("the strategy of SparsityWarmup", got, "one whose compressor has a sparsity, such as 'dgc'")
+        if isinstance(strategy, DelayedStrategy):
+            allowed = "a strategy that sends at every step; here the compressor's own warm-up counts the epochs"
+            raise refusal("the strategy of SparsityWarmup", "DelayedStrategy", allowed)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.check_strategy(trainer.strategy)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager = averager_of(trainer)
+        assert isinstance(averager, GradientAverager)
         final = getattr(averager.compressor, "sparsity")  # noqa: B009 - check_strategy has found it
         if callable(self.schedule):
             averager.schedule = self.schedule

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_gradcomp.averaging.takeover import check_optimizer
 from lightning_gradcomp.compressors import Compressor, Lossy
@@ -44,6 +45,11 @@ def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: Lightni
     if "torch._dynamo" in sys.modules and torch._dynamo.config.optimize_ddp == "python_reducer":
         allowed = "True or False: it calls DDP's hook with something else"
         raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
+    check_callbacks(strategy, trainer)
+
+
+def check_callbacks(strategy: DDPStrategy, trainer: Trainer) -> None:
+    """ValueError for a callback of this package that `strategy` has nothing for."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if hasattr(callback, "check_strategy"):
             callback.check_strategy(strategy)

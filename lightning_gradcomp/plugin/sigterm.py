@@ -2,7 +2,7 @@
 
 Lightning 2.6 broadcasts from inside the signal handler, where it meets another rank's exchange of gradients, and both
 wait until the timeout; it also asks rank 0 before every batch, one round trip each. Here the handler only takes note.
-A compressed step tells the others with its message; before a dense step they are asked.
+A compressed step, or a delayed round, tells the others with its message; before a dense step they are asked.
 
 Private Lightning names used here: the Trainer's `_signal_connector` with its `_sigterm_notifier_fn` and
 `received_sigterm`, and the epoch loop's `_broadcast_sigterm_tensor`.
@@ -17,13 +17,14 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging import DelayedAverager, GradientAverager
 
 log = logging.getLogger(__name__)
+Averager = GradientAverager | DelayedAverager
 HANDLER, QUESTION = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
 
 
-def listen(trainer: Trainer, averager: GradientAverager) -> None:
+def listen(trainer: Trainer, averager: Averager) -> None:
     """Take note of SIGTERM in `averager.flag`. Call it before Lightning registers its handlers."""
     connector = trainer._signal_connector
 
@@ -43,8 +44,8 @@ def leave(trainer: Trainer) -> None:
     vars(trainer.fit_loop.epoch_loop).pop(QUESTION, None)
 
 
-def heed(averager: GradientAverager, trainer: Trainer) -> None:
-    """After a compressed step: if any rank told of a SIGTERM, Lightning ends the run after this batch, on all ranks."""
+def heed(averager: Averager, trainer: Trainer) -> None:
+    """After a step that has heard of the others: if any has a SIGTERM, Lightning ends all ranks after this batch."""
     trainer._signal_connector.received_sigterm = averager.flagged
 
 

@@ -10,14 +10,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp import DelayedAverager, Nesterov
 from lightning_gradcomp.averaging.roll_call import LENGTH
 from lightning_gradcomp.averaging.rounds import Rounds
-from lightning_gradcomp.compressors import Lossy
 from tests.averaging.laws import EVERY, REMEMBERING
 from tests.averaging.workers import (
     Table,

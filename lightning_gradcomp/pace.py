@@ -1,13 +1,15 @@
-"""How long a round is, and how late its average comes: given, or chosen from what steps and exchanges take."""
+"""How long a round is, and how late its average comes: given, or chosen from what is measured. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_gradcomp.averaging.roll_call import Report
 from lightning_gradcomp.errors import refusal
+
+if TYPE_CHECKING:
+    from lightning_gradcomp.averaging.roll_call import Report
 
 LONGEST = 64
 """Steps of delay that "auto" chooses at most: accuracy falls with it (docs/latency.md)."""
@@ -26,8 +28,8 @@ def steps_to_hide(reports: Sequence[Report]) -> int:
 class Pace:
     """Period K and delay D.
 
-    With delay="auto" the first rounds are averaged without delay, and D is then chosen from what all ranks have measured,
-    the same on all; K is `period`, or D where that is more. After each drain it is chosen anew.
+    With delay="auto" the first rounds are averaged without delay, and D is then chosen from what all ranks have
+    measured, the same on all; K is `period`, or D where that is more. After each drain it is chosen anew.
 
     Args:
         period: K, steps in a round.

@@ -1,0 +1,213 @@
+"""DelayedStrategy: data-parallel training over a link with a long delay. Ranks step alone; averages arrive later.
+
+DDP does not wrap the model: no gradient travels, and no buffer. Wherever Lightning may look at the weights they are
+drained first: at the end of an epoch, before validation, test and prediction, in a checkpoint, and at the end of a fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_gradcomp.averaging import DelayedAverager
+from lightning_gradcomp.averaging.faults import TIMEOUT
+from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.outer import Nesterov
+from lightning_gradcomp.pace import Pace
+from lightning_gradcomp.plugin import launch, sigterm
+from lightning_gradcomp.plugin.named_faults import DDPWithNamedFaults
+from lightning_gradcomp.plugin.refusals import check_batches, check_callbacks
+from lightning_gradcomp.registry import build
+
+KEY = "lightning_gradcomp_delayed"
+"""Where a checkpoint has the averager's state."""
+
+
+class DelayedStrategy(DDPWithNamedFaults):
+    """Delayed gradient averaging, local SGD or DiLoCo: for links with a long delay.
+
+        Trainer(strategy=DelayedStrategy(period=8, delay=8), devices=2)
+
+    Args:
+        compressor: what becomes of a round's update on its way: a compressor, or its name.
+        period: K, steps in a round.
+        delay: D, steps from a round's end to its average's arrival, 0 to `period`. "auto": as many as it takes to hide
+            the exchange, from what the first rounds have measured; `period` is then the least K. Such a choice hangs on
+            the clock: give a number where runs must repeat to the bit.
+        outer: steps on the rounds' mean updates in place of adding them (DiLoCo).
+        stale_only: apply only averages, so that weights are the same on all ranks at every step, and everything late.
+        timeout: how long a rank waits for the others, anywhere; then it ends with an error.
+        options: what `DDPStrategy` takes to start processes and connect them, such as `process_group_backend`.
+
+    Raises:
+        ValueError: an option that can't be honoured, several optimizers, sync_batchnorm; before training starts.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str = "none",
+        period: int = 8,
+        delay: int | str = 8,
+        outer: Nesterov | None = None,
+        stale_only: bool = False,
+        timeout: timedelta = TIMEOUT,
+        **options: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, **options)
+        for option in ("ddp_comm_hook", "model_averaging_period"):
+            if options.get(option) is not None:
+                raise refusal(f"DelayedStrategy.{option}", options[option], "None: DDP is not used")
+        if self._ddp_kwargs:
+            raise refusal("DelayedStrategy(...)", ", ".join(self._ddp_kwargs), "no options of DDP, which is not used")
+        self.compressor: Compressor = build(compressor)
+        Pace(period, delay)  # refuses
+        self._rule = {"period": period, "delay": delay, "outer": outer, "stale_only": stale_only}
+        self.averager: DelayedAverager | None = None
+        """Set while fitting."""
+        self._in_training_step = self._told_of_waits = False
+
+    def _configure_launcher(self) -> None:
+        self._launcher = launch.launcher(self, self._start_method, self.check)
+
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuse what can't be honoured, before other processes are started."""
+        check_callbacks(self, trainer)
+        if self._layer_sync is not None:
+            raise refusal(
+                "sync_batchnorm with DelayedStrategy", True, "False: it waits for the network in each forward"
+            )
+        self._check_optimizers(launch.optimizers_of(module))
+
+    def _check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        if len(optimizers) > 1:
+            raise refusal("optimizers with DelayedStrategy", len(optimizers), "1, whose steps are counted")
+
+    def configure_ddp(self) -> None:
+        """Nothing: no gradients are averaged."""
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        sigterm.leave(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self.lightning_module is not None
+        self._check_optimizers(self.optimizers)
+        self.averager = DelayedAverager(
+            self.lightning_module, self.optimizers[0], self.compressor, epoch=trainer.current_epoch, **self._rule
+        )
+        self.averager.steps = trainer.global_step  # another fit goes on counting
+        sigterm.listen(trainer, self.averager)
+        rank_zero_info(self.averager.describe())
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        own = torch.tensor([float(self.lightning_module.trainer.num_training_batches)], device=self.root_device)
+        counts = own.new_empty(self.world_size)
+        torch.distributed.all_gather_into_tensor(counts, own)
+        check_batches(counts.tolist())
+
+    @contextmanager
+    def explained(self, doing: str) -> Iterator[None]:
+        """Name what fails inside; and say once what it costs where a step waits for it."""
+        begin = time.perf_counter()
+        with super().explained(doing):
+            yield
+        if self._in_training_step and doing != "forward" and self.world_size > 1:
+            seconds = time.perf_counter() - begin
+            assert self.averager is not None
+            self.averager.stats.stall_seconds += seconds
+            if not self._told_of_waits:
+                self._told_of_waits = True
+                rank_zero_warn(
+                    f"training_step waits for the other ranks ({doing}: {1e3 * seconds:.1f} ms this time), which "
+                    "undoes what delayed averaging gains. log(..., sync_dist=True) does that: leave it to validation."
+                )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_training_step = True
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._in_training_step = False
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `Strategy.optimizer_step`; then sends, and applies what is due."""
+        assert self.averager is not None and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self.averager.epoch = trainer.current_epoch
+        measuring = self.averager.pace.measuring
+        with self.averager.stepping():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if measuring and not self.averager.pace.measuring:
+            rank_zero_info(self.averager.describe())
+        if self.averager.flagged:  # SIGTERM: all ranks know at this step, and what is saved on the way out is drained
+            self.drain()
+            sigterm.heed(self.averager, trainer)
+        elif trainer.is_last_batch:
+            self.drain()
+        return result
+
+    def drain(self) -> None:
+        """Let all ranks hold the same weights. Collective; nothing to do where no step was made since the last time."""
+        if self.averager is not None:
+            self.averager.drain()
+
+    on_validation_start = on_test_start = on_predict_start = drain
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.drain()
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether this rank can't count on the others: an interruption may have hit it alone."""
+        module = self.lightning_module
+        return module is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The drained weights. Collective, as the Trainer's `save_checkpoint` is.
+
+        After an interruption, without the others: what all ranks agreed on last.
+        """
+        if self.averager is not None and self._interrupted:
+            if self.averager.rest():
+                rank_zero_warn(
+                    "Interrupted: this checkpoint holds the latest average; each rank's steps since are lost."
+                )
+        else:
+            self.drain()
+        return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """As DDP's, with the state of the rounds; a checkpoint of weights alone has none of it."""
+        if "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
+            checkpoint[KEY] = self.averager.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Also of a checkpoint that another strategy has written, or a world of another size."""
+        super().load_optimizer_state_dict(checkpoint)
+        assert self.averager is not None
+        if KEY in checkpoint:
+            self.averager.load_state_dict(checkpoint[KEY])
+        self.averager.steps = checkpoint["global_step"]
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: its name is registered with the package's. (Inherited, it would claim "ddp" again.)"""
