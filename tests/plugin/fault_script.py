@@ -55,8 +55,12 @@ class Say(L.Callback):
 
 if __name__ == "__main__":
     L.seed_everything(0, verbose=False)
-    compressor = lgc.NoCompression() if STRATEGY == "ddp_dense" else lgc.DGC(dense_epochs=0, warmup_epochs=0)
-    strategy = forced(compressor, timeout=timedelta(seconds=float(SECONDS)))
+    patience = timedelta(seconds=float(SECONDS))
+    if STRATEGY == "dga":  # at step 8 the second round has just been sent
+        strategy = lgc.DelayedStrategy(period=4, delay=3, timeout=patience)
+    else:
+        compressor = lgc.NoCompression() if STRATEGY == "ddp_dense" else lgc.DGC(dense_epochs=0, warmup_epochs=0)
+        strategy = forced(compressor, timeout=patience)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,0 +1,118 @@
+"""Runs on every rank of a world: trainings with delayed averages. Prints what the tests look at as one JSON line.
+
+usage: delayed_script.py FOLDER
+"""
+
+import json
+import logging
+import sys
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+import lightning_gradcomp as lgc
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+FOLDER = Path(sys.argv[1])
+METHODS = {"none": lgc.NoCompression, "dgc": lgc.DGC, "onebit": lgc.OneBit, "powersgd": lgc.PowerSGD}
+QUICK = {"min_elements": 32, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9, "rank": 1}
+
+
+def compressor(cls):
+    return cls(**{field.name: QUICK[field.name] for field in fields(cls) if field.name in QUICK})
+
+
+def apart(module):
+    """How far the ranks' weights and buffers are from rank 0's."""
+    own = torch.cat([tensor.detach().float().reshape(-1) for tensor in module.state_dict().values()])
+    first = own.clone()
+    dist.broadcast(first, 0)
+    distance = (own - first).abs().max().view(1)
+    dist.all_reduce(distance, op=dist.ReduceOp.MAX)
+    return float(distance)
+
+
+class Net(L.LightningModule):
+    """Its data depend on rank, epoch and batch alone, so a run that goes on sees those that it has not seen yet."""
+
+    def __init__(self, sync_dist=False):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+        self.sync_dist = sync_dist
+        self.seen = {"batch": [], "epoch": [], "validation": [], "losses": []}
+
+    def loss(self, index):
+        seed = 1000 * self.current_epoch + 10 * index + self.global_rank
+        images = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+        return nn.functional.cross_entropy(self.layers(images), (images.mean((1, 2, 3)) * 30 + 5).long().clamp(0, 9))
+
+    def training_step(self, _, index):
+        loss = self.loss(index)
+        if self.sync_dist:
+            self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, _, index):
+        if not self.sync_dist:
+            self.seen["batch"].append(apart(self))
+
+    def on_train_epoch_end(self):
+        self.seen["epoch"].append(apart(self))
+
+    def on_validation_epoch_start(self):
+        self.seen["validation"].append(apart(self))
+
+    def validation_step(self, _, index):
+        self.seen["losses"].append(float(self.loss(index)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+def fit(strategy, *, resume=None, callbacks=(), net=None, every=6):
+    L.seed_everything(3, verbose=False)
+    net = net or Net()
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, val_check_interval=every, logger=False,
+        callbacks=list(callbacks), enable_checkpointing=bool(callbacks), use_distributed_sampler=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER, num_sanity_val_steps=0,
+    )  # fmt: skip
+    loaders = torch.utils.data.DataLoader(range(10)), torch.utils.data.DataLoader(range(2))
+    trainer.fit(net, *loaders, ckpt_path=resume)
+    return trainer, net
+
+
+def same(a, b):
+    """Largest difference of two modules' states."""
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return max(float((x.float() - y.float()).abs().max()) for x, y in pairs)
+
+
+def goes_on(name):
+    """A run that saves in the middle of a round, and one that goes on from there."""
+    method = compressor(METHODS[name])
+    saved = ModelCheckpoint(FOLDER / name, "{step}", every_n_train_steps=7, save_top_k=-1)
+    _, straight = fit(lgc.DelayedStrategy(method, period=3, delay=2), callbacks=[saved])
+    path = FOLDER / name / "step=7.ckpt"
+    again = ModelCheckpoint(FOLDER / f"{name} again", "{step}", every_n_train_steps=7, save_top_k=-1)
+    _, resumed = fit(lgc.DelayedStrategy(method, period=3, delay=2), callbacks=[again], resume=path)
+    in_checkpoint = "lightning_gradcomp_delayed" in torch.load(path, weights_only=True)
+    return {**straight.seen, "end": apart(straight), "differs": same(straight, resumed), "saved": in_checkpoint}
+
+
+outcome = {name: goes_on(name) for name in METHODS}
+monitor = lgc.CommunicationMonitor()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    trainer, _ = fit("dga", callbacks=[monitor], net=Net(sync_dist=True), every=1.0)
+assert isinstance(trainer.strategy, lgc.DelayedStrategy)
+waits = [str(w.message) for w in caught if "waits for the other ranks" in str(w.message)]
+outcome["monitor"] = {"summary": monitor.summary(), "logged": sorted(trainer.logged_metrics), "waits": waits}
+if dist.get_rank() == 0:
+    print(json.dumps(outcome))

@@ -1,0 +1,114 @@
+"""strategy="dga" in Lightning, on two ranks. One run of delayed_script.py serves most tests."""
+
+import json
+import re
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from tests.processes import run_world, start_world
+
+FOLDER = Path(__file__).parent
+METHODS = ["none", "dgc", "onebit", "powersgd"]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    script = str(FOLDER / "delayed_script.py")
+    return json.loads(run_world(2, script, str(tmp_path_factory.mktemp("delayed")), timeout=120).splitlines()[-1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_train_apart_and_are_together_whenever_weights_are_looked_at(outcome, method):
+    seen = outcome[method]
+    assert max(seen["batch"]) > 1e-4
+    assert len(seen["validation"]) == len(seen["epoch"]) == 2
+    assert set(seen["validation"]) == set(seen["epoch"]) == {0}
+    assert seen["end"] == 0
+    assert seen["losses"][-1] < seen["losses"][0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_goes_on_in_the_middle_of_a_round_is_the_straight_one_to_the_bit(outcome, method):
+    assert outcome[method]["saved"]
+    assert outcome[method]["differs"] == 0
+
+
+def test_the_monitor_shows_what_rounds_cost(outcome):
+    summary, logged = outcome["monitor"]["summary"], outcome["monitor"]["logged"]
+    assert {"comm/bytes_sent", "comm/ratio_N2", "time/exchange_ms", "dga/apart", "dga/late_rounds"} <= set(logged)
+    rounds = summary["rounds"]
+    assert (rounds["period"], rounds["delay"], rounds["rounds"]) == (8, 8, 2)
+    assert summary["steps"] == 20
+    assert 0 < summary["bytes_sent"] < summary["dense_bytes"] / 2
+    assert rounds["apart"] > 0 and rounds["stall_seconds"] > 0
+
+
+def test_waiting_in_a_training_step_is_told_once(outcome):
+    [told] = outcome["monitor"]["waits"]
+    assert "sync_dist=True" in told and "ms this time" in told
+
+
+def fault(kind, folder):
+    """What the two ranks print when something happens to rank 1, and rank 0's exit code."""
+    first, other = start_world(2, str(FOLDER / "fault_script.py"), kind, folder, "dga", "60")
+    ended = first.end()
+    return ended.stdout + other.end().stdout, ended.returncode
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_round_is_missed_with_a_sentence(tmp_path):
+    output, code = fault("kill", str(tmp_path))
+    assert code != 0
+    assert re.search(r"step \d+, averaging round \d: the exchange failed; rank 1 gives no sign of life", output), output
+
+
+def test_a_rank_that_is_told_to_end_tells_the_others_and_all_end_together(tmp_path):
+    output, _ = fault("term", str(tmp_path))
+    ends = [line for line in output.splitlines() if " ends with momentum " in line]
+    assert len(ends) == 2 and all("SIGTERMException" in line for line in ends), output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"find_unused_parameters": True}, "got 'find_unused_parameters', allowed: no options of DDP"),
+        ({"model_averaging_period": 4}, "model_averaging_period: got 4"),
+        ({"delay": 9}, "delay: got 9, allowed: 0 to 8"),
+        ({"period": 0}, "period: got 0"),
+        ({"compressor": "lzma"}, "got 'lzma', allowed: .*powersgd"),
+    ],
+    ids=str,
+)
+def test_options_that_can_not_be_honoured_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lgc.DelayedStrategy(**options)
+
+
+class Two(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "optimizers with DelayedStrategy: got 2, allowed: 1"),
+        ({"sync_batchnorm": True}, "sync_batchnorm with DelayedStrategy: got True"),
+        ({"callbacks": [lgc.SparsityWarmup()]}, "SparsityWarmup: got 'DelayedStrategy'"),
+    ],
+    ids=str,
+)
+def test_what_a_fit_can_not_do_is_refused_before_processes_start(options, message, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    strategy = lgc.DelayedStrategy("dgc")
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **options)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(Two(), torch.utils.data.DataLoader(range(2)))
