@@ -70,7 +70,8 @@ class DelayedStrategy(DDPWithNamedFaults):
             raise refusal("DelayedStrategy(...)", ", ".join(self._ddp_kwargs), "no options of DDP, which is not used")
         self.compressor: Compressor = build(compressor)
         Pace(period, delay)  # refuses
-        self._rule = {"period": period, "delay": delay, "outer": outer, "stale_only": stale_only}
+        self.rule = {"period": period, "delay": delay, "outer": outer, "stale_only": stale_only}
+        """Options of `DelayedAverager`."""
         self.averager: DelayedAverager | None = None
         """Set while fitting."""
         self._in_training_step = self._told_of_waits = False
@@ -102,7 +103,7 @@ class DelayedStrategy(DDPWithNamedFaults):
         assert self.lightning_module is not None
         self._check_optimizers(self.optimizers)
         self.averager = DelayedAverager(
-            self.lightning_module, self.optimizers[0], self.compressor, epoch=trainer.current_epoch, **self._rule
+            self.lightning_module, self.optimizers[0], self.compressor, epoch=trainer.current_epoch, **self.rule
         )
         self.averager.steps = trainer.global_step  # another fit goes on counting
         sigterm.listen(trainer, self.averager)

@@ -23,6 +23,8 @@ WRONG = [
     (["+compressor.foo=1"], "gradcomp: compressor.foo: got 1, allowed: min_elements"),
     (["compresor=dgc"], "gradcomp: compresor: got 'dgc', allowed: compressor, data"),
     (["foo"], "gradcomp: argument: got 'foo', allowed: compressor="),
+    (["strategy=dga", "strategy.delay=9"], "gradcomp: delay: got 9, allowed: 0 to 8, the period"),
+    (["strategy=dga", "topology=server"], "gradcomp: topology with strategy=dga: got 'server', allowed: auto, all_"),
     (["logger=null"], "gradcomp: logger: got 'null', allowed: csv, none, tensorboard"),
     (["compressor=none,dgc"], "To sweep over it, add --multirun"),
     (["-m", "compressor.sparsity=2,0.9"], "gradcomp: DGC.sparsity: got 2.0"),
@@ -69,7 +71,8 @@ def test_help_is_short_and_shows_the_choices(tmp_path):
     text = gradcomp(tmp_path, "--help").stdout
     assert text.count("\n  gradcomp ") == 5
     for line in (
-        "recipe: digits, digits_swin",
+        "recipe: digits, digits_dga, digits_swin",
+        "strategy: ddp, dga",
         "model: resnet18, resnet50, swin_mini",
         "logger: csv, none, tensorboard",
         "optimizer: adamw, sgd",

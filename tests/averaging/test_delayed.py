@@ -14,8 +14,10 @@ from torch import nn
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp import DelayedAverager, Nesterov
-from lightning_gradcomp.averaging.roll_call import LENGTH
+from lightning_gradcomp.averaging.roll_call import LENGTH, Report
 from lightning_gradcomp.averaging.rounds import Rounds
+from lightning_gradcomp.pace import Pace
+from tests import threads
 from tests.averaging.laws import EVERY, REMEMBERING
 from tests.averaging.workers import (
     Table,
@@ -29,7 +31,7 @@ from tests.averaging.workers import (
     weights,
 )
 from tests.reference.delayed import PaperDGA, PaperDiLoCo
-from tests.threads import checked_collectives, run_ranks
+from tests.threads import checked_collectives
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02),
@@ -41,13 +43,13 @@ CODECS = {name: make for name, make in REMEMBERING.items() if "," not in name}
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
-@pytest.fixture(autouse=True)
-def nothing_under_way():
-    """The groups are the next test's."""
-    yield
+def run_ranks(world, work):
+    """As `threads.run_ranks`; then nothing is under way any more in the groups, which are the next ranks'."""
+    results = threads.run_ranks(world, work)
     for thread in threading.enumerate():
         if thread.name == "exchange":
             thread.join(10)
+    return results
 
 
 def set_up(group, optimizer="momentum", model=Table, **options):
@@ -424,6 +426,114 @@ def test_a_round_in_which_a_rank_met_a_nan_is_the_others(delay, stale_only):
         return weights(model)
 
     torch.testing.assert_close(run_ranks(2, with_nan)[1], run_ranks(2, first_round)[0], **CLOSE)
+
+
+def test_ranks_that_run_out_of_data_at_different_steps_end_together():
+    """As docs/latency.md has it."""
+
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "momentum", period=4, delay=2)
+        batches = iter(range([5, 14, 9][rank]))
+        while not all(averager.flags):
+            step = next(batches, None)
+            averager.flag = step is None
+            if step is not None:
+                backward(model, optimizer, rank, step, bowl_loss)
+            averager.step(0 if step is None else 1)
+        averager.drain()
+        return weights(model), averager.steps
+
+    results = run_ranks(3, work)
+    assert all_equal([drained for drained, _ in results])
+    assert {steps for _, steps in results} == {18}  # the round that ends at step 16 is the first that all have left
+
+
+def test_how_far_ranks_are_apart_is_known_one_round_later():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, period=4, delay=2)
+        train(model, optimizer, averager, rank, 4)
+        first = weights(model).double()
+        train(model, optimizer, averager, rank, range(4, 8))
+        second = weights(model).double()
+        assert averager.stats.apart == 0
+        train(model, optimizer, averager, rank, range(8, 10))  # the second round lands, with the reports on the first
+        return first, second, averager.stats.apart
+
+    first, second, found = zip(*run_ranks(3, work), strict=True)
+    mean = torch.stack(first).mean(0)
+    apart = torch.stack([(own - mean).square().sum() for own in first]).mean().sqrt()
+    assert len(set(found)) == 1
+    assert found[0] == pytest.approx(float(apart / torch.stack(second).mean(0).norm()), rel=1e-4)
+
+
+# How long rounds are
+
+
+def test_auto_hides_the_exchange_that_it_has_measured():
+    """Exchanges of 60 ms behind steps of 10 ms."""
+
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, period=2, delay="auto")
+        paces = []
+        for step in range(60):
+            time.sleep(0.01)
+            train(model, optimizer, averager, rank, range(step, step + 1))
+            paces.append((averager.period, averager.delay))
+            if step == 39:
+                late = averager.stats.late_rounds
+        averager.drain()
+        return weights(model), paces, averager.stats.late_rounds - late
+
+    with slow_transport(lambda n: 0.06):
+        results = run_ranks(2, work)
+    assert all_equal([drained for drained, _, _ in results])
+    paces = results[0][1]
+    assert paces == results[1][1]
+    assert paces[:5] == [(2, 0)] * 5  # three rounds are measured
+    period, delay = paces[-1]
+    assert 4 <= delay <= 20 and period == delay
+    assert results[0][2] <= 1  # hidden, but for the noise of this machine
+
+
+def test_what_auto_has_chosen_is_in_the_state():
+    def report(step, exchange):
+        return Report(1, step_seconds=step, exchange_seconds=exchange)
+
+    pace = Pace(4, "auto")
+    for _ in range(3):
+        assert pace.measuring and (pace.period, pace.delay) == (4, 0)
+        pace.landed([report(0.02, 0.1), report(0.01, 0.05)])
+    assert not pace.measuring and (pace.period, pace.delay) == (12, 12)  # 1.2 * 0.1 s in steps of 0.01 s
+    pace.landed([report(0.1, 0.01), report(0.1, 0.02)])
+    assert pace.delay == 12
+    pace.choose()  # at a drain
+    assert (pace.period, pace.delay) == (4, 1)
+    resumed = Pace(4, "auto")
+    resumed.load_state_dict(pace.state_dict())
+    assert not resumed.measuring and (resumed.period, resumed.delay) == (4, 1)
+    slow = Pace(4, "auto")
+    slow.load_state_dict({"period": 4, "delay": 0, "left": 1})
+    slow.landed([report(0.001, 9.0)])
+    assert (slow.period, slow.delay) == (64, 64)
+    given = Pace(8, 3)
+    given.load_state_dict(pace.state_dict())
+    assert (given.period, given.delay) == (8, 3)
+
+
+def test_what_an_exchange_raises_is_raised_in_the_step():
+    def broken(rounds, *reports):
+        raise ArithmeticError("broken")
+
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, period=2, delay=2)
+        with pytest.raises(ArithmeticError, match="broken"):
+            for step in range(4):
+                train(model, optimizer, averager, rank, range(step, step + 1))
+                time.sleep(0.05)
+        return averager.steps
+
+    with mock.patch.object(Rounds, "exchange", broken):
+        assert run_ranks(2, work) == [3, 3]  # at the next step, though it is due at step 4
 
 
 # Draining

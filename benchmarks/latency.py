@@ -1,0 +1,176 @@
+"""What a training step costs over a link with a delay, by method: computation alone, DDP, local SGD, delayed averages.
+
+    sudo python -m benchmarks.link --nodes 2 --rate-mbit 1000 --delay-ms 25 -- python -m benchmarks.latency
+
+Methods: "compute", "ddp", "local" (K steps, then an average that is waited for), "dga" (an average K steps late),
+"auto" (K and D chosen from what is measured); the latter three also with a compressor, after a colon ("dga:onebit").
+Methods take turns; in each, K steps warm up and three rounds are timed. A figure is the mean over the steps of a turn,
+since a wait falls on one step of many, of the slower rank; the median over turns. One thread a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import report
+from benchmarks.methods import compressor, forward_backward, network
+from lightning_gradcomp import DelayedAverager
+
+
+def small() -> nn.Module:
+    """A net of 85,000 parameters, for questions about delay alone: its 340 kB need no rate to speak of."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(256, 204), nn.ReLU(),
+        nn.Linear(204, 10),
+    )  # fmt: skip
+
+
+class Method:
+    """One method's copy of the model.
+
+    Args:
+        name: as above.
+        model: trained from here on.
+        period: K.
+    """
+
+    def __init__(self, name: str, model: nn.Module, period: int) -> None:
+        self.model = DistributedDataParallel(model) if name == "ddp" else model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        kind, _, codec = name.partition(":")
+        self.averager: DelayedAverager | None = None
+        if kind in ("local", "dga", "auto"):
+            delay = {"local": 0, "dga": period, "auto": "auto"}[kind]
+            method = compressor(codec) if codec else "none"
+            self.averager = DelayedAverager(model, self.optimizer, method, period=period, delay=delay)
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """One optimizer step."""
+        forward_backward(self.model, images, labels)
+        if self.averager:
+            self.averager.step()
+        else:
+            self.optimizer.step()
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Steps and bytes so far."""
+        return (self.averager.steps, self.averager.stats.bytes_sent) if self.averager else (0, 0)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Method -> milliseconds of a step, spread over the turns, ratio to computation, bytes of a step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, generator=generator)
+    labels = torch.randint(0, 10, (arguments.batch,), generator=generator)
+    methods = {}
+    for name in arguments.methods.split(","):
+        torch.manual_seed(0)
+        model = small() if arguments.model == "small" else network(arguments.model)
+        methods[name] = Method(name, model, arguments.period)
+        while (averager := methods[name].averager) and averager.pace.measuring:
+            methods[name].step(images, labels)
+    turns: dict[str, list[float]] = {name: [] for name in methods}
+    before = {name: method.sent for name, method in methods.items()}
+    for turn in range(arguments.turns):
+        for name, method in methods.items():
+            period = method.averager.period if method.averager else arguments.ddp_steps
+            for _ in range(period):
+                method.step(images, labels)
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(3 * period):
+                method.step(images, labels)
+            slower = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(slower, op=dist.ReduceOp.MAX)
+            turns[name].append(1e3 * slower.item() / (3 * period))
+        if rank == 0:
+            print(f"turn {turn + 1} of {arguments.turns}", flush=True)
+    results = {}
+    for name, found in turns.items():
+        results[name] = {"ms": median(found), "lowest_turn_ms": min(found), "highest_turn_ms": max(found)}
+        results[name]["ratio_to_compute"] = median(found) / median(turns.get("compute", [float("nan")]))
+        if averager := methods[name].averager:
+            (steps, sent), (steps_before, sent_before) = methods[name].sent, before[name]
+            results[name] |= {"bytes_a_step": (sent - sent_before) / (steps - steps_before)}
+            results[name] |= {"period": averager.period, "delay": averager.delay, "late": averager.stats.late_rounds}
+        elif name == "ddp":
+            results[name]["bytes_a_step"] = 8 * (world - 1) / world * sum(p.numel() for p in model.parameters())
+        if averager:
+            averager.drain()
+    return results
+
+
+def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
+    """For the table."""
+    lines = []
+    for name, r in results.items():
+        spread = f"{r['ms']:.1f} ({r['lowest_turn_ms']:.1f} to {r['highest_turn_ms']:.1f})"
+        pace = f"{r['period']}, {r['delay']}" if "period" in r else ""
+        sent = f"{r['bytes_a_step']:,.0f}" if "bytes_a_step" in r else ""
+        lines.append([name, spread, f"{r['ratio_to_compute']:.2f}x", pace, sent])
+    return lines
+
+
+def over_delays(files: list[Path]) -> Callable[..., None]:
+    """Draws what several runs have written: step time over one-way delay, a line a method."""
+    runs = sorted(
+        (json.loads(file.read_text()) for file in files), key=lambda run: float(run["conditions"]["delay_ms"])
+    )
+
+    def on(axes: object) -> None:
+        for name, marker in zip(runs[0]["results"], "ovsD^xP*", strict=False):
+            delays = [float(run["conditions"]["delay_ms"]) for run in runs]
+            ratios = [run["results"][name]["ratio_to_compute"] for run in runs]
+            axes.plot(delays, ratios, marker=marker, label=name)  # type: ignore[attr-defined]
+        world = runs[0]["conditions"]["N"]
+        axes.set(xlabel="one-way delay, ms", ylabel=f"step time / computation alone (N={world})", yscale="log")  # type: ignore[attr-defined]
+        axes.legend()  # type: ignore[attr-defined]
+
+    return on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default="compute,ddp,local,dga")
+    parser.add_argument("--model", default="small", help="small, or as benchmarks.step_time has it")
+    parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
+    parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
+    parser.add_argument("--period", type=int, default=8, help="K; of auto, the least")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--ddp-steps", type=int, default=3, help="a third of what methods without rounds make")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of the link, for the record")
+    parser.add_argument("--out", type=Path, help="a folder for latency.json and latency.png")
+    parser.add_argument("--draw", type=Path, nargs="+", help="only draw what these latency.json have, into --out")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        report.write(arguments.out, "latency_over_delay", {}, {}, over_delays(arguments.draw))
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = measure(arguments)
+    if dist.get_rank() == 0:
+        conditions = {**vars(arguments), "N": dist.get_world_size()}
+        print(f"\n{arguments.model}, batch {arguments.batch}, N={conditions['N']}, ", end="")
+        print(f"{arguments.delay_ms:g} ms one way, {report.machine()}")
+        head = ["method", "ms a step (lowest to highest turn)", "to computation", "K, D", "bytes sent a step"]
+        print(report.table(head, rows(results)))
+        report.write(arguments.out, "latency", results, conditions, lambda axes: None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
