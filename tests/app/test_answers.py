@@ -58,13 +58,20 @@ def test_neither_torch_nor_lightning_is_imported_for_an_answer(arguments, tmp_pa
     assert not modules & {"torch", "lightning", "lightning.pytorch", "torchvision", "sklearn"}
 
 
-def test_the_answer_comes_within_a_second(tmp_path):
-    seconds = []
+def test_the_answer_costs_little_more_than_hydra_itself(tmp_path):
+    """The least of three by turns: other processes may have the cores, and machines differ."""
+    bare = "import hydra; hydra.main(version_base='1.3', config_path=None)(lambda c: None)()"
+    programs = {
+        "hydra": lambda: subprocess.run([sys.executable, "-c", bare], cwd=tmp_path, check=True, timeout=60),
+        "ours": lambda: gradcomp(tmp_path, "compressor.sparsity=1.5"),
+    }
+    seconds = {name: [] for name in programs}
     for _ in range(3):
-        start = time.perf_counter()
-        gradcomp(tmp_path, "compressor.sparsity=1.5")
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1  # the least: other processes may have the cores
+        for name, answer in programs.items():
+            start = time.perf_counter()
+            answer()
+            seconds[name].append(time.perf_counter() - start)
+    assert min(seconds["ours"]) < 2.5 * min(seconds["hydra"])
 
 
 def test_help_is_short_and_shows_the_choices(tmp_path):

@@ -9,7 +9,10 @@ from lightning_gradcomp.app import runfile
 from lightning_gradcomp.app.arguments import ALONE
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
 from lightning_gradcomp.app.config import SGD, AdamW, Run
+from lightning_gradcomp.app.train import strategy
 from lightning_gradcomp.compressors import DGC, NoCompression
+from lightning_gradcomp.outer import Nesterov
+from lightning_gradcomp.plugin import CompressedDDPStrategy, DelayedStrategy
 from lightning_gradcomp.registry import entries
 
 
@@ -40,7 +43,7 @@ def test_every_compressor_is_a_choice_with_its_own_defaults(entry):
     assert run_of(f"compressor={entry.name}").compressor == entry.cls()
 
 
-@pytest.mark.parametrize("group", ["model", "data", "optimizer", "trainer", "logger"])
+@pytest.mark.parametrize("group", ["model", "data", "strategy", "optimizer", "trainer", "logger"])
 def test_every_choice_of_every_group_composes(group):
     for choice in choices()[group]:
         assert isinstance(run_of(f"{group}={choice}", "compressor=none"), Run)
@@ -57,7 +60,12 @@ def test_adamw_fits_a_compressor_that_leaves_momentum_alone():
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("compressor=none", "optimizer=adamw", "seed=3"), ("compressor.clip_norm=1.5", "trainer.devices=3")],
+    [
+        (),
+        ("compressor=none", "optimizer=adamw", "seed=3"),
+        ("compressor.clip_norm=1.5", "trainer.devices=3"),
+        ("strategy=dga", "strategy.delay=auto", "strategy.outer_lr=0.7"),
+    ],
 )
 def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_path):
     run = run_of(*overrides)
@@ -91,6 +99,11 @@ def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_p
         (["inside=sparse"], "inside: got 'sparse', allowed: 'compressed', 'dense'"),
         (["residual_device=disk"], "residual_device: got 'disk', allowed: 'device', 'cpu'"),
         (["topology=ring"], "topology: got 'ring', allowed: 'auto', 'all_gather'"),
+        (["strategy=dga", "strategy.delay=9"], "delay: got 9, allowed: 0 to 8, the period"),
+        (["strategy=dga", "strategy.period=0"], "period: got 0"),
+        (["strategy=dga", "strategy.outer_lr=0"], "Nesterov.lr: got 0.0"),
+        (["strategy=dga", "topology=server", "compressor=onebit"], "topology with strategy=dga: got 'server'"),
+        (["strategy=dga", "inside=dense"], "inside with strategy=dga: got 'dense', allowed: null"),
         (["~model"], "model: Missing mandatory value"),
     ],
 )
@@ -98,6 +111,14 @@ def test_what_does_not_fit_is_refused(overrides, sentence):
     with pytest.raises(ValueError) as refused:
         run_of(*overrides)
     assert str(refused.value).startswith(sentence)
+
+
+def test_rounds_reach_the_strategy():
+    run = run_of("recipe=digits_dga", "strategy.period=4", "strategy.delay=auto", "strategy.outer_lr=0.5")
+    rounds = strategy(run)
+    assert isinstance(rounds, DelayedStrategy) and type(rounds.compressor) is NoCompression
+    assert rounds.rule == {"period": 4, "delay": "auto", "outer": Nesterov(0.5, 0.9), "stale_only": False}
+    assert isinstance(strategy(run_of()), CompressedDDPStrategy)
 
 
 def test_every_part_of_a_run_is_a_choice_or_stands_alone():

@@ -59,8 +59,12 @@ def averager_weights(world, masking=True, clip_norm=None, **options):
     return run_ranks(world, work)[0]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("world", [2, 3])
+TOGETHER = {f"3-{name}": (3, CASES[name]) for name in ("plain", "everything", "everything but masking")}
+WALKS = {f"2-{name}": (2, case) for name, case in CASES.items()} | TOGETHER
+"""Every option by itself on two ranks; on three, none and all of them."""
+
+
+@pytest.mark.parametrize(("world", "case"), WALKS.values(), ids=WALKS)
 def test_the_weights_are_the_papers(world, case):
     for ours, paper in zip(averager_weights(world, **case), paper_weights(world, **case), strict=True):
         for name, weight in paper.items():

@@ -1,6 +1,7 @@
 """inside="dense": the ranks of a node are one worker, whose gradient is their mean; nothing else changes."""
 
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 
 import pytest
 import torch
@@ -145,11 +146,17 @@ CHANGES = {
 }
 
 
+@cache
+def four_ranks(make):
+    """Six steps' ledgers of two nodes."""
+    return run_ranks(4, lambda rank, group: ledger(group, make, rank, range(6), topology="two_phase"))
+
+
 @remembering
 @pytest.mark.parametrize(("world", "per_node", "topology"), CHANGES.values(), ids=CHANGES)
 def test_nothing_is_lost_where_nodes_ranks_or_the_topology_change(make, world, per_node, topology):
-    first = run_ranks(4, lambda rank, group: ledger(group, make, rank, range(6), topology="two_phase"))
-    states = [state for _, _, state in first]
+    first = four_ranks(make)
+    states = deepcopy([state for _, _, state in first])
     start = states if world == 4 else [mean_state(states)] * world
     options = {"per_node": per_node, "topology": topology}
     then = run_ranks(world, lambda rank, group: ledger(group, make, rank, range(6, 11), start[rank], **options))

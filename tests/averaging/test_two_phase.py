@@ -1,7 +1,8 @@
 """topology="two_phase": the arithmetic of one process, whatever the number of ranks, and nothing is lost."""
 
 import re
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 
 import pytest
 import torch
@@ -32,9 +33,17 @@ CUTS = {2: [9], 3: [6, 13], 4: [5, 9, 15], 8: [2, 5, 7, 9, 12, 15, 19]}
 """Rows (10 of 36 elements, then 12 of 25) at which owners begin: those nearest to equal parts of 660 elements."""
 
 
-def on(worlds, makes):
-    """Every method on so many ranks; with options that are not its defaults on three."""
-    cases = {f"{w}-{label}": (w, make) for w in worlds for label, make in makes.items() if w == 3 or "," not in label}
+LARGE = ("dgc", "onebit", "terngrad")
+"""One that sends a few numbers of many, one that sends all in few bits, and one whose sums are exact."""
+
+
+def on(worlds, makes, large=LARGE):
+    """Every method on up to three ranks, with options that are not its defaults on three; on more, those in `large`."""
+
+    def wanted(world, label):
+        return world == 3 or ("," not in label and (world < 3 or label in large))
+
+    cases = {f"{w}-{label}": (w, make) for w in worlds for label, make in makes.items() if wanted(w, label)}
     return pytest.mark.parametrize(("world", "make"), cases.values(), ids=cases)
 
 
@@ -47,13 +56,26 @@ def flat_gradients(model):
     return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)])
 
 
-@on(CUTS, CODECS)
+@on([2, 3, 4], CODECS)
 @pytest.mark.parametrize("topology", ["two_phase", "server"])
 def test_it_is_the_simulation_in_one_process_to_the_bit(make, world, topology):
+    is_the_simulation(make, world, topology, 6)
+
+
+@on([8], CODECS, large=CODECS)
+def test_on_eight_ranks_too(make, world):
+    is_the_simulation(make, world, "two_phase", 3)
+
+
+def test_and_with_eight_servers():
+    is_the_simulation(CODECS["onebit"], 8, "server", 3)
+
+
+def is_the_simulation(make, world, topology, steps):
     def work(rank, group):
         model, optimizer, averager = begin(group, make, topology)
         seen = []
-        for step in range(6):
+        for step in range(steps):
             backward(model, optimizer, rank, step, prescribed_loss)
             own = flat_gradients(model).clone()
             averager.average()
@@ -64,7 +86,7 @@ def test_it_is_the_simulation_in_one_process_to_the_bit(make, world, topology):
     shapes = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
     rule = Momentum(momentum=0.9) if make().owns_momentum else Momentum()
     workers = Workers(make(), shapes, CUTS[world], [rule, rule], dense_pull=topology == "server")
-    for step in range(6):
+    for step in range(steps):
         average = workers.step([seen[step][0] for seen, _ in ranks], 0.1)
         for seen, _ in ranks:
             assert torch.equal(seen[step][1], average)
@@ -112,7 +134,7 @@ def assert_nothing_lost(difference, scale):
 
 @on([2, 3, 8], LOSSLESS)
 def test_nothing_is_lost(make, world):
-    ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(12)))
+    ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(12 if world < 8 else 6)))
     assert_nothing_lost(*balance(ledgers))
     assert all(OWNED in state["memory"] for _, _, state in ledgers)
     assert any(kept(state)[1].any() for _, _, state in ledgers)
@@ -126,12 +148,25 @@ def test_servers_remember_what_their_format_rounds_off(values):
     assert all(bool(kept(state)[1].any()) == (values != "fp32") for _, _, state in ledgers)
 
 
-@remembering
-@pytest.mark.parametrize(("world", "topology"), [(3, "two_phase"), (2, "server"), (4, "all_gather")])
+@cache
+def four_ranks(make):
+    """Eight steps' ledgers."""
+    return run_ranks(4, lambda rank, group: Ledger(group, make).go(rank, range(8)))
+
+
+CHANGES = {
+    f"{world}-{topology}-{label}": (make, world, topology)
+    for label, make in LOSSLESS.items()
+    for world, topology in [(3, "two_phase"), (2, "server"), (4, "all_gather")]
+    if world == 3 or "," not in label
+}
+
+
+@pytest.mark.parametrize(("make", "world", "topology"), CHANGES.values(), ids=CHANGES)
 def test_nothing_is_lost_where_ranks_or_the_topology_change(make, world, topology):
     """Four ranks, then as many others, or other owners, or none."""
-    ledgers = run_ranks(4, lambda rank, group: Ledger(group, make).go(rank, range(8)))
-    states = [state for _, _, state in ledgers]
+    ledgers = four_ranks(make)
+    states = deepcopy([state for _, _, state in ledgers])
     start = [mean_state(states)] * world if world != 4 else states
 
     def go_on(rank, group):
@@ -159,7 +194,7 @@ def test_from_sparse_to_dense_everything_is_sent(make):
 
 @remembering
 def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded_comes_back_with_it(make):
-    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make).go(rank, range(8)))
+    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make).go(rank, range(4)))
     states = [state for _, _, state in ledgers]
 
     def go_on(rank, group):
@@ -169,7 +204,7 @@ def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded
         ledger.averager.average()
         ledger.averager.load_state_dict(states[rank])
         ledger.model.kernel.requires_grad_(True)
-        return ledger.go(rank, range(8, 14))
+        return ledger.go(rank, range(4, 8))
 
     before = sum(had for had, _, _ in ledgers) / 3 - ledgers[0][1]
     difference, scale = balance(run_ranks(3, go_on))

@@ -106,12 +106,16 @@ def apart(a, b):
     return difference.item()
 
 
+WHEN = list(MOMENTS.values()) if WORLD == 2 else ["mid-accumulation"]
+"""From which checkpoints runs go on. On more ranks from the one that holds the most."""
+
+
 def stops(name, compressor, state="gather", where=FOLDER, plugins=None, **options):
     """Moment -> how far the run that goes on from there is from the straight run."""
     folder = f"{where}/{WORLD}-{name}-{state}"
     save = lambda trainer, moment: trainer.save_checkpoint(f"{folder}/{moment}.ckpt")  # noqa: E731
     straight = fit(compressor, state, save=save, plugins=plugins, **options)[1]
-    resumed = {when: fit(compressor, state, f"{folder}/{when}.ckpt", **options)[1] for when in MOMENTS.values()}
+    resumed = {when: fit(compressor, state, f"{folder}/{when}.ckpt", **options)[1] for when in WHEN}
     return {when: apart(straight, weights) for when, weights in resumed.items()}
 
 

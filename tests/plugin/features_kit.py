@@ -152,18 +152,20 @@ def compressed(strategy, make=Net, **options):
     }
 
 
-def supported(make=Net, *, ddp=None, reference=None, **options):
+def supported(make=Net, *, ddp=None, reference=None, without=None, **options):
     """How far the dense limit is from stock DDP, and what compressed training comes to.
 
     Args:
         ddp: options of DDPStrategy.
         reference: what to train under stock DDP, if it is not the same module.
+        without: the module without the feature; how far that moves the weights under stock DDP is told, too.
         options: of the Trainer.
     """
     ddp, momentum = ddp or {}, type(make().configure_optimizers()) is torch.optim.SGD
     _, stock = fit(DDPStrategy(**ddp), reference or make, **options)
     exact, lossy = ((dense, nothing_dropped), (onebit, dgc)) if momentum else ((dense,), (onebit,))
-    return {
+    moved = {"moved": apart(fit("ddp", without, **options)[1], stock)} if without else {}
+    return moved | {
         "apart": {strategy.__name__: apart(stock, fit(strategy(**ddp), make, **options)[1]) for strategy in exact},
         "compressed": {strategy.__name__: compressed(strategy(**ddp), make, **options) for strategy in lossy},
     }
