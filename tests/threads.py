@@ -36,6 +36,13 @@ _stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single")
 
 
+def short_sum(world: int, num_bytes: int) -> list[tuple[str, int]]:
+    """What ranks hand to collectives to add up a short vector of fp32, as `checked_collectives` logs it."""
+    if world == 2:
+        return [("all_gather_into_tensor", num_bytes)]
+    return [("all_to_all_single", 4 * -(-num_bytes // (4 * world)))] * 2
+
+
 def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: float = 60) -> list[Any]:
     """`[fn(0, group_0), fn(1, group_1), …]`, each on a thread of its own, the groups joined over gloo.
 

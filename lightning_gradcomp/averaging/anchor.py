@@ -111,7 +111,7 @@ class Anchor(nn.Module):
         squares = []
         for base, (z, w) in zip(self._base, self._pairs, strict=True):
             squares.append((base - z).square().sum())
-            w.copy_((w - base).add_(z))
+            w.copy_(z + (w - base))  # in fp32, also where the weights have 16 bits
         self._base = []
         return float(torch.stack(squares).sum()) ** 0.5
 

@@ -81,7 +81,7 @@ class Compression:
             elif how == "mean":
                 total += self.ranks.add_traffic(payload + 4 * (dense + flags))
             else:
-                total += self.ranks.add_traffic(payload)
+                total += self.ranks.maximum_traffic(payload)
                 continue
             dense = flags = 0  # they have travelled
         return total

@@ -95,7 +95,7 @@ class DelayedAverager:
         self.flag = False
         """What this rank tells the others along with its next round."""
         self.flags = [False] * self.ranks.world
-        """What all ranks told with the average that has arrived last; the same on all, at the same step."""
+        """What all ranks told with the average, or drain, that came last; the same on all, at the same step."""
         self._flight: Flight[list[Report]] | None = None
         self._step_seconds: list[float] = []
         self._apart = self._exchange_seconds = 0.0
@@ -118,7 +118,7 @@ class DelayedAverager:
 
     @property
     def flagged(self) -> bool:
-        """Whether any rank told its flag with the average that has arrived last."""
+        """Whether any of `flags` is set."""
         return any(self.flags)
 
     @property
@@ -211,6 +211,7 @@ class DelayedAverager:
         self._apart = self._anchor.rejoin()
         stats.rounds += 1
         stats.bytes_sent += self._rounds.stats.bytes_sent
+        stats.sparsity = self._rounds.stats.sparsity
         square = sum(report.apart**2 for report in reports) / len(reports)
         stats.apart = square**0.5 / max(self._anchor.length(), 1e-30)
         self.flags = [report.flag for report in reports]
@@ -231,7 +232,7 @@ class DelayedAverager:
             begin, sound = time.perf_counter(), True
             if self._into_round or not self._rounds.settled:
                 report, sound = self._take_update()
-                self._rounds.settle(report, self.steps)
+                self.flags = [each.flag for each in self._rounds.settle(report, self.steps)]
                 self.stats.bytes_sent += self._rounds.stats.bytes_sent
             self._anchor.rest()
             self._rounds.start_afresh()

@@ -45,7 +45,7 @@ class ExactOwners(Ownership):
         return 4 * stretch.layout.n if self.dense_pull else lattice.packed_bytes(stretch.layout.n, self.base)
 
     def traffic(self, density: float, flags: int) -> int:
-        return self.ranks.add_traffic(4 * len(self.layout.sizes)) + super().traffic(density, flags)
+        return self.ranks.maximum_traffic(4 * len(self.layout.sizes)) + super().traffic(density, flags)
 
     def average(
         self, flat: torch.Tensor, density: float, relay: Relay, memory: Drawing

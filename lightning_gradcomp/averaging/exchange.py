@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from lightning_gradcomp.averaging.message import Frame
 from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.ranks import Ranks, add
 from lightning_gradcomp.compressors.incoming import all_finite
 from lightning_gradcomp.compressors.sent import Mean
 
@@ -89,7 +88,7 @@ class Exchange:
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of each of `values` (fp32 [m]) over the ranks. Carries nothing else."""
         with self.stats.phase("exchange"):
-            self._book(self.ranks.add_traffic(values.nbytes))
+            self._book(self.ranks.maximum_traffic(values.nbytes))
             return self.ranks.maximum(values)
 
     def agreed(self, mean: Mean) -> tuple[bool, list[bool]]:
@@ -145,7 +144,7 @@ def all_reduce(
     buffer = torch.cat(parts)
     if ranks.world > 1:
         buffer = share(buffer, ranks.world, wire, saturate)
-        dist.all_reduce(buffer, group=ranks.group)
+        add(ranks.group, buffer)
     return list(buffer.float().split([part.numel() for part in parts]))
 
 

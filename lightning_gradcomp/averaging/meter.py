@@ -51,6 +51,7 @@ class DelayedStats:
         stall_seconds: host time spent waiting for averages and in drains.
         late_rounds: averages that were still on their way at the step where they were due.
         steps_under_way: ends of steps that the latest average has seen on its way.
+        sparsity: of the latest average, as in `Stats`.
         apart: how far ranks' weights were from what all agreed on when they sent the last round but one, as a root mean
             square over the ranks and a share of the weights' length.
     """
@@ -61,6 +62,7 @@ class DelayedStats:
     stall_seconds: float = 0.0
     late_rounds: int = 0
     steps_under_way: int = 0
+    sparsity: float = 0.0
     apart: float = 0.0
 
     @property
@@ -72,5 +74,6 @@ class DelayedStats:
         """What was booked after `earlier`, as that of one step: the wait is its exchange."""
         sent = self.bytes_sent - earlier.bytes_sent
         stats = Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=self.dense_bytes - earlier.dense_bytes)
+        stats.sparsity = self.sparsity
         stats.seconds["exchange"] = self.stall_seconds - earlier.stall_seconds
         return stats

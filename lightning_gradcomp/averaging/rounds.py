@@ -68,18 +68,22 @@ class Rounds(GradientAverager):
         """Whether compressed rounds have left nothing out."""
         return self._compression is None or self._compression.books.empty
 
-    def settle(self, own: Report, training_step: int) -> None:
+    def settle(self, own: Report, training_step: int) -> list[Report]:
         """Average what there is, uncompressed, with all that compressed rounds have left out. Collective.
 
-        The anchor takes it as it is, whatever the outer optimizer. From here on every rank remembers the same.
+        The anchor takes it as it is, whatever the outer optimizer.
+
+        Returns:
+            What every rank reports.
         """
         schedule, self.schedule = self.schedule, None
-        self.exchange(own, training_step)
+        reports = self.exchange(own, training_step)
         self.schedule = schedule
         with torch.no_grad():
             for z in self.anchor.parameters():
                 if z.grad is not None:
                     z.sub_(z.grad)
+        return reports
 
     def shared_state(self) -> dict[str, Any]:
         """The state without what is a rank's own (random generators), which then begins afresh; once settled."""

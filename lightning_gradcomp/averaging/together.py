@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.ranks import Ranks, add
 from lightning_gradcomp.averaging.roll_call import share_of
 
 
@@ -101,7 +101,7 @@ class Together:
         exact = _bytes_of([buffers[name] for name in self._copied]) if self._copied else torch.zeros(0, device=device)
         # rank 0's bytes and the others' nothing add up to rank 0's bytes
         message = torch.cat([*parts, exact.float() * (self.ranks.rank == 0) * self.ranks.world]) / self.ranks.world
-        dist.all_reduce(message, group=self.ranks.group)
+        add(self.ranks.group, message)
         moves, states, exact = message.split([len(moves), len(states), len(exact)])
         sizes = [len(part) for part in moved]
         for name, move in zip(self._averaged, moves.split(sizes), strict=True):

@@ -157,11 +157,11 @@ class DelayedStrategy(DDPWithNamedFaults):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if measuring and not self.averager.pace.measuring:
             rank_zero_info(self.averager.describe())
+        ends = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+        if ends or self.averager.flagged:
+            self.drain()
         if self.averager.flagged:  # SIGTERM: all ranks know at this step, and what is saved on the way out is drained
-            self.drain()
             sigterm.heed(self.averager, trainer)
-        elif trainer.is_last_batch:
-            self.drain()
         return result
 
     def drain(self) -> None:

@@ -31,7 +31,7 @@ from tests.averaging.workers import (
     weights,
 )
 from tests.reference.delayed import PaperDGA, PaperDiLoCo
-from tests.threads import checked_collectives
+from tests.threads import checked_collectives, short_sum
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02),
@@ -332,7 +332,7 @@ def test_there_is_one_exchange_in_each_round():
         stats = run_ranks(3, work)
         message = 4 * (len(weights(Table())) + len(list(Table().parameters())) + 1)
         gradients = 4 * len(weights(Table()))
-        assert log[0] == [("all_to_all_single", LENGTH), ("all_reduce", message)] * 5
+        assert log[0] == [("all_to_all_single", LENGTH), *short_sum(3, message)] * 5
     assert stats[0].rounds == 5
     assert stats[0].bytes_sent == 5 * (2 * LENGTH + round(4 / 3 * gradients))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_gradcomp.averaging.ranks import add
 from tests.threads import run_ranks
 
 
@@ -35,3 +36,19 @@ def test_ranks_that_wait_for_each_other_fail_and_do_not_hang():
 
     with pytest.raises((TimeoutError, RuntimeError), match=r"(?i)still running|timed out|closed"):
         run_ranks(2, work, timeout=1)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("numbers", [1, 7, 4096, 300_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_short_and_long_are_the_same_on_all_ranks(world, numbers, dtype):
+    def work(rank, group):
+        own = torch.randn(numbers, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        total = own.clone()
+        add(group, total)
+        return own.double(), total
+
+    owns, totals = zip(*run_ranks(world, work), strict=True)
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    tolerance = 1e-6 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(totals[0].double(), torch.stack(owns).sum(0), rtol=tolerance, atol=tolerance)
