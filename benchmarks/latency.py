@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,20 +126,19 @@ def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
     return lines
 
 
-def over_delays(files: list[Path]) -> Callable[..., None]:
+def over_delays(runs: list[dict[str, Any]]) -> Callable[[Axes], None]:
     """Draws what several runs have written: step time over one-way delay, a line a method."""
-    runs = sorted(
-        (json.loads(file.read_text()) for file in files), key=lambda run: float(run["conditions"]["delay_ms"])
-    )
 
-    def on(axes: object) -> None:
+    def on(axes: Axes) -> None:
         for name, marker in zip(runs[0]["results"], "ovsD^xP*", strict=False):
             delays = [float(run["conditions"]["delay_ms"]) for run in runs]
             ratios = [run["results"][name]["ratio_to_compute"] for run in runs]
-            axes.plot(delays, ratios, marker=marker, label=name)  # type: ignore[attr-defined]
+            axes.plot(delays, ratios, marker=marker, label=name)
         world = runs[0]["conditions"]["N"]
-        axes.set(xlabel="one-way delay, ms", ylabel=f"step time / computation alone (N={world})", yscale="log")  # type: ignore[attr-defined]
-        axes.legend()  # type: ignore[attr-defined]
+        axes.set(xlabel="one-way delay, ms", ylabel=f"step time over computation alone (N={world})", yscale="log")
+        axes.set_yticks(ticks := [1, 2, 5, 10, 20, 40], [f"{tick}x" for tick in ticks])
+        axes.minorticks_off()
+        axes.legend()
 
     return on
 
@@ -156,7 +157,9 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, nargs="+", help="only draw what these latency.json have, into --out")
     arguments = parser.parse_args()
     if arguments.draw:
-        report.write(arguments.out, "latency_over_delay", {}, {}, over_delays(arguments.draw))
+        runs = [json.loads(file.read_text()) for file in arguments.draw]
+        runs.sort(key=lambda run: float(run["conditions"]["delay_ms"]))
+        report.write(arguments.out, "latency_over_delay", runs, {}, over_delays(runs))
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
