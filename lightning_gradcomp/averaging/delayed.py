@@ -26,7 +26,7 @@ from lightning_gradcomp.averaging.meter import DelayedStats
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.roll_call import Report
 from lightning_gradcomp.averaging.rounds import Rounds
-from lightning_gradcomp.averaging.together import Together, broadcast, reset_lost
+from lightning_gradcomp.averaging.together import Buffers, bring_together, broadcast, reset_lost
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.outer import PLAIN, Nesterov
@@ -103,7 +103,7 @@ class DelayedAverager:
         self._lay_out()
         if self.ranks.world > 1:
             broadcast([*model.parameters(), *model.buffers()], self.ranks)
-        self._together = Together(model, optimizer, self.ranks)
+        self._buffers = Buffers(model)
 
     def _lay_out(self, state: Mapping[str, Any] | None = None) -> None:
         """Begin, or begin anew from a state: nothing is under way, and nothing left out."""
@@ -236,7 +236,8 @@ class DelayedAverager:
                 self.stats.bytes_sent += self._rounds.stats.bytes_sent
             self._anchor.rest()
             self._rounds.start_afresh()
-            self.stats.bytes_sent += self._together.meet(self._all_samples, sound=sound)
+            sent = bring_together(self.ranks, self._buffers, self.optimizer, self._all_samples, sound=sound)
+            self.stats.bytes_sent += sent
             self._since_drain = self._all_samples = 0
             self.stats.stall_seconds += time.perf_counter() - begin
         self.pace.choose()
@@ -283,4 +284,4 @@ class DelayedAverager:
         self.steps = state["steps"]
         self.pace.load_state_dict(state["pace"])
         self._lay_out(state["rounds"])
-        self._together = Together(self.model, self.optimizer, self.ranks)
+        self._buffers = Buffers(self.model)

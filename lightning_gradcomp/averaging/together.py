@@ -35,85 +35,127 @@ def _write_bytes(tensors: list[torch.Tensor], message: torch.Tensor) -> None:
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-class Together:
-    """The buffers that a model's checkpoints hold, and its optimizer's moments.
-
-    Of a buffer what moved since the last `meet` is averaged, not the value: one which never moves keeps its bits.
+def means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor | None], int]:
+    """The means of flat tensors over all ranks' samples, in one sum. Collective.
 
     Args:
-        model: all ranks hold the same buffers now.
-        optimizer: its state of the shape of a parameter is averaged: momentum, Adam's moments.
-        ranks: who meets.
+        ranks: all have as many parts, of the same lengths.
+        parts: (fp32 [n], samples of this rank); one with NaN or infinities counts as without samples.
+
+    Returns:
+        The means, None where no rank has samples; bytes that this rank has sent.
+    """
+    counts = [n if bool(flat.isfinite().all()) else 0 for flat, n in parts]
+    own = torch.tensor(counts, device=parts[0][0].device)
+    table = ranks.gather(own.view(torch.uint8)).view(torch.int64).view(ranks.world, -1)
+    everyones = table.T.tolist()
+    shares = [share_of(n, all_n) / ranks.world for n, all_n in zip(counts, everyones, strict=True)]
+    pairs = zip(parts, shares, strict=True)
+    message = torch.cat([flat * share if share else torch.zeros_like(flat) for (flat, _), share in pairs])
+    add(ranks.group, message)
+    found = zip(message.split([len(flat) for flat, _ in parts]), everyones, strict=True)
+    sent = ranks.gather_traffic(own.nbytes) + ranks.add_traffic(message.nbytes)
+    return [mean if any(all_n) else None for mean, all_n in found], sent
+
+
+class Buffers:
+    """The buffers that a model's checkpoints hold; all ranks hold the same now.
+
+    What moved since is averaged, not the value: a buffer which never moves keeps its bits.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-        self.model, self.optimizer, self.ranks = model, optimizer, ranks
-        buffers = self._buffers()
-        self._averaged = [n for n, b in buffers.items() if b.is_floating_point() and bool(b.isfinite().all())]
-        self._copied = [name for name in buffers if name not in self._averaged]
-        self._start = {name: buffers[name].clone() for name in self._averaged}
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        now = self._now()
+        self._averaged = [n for n, b in now.items() if b.is_floating_point() and bool(b.isfinite().all())]
+        self._start = {name: now[name].clone() for name in self._averaged}
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def _now(self) -> dict[str, torch.Tensor]:
         saved = self.model.state_dict(keep_vars=True)
         return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
-    def _moments(self) -> dict[tuple[int, str], torch.Tensor]:
-        """(number of the parameter in the optimizer, kind) -> state of its shape."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return {
+    def copied(self) -> list[torch.Tensor]:
+        """Those that can't be averaged."""
+        return [buffer for name, buffer in self._now().items() if name not in self._averaged]
+
+    def moved(self) -> torch.Tensor:
+        """What was added to the others, flat."""
+        now = self._now()
+        return _flat([now[name].float() - self._start[name].float() for name in self._averaged], self.model)
+
+    def write(self, moves: torch.Tensor) -> None:
+        """Let them have moved by this."""
+        now = self._now()
+        sizes = [self._start[name].numel() for name in self._averaged]
+        for name, move in zip(self._averaged, moves.split(sizes), strict=True):
+            now[name].copy_(self._start[name] + move.view(now[name].shape))
+            self._start[name] = now[name].clone()
+
+
+class Moments:
+    """What an optimizer holds in the shape of its parameters: momentum, Adam's moments."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._values = {
             (number, kind): value
             for number, parameter in enumerate(parameters)
-            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            for kind, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
         }
 
-    @torch.no_grad()
-    def meet(self, samples: int, *, sound: bool) -> int:
-        """Bring everything together. Collective.
+    def fingerprint(self) -> list[int]:
+        """How many numbers there are, and of which kinds."""
+        return [sum(value.numel() for value in self._values.values()), crc32(repr(list(self._values)).encode())]
 
-        Ranks whose optimizers hold other states than that of the rank which holds most keep theirs.
+    def flat(self, model: nn.Module) -> torch.Tensor:
+        """All values."""
+        return _flat([value.float() for value in self._values.values()], model)
 
-        Args:
-            samples: of this rank since the last call.
-            sound: whether this rank's moments count.
+    def write(self, flat: torch.Tensor) -> None:
+        """The inverse of `flat`."""
+        parts = flat.split([value.numel() for value in self._values.values()])
+        for value, part in zip(self._values.values(), parts, strict=True):
+            value.copy_(part.view(value.shape))
 
-        Returns:
-            Bytes that this rank has sent.
-        """
-        buffers, moments = self._buffers(), self._moments()
-        moved = [(buffers[name].float() - self._start[name].float()).reshape(-1) for name in self._averaged]
-        device = next(self.model.parameters()).device
-        moves = torch.cat([torch.zeros(0, device=device), *moved])
-        states = torch.cat([torch.zeros(0, device=device), *(m.float().reshape(-1) for m in moments.values())])
-        kinds = crc32(repr(list(moments)).encode())
-        calm, sound = bool(moves.isfinite().all()), sound and bool(states.isfinite().all())
-        own = torch.tensor([samples * calm, samples * sound, states.numel(), kinds], device=device)
-        everyone = self.ranks.gather(own.view(torch.uint8)).view(torch.int64).view(self.ranks.world, -1).tolist()
-        most = max(everyone, key=lambda row: row[2])
-        taking_part = own[2:].tolist() == most[2:]
-        weights = [row[1] * (row[2:] == most[2:]) for row in everyone]
-        if not sound or not taking_part:
-            states = torch.zeros(most[2], device=device)
-        parts = [
-            (moves if calm else torch.zeros_like(moves)) * share_of(samples * calm, [row[0] for row in everyone]),
-            states * share_of(weights[self.ranks.rank], weights),
-        ]
-        exact = _bytes_of([buffers[name] for name in self._copied]) if self._copied else torch.zeros(0, device=device)
-        # rank 0's bytes and the others' nothing add up to rank 0's bytes
-        message = torch.cat([*parts, exact.float() * (self.ranks.rank == 0) * self.ranks.world]) / self.ranks.world
-        add(self.ranks.group, message)
-        moves, states, exact = message.split([len(moves), len(states), len(exact)])
-        sizes = [len(part) for part in moved]
-        for name, move in zip(self._averaged, moves.split(sizes), strict=True):
-            if any(row[0] for row in everyone):
-                buffers[name].copy_(self._start[name] + move.view(buffers[name].shape))
-            self._start[name] = buffers[name].clone()
-        _write_bytes([buffers[name] for name in self._copied], exact.round().to(torch.uint8))
-        if taking_part and any(weights):
-            flats = states.split([moment.numel() for moment in moments.values()])
-            for moment, flat in zip(moments.values(), flats, strict=True):
-                moment.copy_(flat.view(moment.shape))
-        return self.ranks.gather_traffic(own.nbytes) + self.ranks.add_traffic(message.nbytes)
+
+def _flat(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
+    """End to end, fp32; also where there are none."""
+    none = torch.zeros(0, device=next(model.parameters()).device)
+    return torch.cat([none, *(tensor.reshape(-1) for tensor in tensors)])
+
+
+@torch.no_grad()
+def bring_together(
+    ranks: Ranks, buffers: Buffers, optimizer: torch.optim.Optimizer, samples: int, *, sound: bool
+) -> int:
+    """Let all ranks hold the same buffers, and the same moments. Collective.
+
+    Ranks whose optimizers hold other moments than those of the rank that holds most keep theirs, and don't count.
+
+    Args:
+        ranks: all of them.
+        buffers: of the model.
+        optimizer: whose moments.
+        samples: of this rank since the last time.
+        sound: whether this rank's moments count.
+
+    Returns:
+        Bytes that this rank has sent.
+    """
+    moments = Moments(optimizer)
+    own = torch.tensor(moments.fingerprint(), device=next(buffers.model.parameters()).device)
+    prints = ranks.gather(own.view(torch.uint8)).view(torch.int64).view(ranks.world, -1).tolist()
+    most = max(prints, key=lambda one: one[0])
+    alike = prints[ranks.rank] == most
+    states = moments.flat(buffers.model) if alike else own.new_zeros(most[0], dtype=torch.float32)
+    (moved, mean), sent = means(ranks, [(buffers.moved(), samples), (states, samples if sound and alike else 0)])
+    if moved is not None:
+        buffers.write(moved)
+    if mean is not None and alike:
+        moments.write(mean)
+    broadcast(buffers.copied(), ranks)
+    return ranks.gather_traffic(own.nbytes) + sent
 
 
 def reset_lost(optimizer: torch.optim.Optimizer) -> None:
