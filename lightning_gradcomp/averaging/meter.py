@@ -46,7 +46,7 @@ class DelayedStats:
 
     Args:
         rounds: averages that have arrived; those of drains are not in it.
-        bytes_sent: bytes that left this rank, drains included.
+        bytes_sent: bytes that left this rank, drains included, but for buffers that rank 0 hands on in them.
         dense_bytes: what a dense fp32 ring all-reduce of the gradients at every step would have sent.
         stall_seconds: host time spent waiting for averages and in drains.
         late_rounds: averages that were still on their way at the step where they were due.
