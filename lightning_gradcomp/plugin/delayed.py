@@ -103,7 +103,12 @@ class DelayedStrategy(DDPWithNamedFaults):
         assert self.lightning_module is not None
         self._check_optimizers(self.optimizers)
         self.averager = DelayedAverager(
-            self.lightning_module, self.optimizers[0], self.compressor, epoch=trainer.current_epoch, **self.rule
+            self.lightning_module,
+            self.optimizers[0],
+            self.compressor,
+            process_group=torch.distributed.new_group(timeout=self._timeout),  # type: ignore[arg-type] - of all ranks
+            epoch=trainer.current_epoch,
+            **self.rule,
         )
         self.averager.steps = trainer.global_step  # another fit goes on counting
         sigterm.listen(trainer, self.averager)

@@ -52,21 +52,42 @@ def test_waiting_in_a_training_step_is_told_once(outcome):
     assert "sync_dist=True" in told and "ms this time" in told
 
 
-def fault(kind, folder):
-    """What the two ranks print when something happens to rank 1, and rank 0's exit code."""
-    first, other = start_world(2, str(FOLDER / "fault_script.py"), kind, folder, "dga", "60")
-    ended = first.end()
-    return ended.stdout + other.end().stdout, ended.returncode
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """What happens to rank 1 at step 8 -> rank 0's exit code, and what both print."""
+
+    script = str(FOLDER / "fault_script.py")
+
+    def start(kind, seconds):
+        return start_world(2, script, kind, str(tmp_path_factory.mktemp("fault")), "dga", seconds)
+
+    def end(first, other, *, hangs=False):
+        ended = first.end()
+        if hangs:
+            other.kill()
+        return ended.returncode, ended.stdout + other.end().stdout
+
+    stopped = start("stop", "15")  # waits while the others run
+    found = {kind: end(*start(kind, "60")) for kind in ("kill", "raise", "term")}
+    return {**found, "stop": end(*stopped, hangs=True)}
 
 
-def test_a_rank_that_is_killed_in_the_middle_of_a_round_is_missed_with_a_sentence(tmp_path):
-    output, code = fault("kill", str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("kill", "rank 1 gives no sign of life"),
+        ("stop", "rank 1 gives no sign of life"),
+        ("raise", "rank 1 raised ArithmeticError: a mistake"),
+    ],
+)
+def test_a_rank_that_is_lost_in_the_middle_of_a_round_is_missed_with_a_sentence(faults, kind, words):
+    code, output = faults[kind]
     assert code != 0
-    assert re.search(r"step \d+, averaging round \d: the exchange failed; rank 1 gives no sign of life", output), output
+    assert re.search(rf"step \d+, averaging round \d: the exchange failed; {words}", output), output
 
 
-def test_a_rank_that_is_told_to_end_tells_the_others_and_all_end_together(tmp_path):
-    output, _ = fault("term", str(tmp_path))
+def test_a_rank_that_is_told_to_end_tells_the_others_and_all_end_together(faults):
+    _, output = faults["term"]
     ends = [line for line in output.splitlines() if " ends with momentum " in line]
     assert len(ends) == 2 and all("SIGTERMException" in line for line in ends), output
 
