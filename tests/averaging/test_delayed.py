@@ -621,6 +621,27 @@ def test_a_second_drain_does_nothing():
     run_ranks(2, work)
 
 
+@pytest.mark.parametrize("stale_only", [False, True])
+def test_a_rank_that_rests_needs_nobody(stale_only):
+    """It goes back to the latest average, which every rank has, while the next is under way."""
+
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, period=4, delay=3, stale_only=stale_only)
+        assert not averager.rest()
+        train(model, optimizer, averager, rank, 7)
+        landed = weights(model)
+        train(model, optimizer, averager, rank, range(7, 10))
+        assert averager.rest()
+        return landed, weights(model)
+
+    landed, rested = zip(*run_ranks(3, work), strict=True)
+    assert all_equal(rested)
+    if stale_only:
+        assert torch.equal(landed[0], rested[0])
+    else:  # the first round's average: steps 1 to 4 of all ranks
+        assert not all_equal(landed)
+
+
 def stored(*parts):
     """What `torch.load` makes of a checkpoint of these, without running code from it."""
     file = io.BytesIO()
