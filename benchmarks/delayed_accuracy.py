@@ -26,10 +26,11 @@ from benchmarks import report
 from benchmarks.methods import compressor
 from lightning_gradcomp import DelayedStrategy
 from lightning_gradcomp.app.classifier import Classifier
-from lightning_gradcomp.app.config import SGD
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.app.models import build
+from lightning_gradcomp.app.options.training import SGD
 from lightning_gradcomp.app.quiet import quiet
 from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
 
@@ -54,8 +55,9 @@ def accuracy(case: str, seed: int) -> dict[str, float]:
     L.seed_everything(seed, workers=True, verbose=False)
     train, val = digits()
     longer = TensorDataset(*(tensor.repeat(EPOCHS, *[1] * (tensor.dim() - 1)) for tensor in train.tensors))
-    data = SharedImages(longer, val, batch_size=64, ranks=dist.get_world_size(), seed=seed)
-    options = SGD(lr=0.02, weight_decay=5e-3, warmup_steps=20, momentum=0.9, nesterov=False)
+    source = Source(CHANNELS, 8, CLASSES, lambda: (longer, val), images=len(longer))
+    data = SharedImages(source, batch_size=64, ranks=dist.get_world_size(), seed=seed)
+    options = SGD(lr=0.02, weight_decay=5e-3, decay_all=True, warmup_steps=20, momentum=0.9, nesterov=False)
     classifier = Classifier(build("resnet18", channels=CHANNELS, classes=CLASSES), options)
     monitor = CommunicationMonitor()
     trainer = L.Trainer(

@@ -12,18 +12,13 @@ from typing import Any
 
 import torch
 
+from lightning_gradcomp.app.env import processor
+
 
 def machine() -> str:
     """The hardware and the versions that figures were measured with."""
     cards = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{os.cpu_count()} cores of {processor()}, {cards}, torch {version('torch')}, {platform.system()}"
-
-
-def processor() -> str:
-    """The processor's name, where the system tells."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -25,13 +25,9 @@ from matplotlib.axes import Axes
 
 from benchmarks import report
 from lightning_gradcomp.app import runfile
-from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.compose import checked, register, shipped
-from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES
-from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.quiet import quiet
 from lightning_gradcomp.app.train import build
-from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
 
 Curve = list[tuple[float, float]]
 """(seconds, validation accuracy) after each epoch."""
@@ -55,11 +51,10 @@ def train(folder: Path) -> None:
     quiet()
     run = runfile.load(folder)
     L.seed_everything(run.seed, workers=True, verbose=False)
-    data, trainer = build(run, folder, CommunicationMonitor())
-    clock = Clock()
-    trainer.callbacks.append(clock)
-    trainer.fit(Classifier(build_model(run.model.name, channels=CHANNELS, classes=CLASSES), run.optimizer), data)
-    if trainer.is_global_zero:
+    parts, clock = build(run, folder), Clock()
+    parts.trainer.callbacks.append(clock)
+    parts.trainer.fit(parts.classifier, parts.data)
+    if parts.trainer.is_global_zero:
         (folder / "curve.json").write_text(json.dumps(clock.curve))
 
 

@@ -26,6 +26,11 @@ HEAD = ["name", "sends", "bits an element", *(f"{name}, N=2" for name in MODELS)
 HEAD += ["remembers", "optimizers", "pick it when", "from"]
 
 
+def page_of(name: str) -> str:
+    """The page of docs/methods on which the compressor `name` is described."""
+    return "dense" if name in ("none", "fp16", "bf16") else name
+
+
 def step(compressor: Compressor, model: torch.nn.Module) -> tuple[float, float, list[str]]:
     """Bits an element of what is compressed, dense traffic over traffic, and the collectives, of one step at N=2."""
     pair = Ranks(None)
@@ -48,7 +53,9 @@ def rows() -> list[list[str]]:
     for entry in entries():
         compressor, card = entry.cls(), entry.cls.card
         (bits, ratio, collectives), *others = (step(compressor, model) for model in models)
-        name = f"`{entry.name}`" if entry.strategy == entry.name else f"`{entry.name}` (strategy `{entry.strategy}`)"
+        name = f"[`{entry.name}`](methods/{page_of(entry.name)}.md)"
+        if entry.strategy != entry.name:
+            name += f" (strategy `{entry.strategy}`)"
         ratios = [f"{ratio:.0f}x", *(f"{other:.0f}x" for _, other, _ in others)]
         words = [" + ".join(collectives), card.remembers, "SGD" if entry.cls.owns_momentum else "any", card.pick]
         found.append((-ratio, [name, card.sends, f"{bits:.3g}", *ratios, *words, card.source]))

@@ -31,7 +31,15 @@ class Entry:
 
 
 def register(name: str, *, strategy: str | None = None) -> Callable[[C], C]:
-    """Class decorator that makes a compressor known as `name`, and to the Trainer as `strategy` (default: `name`)."""
+    """Class decorator that makes a compressor known as `name`, and to the Trainer as `strategy` (default: `name`).
+
+    Args:
+        name: the word on the command line, and for `GradientAverager` and the strategies.
+        strategy: the word for `Trainer(strategy=...)` and `Fabric(strategy=...)`.
+
+    Raises:
+        ValueError: a name that is taken.
+    """
 
     def add(cls: C) -> C:
         if name in _TABLE:

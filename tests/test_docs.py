@@ -1,31 +1,90 @@
-"""What the docs show is what the package does: the example compressor trains, the table is the registry's."""
+"""What the docs show is what the package does: their Python runs, their tables are the registry's and the options'."""
 
+import inspect
+import os
 import re
 import runpy
-from pathlib import Path
+from ast import literal_eval
+from dataclasses import MISSING, fields
+from math import ceil, floor, log2, prod
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp import registry
+from lightning_gradcomp.compressors.layout import Layout
+from tests.pages import DOCS, PAGES, blocks, prose, rows
 from tests.threads import run_ranks
 
-DOCS = Path(__file__).parents[1] / "docs"
+TABLES = runpy.run_path(str(DOCS / "tables.py"))
+KINDS = {"python", "bash", "diff", "text", "math"}
+"""Blocks of the last three are not code."""
 
 
-@pytest.fixture
-def mean_sign(monkeypatch):
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(monkeypatch, tmp_path):
+    """Of what a block registers, a Trainer writes, or a fit joins."""
     monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))
-    [example] = re.findall(r"```python\n(.*?)```", (DOCS / "write-a-compressor.md").read_text(), re.DOTALL)
-    names = {"__name__": "example"}
-    exec(example, names)
-    yield names["MeanSign"]
-    StrategyRegistry.remove("meansign")
+    monkeypatch.chdir(tmp_path)
+    before = set(StrategyRegistry.available_strategies())
+    with mock.patch.dict(os.environ):
+        yield
+    for name in set(StrategyRegistry.available_strategies()) - before:
+        StrategyRegistry.remove(name)
+        STRATEGY_REGISTRY.remove(name)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def test_the_example_compressor_is_a_strategy_and_learns(mean_sign):
+def provided(tmp_path):
+    """What blocks that show a part of a script take for granted."""
+    model = nn.Linear(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        "loader": [torch.randn(4, 64) for _ in range(2)],
+        "batches": iter([torch.randn(4, 64) for _ in range(2)]),
+        "loss": loss,
+        "rank": 0,
+        "path": tmp_path / "state.pt",
+    }
+
+
+TAKES_FOR_GRANTED = ("README.md", "docs/latency.md", "docs/methods/dga.md")
+"""All other pages stand alone."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(kind == "python" for kind, _, _ in blocks(page))])
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on Trainers that are made here, and not used
+def test_python_of_a_page_runs(page, tmp_path):
+    names = {"__name__": "page", **(provided(tmp_path) if page in TAKES_FOR_GRANTED else {})}
+    if page == "README.md":
+        names["loss"] = names["loss"](names["model"], names["loader"][0])
+    for kind, line, text in blocks(page):
+        if kind == "python":
+            exec(compile("\n" * (line - 1) + text, str(PAGES[page]), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_kind_that_is_tested_or_is_no_code(page):
+    assert {kind for kind, _, _ in blocks(page)} <= KINDS
+
+
+def test_the_example_compressor_is_a_strategy_and_learns():
+    [text] = [text for kind, _, text in blocks("docs/write-a-compressor.md") if kind == "python"]
+    exec(text, {"__name__": "example"})
     assert "meansign" in StrategyRegistry
 
     def work(rank, group):
@@ -49,11 +108,78 @@ def test_the_example_compressor_is_a_strategy_and_learns(mean_sign):
 
 def test_the_table_of_methods_is_what_the_registry_makes_of_it():
     """After a change: python docs/tables.py."""
-    assert (DOCS / "compressors.md").read_text() == runpy.run_path(str(DOCS / "tables.py"))["page"]()
+    assert (DOCS / "compressors.md").read_text() == TABLES["page"]()
 
 
-def test_every_method_has_a_card_and_a_paragraph():
-    page = (DOCS / "compressors.md").read_text()
+def test_every_method_has_a_card_and_a_page():
     for entry in lgc.entries():
         assert all((entry.cls.card.sends, entry.cls.card.pick, entry.cls.card.source)), entry.name
-        assert re.search(rf"^## .*`{entry.name}`", page, re.MULTILINE), entry.name
+        text = PAGES[page_of(entry)].read_text()
+        for word in (f"lgc.{entry.cls.__name__}", f'"{entry.strategy}"', f"compressor={entry.name}"):
+            assert f"`{word}`" in text, f"{page_of(entry)} doesn't name {word}"
+
+
+def page_of(entry):
+    return f"docs/methods/{TABLES['page_of'](entry.name)}.md"
+
+
+def written(default):
+    """A default as a page writes it: Python, but with double quotes."""
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
+@pytest.mark.parametrize("entry", lgc.entries(), ids=lambda entry: entry.name)
+def test_a_methods_page_has_its_options_and_no_others(entry):
+    table = {row[0].strip("`"): row[1:] for row in rows(page_of(entry), "## Options")}
+    options = {field.name: field for field in fields(entry.cls)}
+    assert set(table) == set(options)
+    for name, field in options.items():
+        default = field.default_factory() if field.default is MISSING else field.default
+        shown, allowed, meaning = table[name]
+        assert shown == f"`{written(default)}`", name
+        assert allowed and meaning, name
+        for word in re.findall(r'`("\w+"|True|False|None)`', allowed):  # that such values are allowed indeed
+            entry.cls(**{name: literal_eval(word)})
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.25])
+def test_the_formulas_of_bytes_are_the_codes(density):
+    """Those under "Bytes" on the methods' pages."""
+    layout = Layout(("a", "b", "c"), ((64, 3, 3, 3), (512, 512, 3, 3), (10, 513)))
+    sizes = layout.sizes
+
+    def sparse(k):
+        low = floor(log2(layout.n / k))
+        return 4 * k + ceil(k * low / 8) + ceil((k + layout.n // 2**low + 1) / 8)
+
+    each = sum(ceil(round(size * density, 6)) for size in sizes)
+    together = ceil(round(layout.n * density, 6))
+    factors = 4 * 4 * sum(shape[0] + prod(shape[1:]) for shape in layout.shapes)
+    payloads = [
+        (lgc.DGC(), sparse(each)),
+        (lgc.GradientDropping(), sparse(together)),
+        (lgc.OneBit(), sum(8 * ceil(size / 512) + ceil(size / 8) for size in sizes)),
+        (lgc.TwoBit(), sum(4 + 4 * ceil(size / 16) for size in sizes)),
+        (lgc.TernGrad(share_scaler=False), sum(4 + ceil(size / 5) for size in sizes)),
+        (lgc.PowerSGD(), factors),
+    ]
+    for compressor, expected in payloads:
+        assert sum(size for _, size in compressor.messages(layout, density)) == expected, compressor
+
+
+def test_the_page_of_delayed_averaging_has_its_options():
+    table = {row[0].strip("`"): row[1].strip("`") for row in rows("docs/methods/dga.md", "## Options")}
+    parameters = dict(inspect.signature(lgc.DelayedStrategy).parameters)
+    assert set(table) == set(parameters)
+    for name, parameter in parameters.items():
+        if name not in ("timeout", "options"):
+            assert table[name] == written(parameter.default)
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    page = "docs/api.md"
+    assert {row[0].strip("`") for row in rows(page, "# API")} == set(lgc.__all__)
+    assert set(re.findall(r"^::: lightning_gradcomp\.(\w+)", prose(page), re.MULTILINE)) == set(lgc.__all__)
+    listed = re.compile(r"^::: lightning_gradcomp\.(\w+)\n.*\n      members: \[(.*)\]", re.MULTILINE)
+    for name, members in listed.findall(prose(page)):
+        assert all(hasattr(getattr(lgc, name), member) for member in re.findall(r"\w+", members)), name

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import fields
 
 from lightning_gradcomp.app.compose import choices
-from lightning_gradcomp.app.config import OPTIMIZERS, STRATEGIES, Data, Logger, Model, Trainer
+from lightning_gradcomp.app.config import ONE_CLASS, Run, classes
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.registry import entries
 
 OVERRIDE = re.compile(r"(?P<root>\w+)(\.(?P<option>\w+)[\w.]*)?=(?P<value>.*)")  # without +, ~, and Hydra's rarer forms
 SWITCHES = ("-m", "--multirun", "-r", "--run", "--resolve")  # flags without a value; no word stands after the others
-ONE_CLASS = {"model": Model, "data": Data, "trainer": Trainer, "logger": Logger}
-ALONE = ("seed", "topology", "inside", "residual_device")  # options that are in no group
+ALONE = tuple(field.name for field in fields(Run) if field.name not in {**ONE_CLASS, **classes()})  # in no group
 OWN_CONFIG = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
 
 
@@ -55,14 +52,6 @@ def check(flags: list[str], words: list[str]) -> None:
 
 def _options(group: str, choice: str | None) -> list[str]:
     """The options of `group`: of the class that `choice` names, of all its classes where it doesn't name one."""
-    classes: Mapping[str, type] = {}
-    if group == "compressor":
-        classes = {entry.name: entry.cls for entry in entries()}
-    elif group == "optimizer":
-        classes = OPTIMIZERS
-    elif group == "strategy":
-        classes = STRATEGIES
-    elif group in ONE_CLASS:
-        classes = {group: ONE_CLASS[group]}
-    meant = [classes[choice]] if choice in classes else classes.values()
+    of_group = {**classes(), **{name: {"": cls} for name, cls in ONE_CLASS.items()}}.get(group, {})
+    meant = [of_group[choice]] if choice in of_group else of_group.values()
     return list(dict.fromkeys(field.name for cls in meant for field in fields(cls)))

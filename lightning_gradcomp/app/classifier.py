@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -9,29 +10,41 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.app.config import Optimizer
+from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.app.options.training import Optimizer
 from lightning_gradcomp.app.schedule import build
 
 Batch = list[torch.Tensor]
 """Images (batch, channels, height, width) and labels int64 (batch)."""
 
+Mix = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
 
 class Classifier(L.LightningModule):
-    """Cross entropy; the accuracy counts each validation image of all ranks once."""
+    """Cross entropy; the accuracy counts each validation image of all ranks once.
+
+    Args:
+        model: images -> logits.
+        optimizer: its options.
+        mix: what happens to a batch before the forward pass: (images, labels) -> (images, labels or shares of them).
+        label_smoothing: of the training loss.
+    """
 
     correct: int = 0
     """Validation images that the model had right at the last validation, over all ranks."""
     images: int = 0
     """Validation images that it was shown then."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, mix: Mix | None = None, label_smoothing: float = 0.0
+    ) -> None:
         super().__init__()
         self.model = model
-        self.options = optimizer
+        self.options, self.mix, self.label_smoothing = optimizer, mix, label_smoothing
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        images, labels = batch
-        loss = nn.functional.cross_entropy(self.model(images), labels)
+        images, labels = self.mix(*batch) if self.mix else batch
+        loss = nn.functional.cross_entropy(self.model(images), labels, label_smoothing=self.label_smoothing)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
@@ -59,5 +72,7 @@ class Classifier(L.LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        optimizer, schedule = build(self.options, self.parameters(), int(self.trainer.estimated_stepping_batches))
+        data = self.trainer.datamodule  # pyrefly: ignore[missing-attribute] - the Trainer's, of Lightning's connector
+        assert isinstance(data, SharedImages)
+        optimizer, schedule = build(self.options, self, data.optimizer_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

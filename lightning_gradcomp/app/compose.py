@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_gradcomp.app.config import OPTIMIZERS, STRATEGIES, Run
+from lightning_gradcomp.app.config import Run, classes
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import entries
 
@@ -26,10 +26,10 @@ def register() -> None:
     """Tell Hydra what no file in conf/ holds: the types, the compressors (the dataclass is the config), the recipes."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Run)
-    for name, cls in {**OPTIMIZERS, **STRATEGIES}.items():
-        store.store(group="hydra/schema", name=name, node=cls)  # hydra/...: groups that --help leaves out
-    for entry in entries():
-        store.store(group="compressor", name=entry.name, node=entry.cls)
+    for group, choices_of_it in classes().items():
+        within = group if group == "compressor" else f"hydra/schema/{group}"  # hydra/...: what --help leaves out
+        for name, cls in choices_of_it.items():
+            store.store(group=within, name=name, node=cls)
     for path in shipped("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
 

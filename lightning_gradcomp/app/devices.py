@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_gradcomp.app import ranks
-from lightning_gradcomp.app.config import Trainer
+from lightning_gradcomp.app.options.training import Trainer
 
 
 def resolve(options: Trainer) -> tuple[str, int, int]:

@@ -88,9 +88,9 @@ def traffic(compressor: Compressor, model: nn.Module, topology: str, workers: in
     density = 1 - compressor.final_sparsity
     ranks = Ranks(None)
     ranks.world = workers
-    messages = tuple(compressor.messages(gradients.layout, density))
-    sent = Compression(compressor, gradients, ranks, Route(), None).traffic(density, topology)
-    return Bytes(sum(size for _, size in messages), sent, messages)
+    compression = Compression(compressor, gradients, ranks, Route(), None)
+    payload = sum(size for _, size in compressor.messages(gradients.layout, density))
+    return Bytes(payload, compression.traffic(density, topology), tuple(compression.messages(density)))
 
 
 class Forecast:

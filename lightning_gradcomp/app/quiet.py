@@ -15,6 +15,8 @@ WARNED = (
     r".*LeafSpec\(?\)?.* is deprecated",  # inside Lightning 2.6 with torch 2.15, once an epoch
     r"The '\w+' does not have many workers",  # the images are in memory already
     r"Experiment logs directory .* exists and is not empty",  # holds our config.yaml; at most a metrics.csv is replaced
+    r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips what was seen
+    r"The dirpath has changed from",  # a resumed run writes into a folder of its own
     r"GPU available but not used",  # trainer.accelerator=cpu was asked for
 )
 

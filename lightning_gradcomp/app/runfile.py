@@ -8,17 +8,16 @@ from typing import Any
 
 import yaml
 
-from lightning_gradcomp.app.config import OPTIMIZERS, STRATEGIES, Data, Logger, Model, Run, Trainer, name_of
-from lightning_gradcomp.registry import entries
+from lightning_gradcomp.app.config import ONE_CLASS, Run, classes, name_of
 
 NAME = "config.yaml"
 
 
 def named(run: Run) -> dict[str, Any]:
     """The run as plain values, each choice with its name."""
-    values = asdict(run)
-    for group in ("compressor", "strategy", "optimizer"):
-        values[group] = {"name": name_of(getattr(run, group))} | values[group]
+    values: dict[str, Any] = asdict(run)
+    for group in classes():
+        values[group] = {"name": name_of(group, getattr(run, group))} | values[group]
     return values
 
 
@@ -34,17 +33,8 @@ def load(folder: Path) -> Run:
         ValueError: an option that its class refuses.
     """
     values: dict[str, Any] = yaml.safe_load((folder / NAME).read_text())
-    compressors: dict[str, type] = {entry.name: entry.cls for entry in entries()}
-    return Run(
-        seed=values["seed"],
-        topology=values["topology"],
-        inside=values["inside"],
-        residual_device=values["residual_device"],
-        model=Model(**values["model"]),
-        data=Data(**values["data"]),
-        compressor=compressors[values["compressor"].pop("name")](**values["compressor"]),
-        strategy=STRATEGIES[values["strategy"].pop("name")](**values["strategy"]),
-        optimizer=OPTIMIZERS[values["optimizer"].pop("name")](**values["optimizer"]),
-        trainer=Trainer(**values["trainer"]),
-        logger=Logger(**values["logger"]),
-    )
+    for group, choices in classes().items():
+        values[group] = choices[values[group].pop("name")](**values[group])
+    for group, cls in ONE_CLASS.items():
+        values[group] = cls(**values[group])
+    return Run(**values)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from lightning_gradcomp.app.config import SGD, Optimizer
+from lightning_gradcomp.app.options.training import SGD, Optimizer
+
+POSITIONS = "relative_position_bias_table"
+"""Of Swin's attention: a table, but not a matrix that multiplies."""
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
@@ -21,14 +24,24 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
     return (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps))) / 2
 
 
+def groups(options: Optimizer, module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The parameters of `module`, those without weight decay apart."""
+    decayed, spared = [], []
+    for name, parameter in module.named_parameters():
+        decays = options.decay_all or (parameter.dim() > 1 and not name.endswith(POSITIONS))
+        (decayed if decays else spared).append(parameter)
+    found = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in found if group["params"]]
+
+
 def build(
-    options: Optimizer, parameters: Iterable[torch.nn.Parameter], total_steps: int
+    options: Optimizer, module: torch.nn.Module, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """The optimizer that `options` describe, and its schedule over `total_steps` optimizer steps."""
-    common = {"lr": options.lr, "weight_decay": options.weight_decay}
     if isinstance(options, SGD):
-        optimizer = torch.optim.SGD(parameters, momentum=options.momentum, nesterov=options.nesterov, **common)
+        rest = {"momentum": options.momentum, "nesterov": options.nesterov}
+        optimizer = torch.optim.SGD(groups(options, module), lr=options.lr, **rest)
     else:
-        optimizer = torch.optim.AdamW(parameters, **common)
+        optimizer = torch.optim.AdamW(groups(options, module), lr=options.lr)
     share = lambda step: warmup_cosine(step, options.warmup_steps, total_steps)  # noqa: E731
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,36 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.env import processor, versions
 from lightning_gradcomp.app.runfile import named
+from lightning_gradcomp.app.sizes import human
 
-PACKAGES = ("lightning-gradcomp", "torch", "lightning", "torchvision", "scikit-learn", "hydra-core")
+DRY = "random images (dry run)"
 
 
 def collect(
     run: Run, trainer: L.Trainer, classifier: Classifier, communication: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
     """Result, costs and conditions of a finished run, ready for JSON. `seconds`: wall time of the fit."""
-    best = trainer.checkpoint_callback  # the first of the two
-    assert isinstance(best, ModelCheckpoint) and best.best_model_score is not None
+    best = trainer.checkpoint_callback  # the first of the two; there is none in a dry run
+    score = best.best_model_score if isinstance(best, ModelCheckpoint) else None
     return {
         "val_acc": classifier.correct / classifier.images,
         "val_correct": classifier.correct,
         "val_images": classifier.images,
-        "best_val_acc": best.best_model_score.item(),
+        "best_val_acc": None if score is None else score.item(),
         "epochs": trainer.current_epoch,
         "wall_seconds": seconds,
         "communication": communication,
         "config": named(run),
         "device": torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU",
+        "processor": processor(),
         "devices_per_node": trainer.num_devices,
         "nodes": trainer.num_nodes,
         "cpu_cores": os.cpu_count(),
         "threads_per_process": torch.get_num_threads(),
         "python": platform.python_version(),
-        "packages": {package: _version(package) for package in PACKAGES},
+        "packages": versions(),
     }
 
 
@@ -50,17 +52,30 @@ def write(result: dict[str, Any], folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
+def write_evaluation(run: Run, classifier: Classifier, folder: Path) -> None:
+    """Write evaluation.json."""
+    counts = {"val_correct": classifier.correct, "val_images": classifier.images}
+    content = {"val_acc": classifier.correct / classifier.images, **counts, "ckpt": run.ckpt, "packages": versions()}
+    (folder / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def accuracy(correct: int, images: int) -> str:
+    """In words."""
+    return f"{correct / images:.2%} ({correct} of {images} images)"
+
+
 def table(result: dict[str, Any], folder: Path) -> str:
     """The short form: accuracy, bytes, time, files."""
     config, communication = result["config"], result["communication"]
     epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] > 1)}"
     title = (
-        f"{config['model']['name']} on {config['data']['name']}, compressor {config['compressor']['name']}, "
+        f"{config['model']['name']} on {DRY if config['dry_run'] else config['data']['name']}, "
+        f"compressor {config['compressor']['name']}, "
         f"{epochs} in {result['wall_seconds']:.0f} s on {result['device']}"
     )
     phases = communication["milliseconds"]
     rows = {
-        "validation accuracy": f"{result['val_acc']:.2%} ({result['val_correct']} of {result['val_images']} images)",
+        "validation accuracy": accuracy(result["val_correct"], result["val_images"]),
         "bytes sent": _sent(communication),
         "time per step": f"{sum(phases.values()):.0f} ms (medians): "
         + ", ".join(f"{name} {ms:.1f}" for name, ms in phases.items()),
@@ -85,23 +100,3 @@ def _sent(communication: dict[str, Any]) -> str:
         f"{human(last['bytes_sent'])} in the last step, ratio {last['ratio']:.0f} to dense; "
         f"{human(sent)} in all, dense {human(dense)}, ratio {communication['ratio']:.1f} (a rank; {how})"
     )
-
-
-def human(size: float) -> str:
-    """A number of bytes for people.
-
-    >>> human(999), human(44_700_000)
-    ('999 B', '44.7 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout that was put on the path instead of being installed
-        return None

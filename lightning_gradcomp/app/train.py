@@ -8,101 +8,107 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning as L
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.app import devices, runfile, summary
+from lightning_gradcomp.app import devices, runfile, stopping, summary
 from lightning_gradcomp.app.classifier import Classifier
-from lightning_gradcomp.app.config import DGA, Run
-from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
+from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.data.choose import choose, stand_in
+from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.app.mixing import mixer
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.quiet import quiet
+from lightning_gradcomp.app.trainer import LAST, build_trainer, keeps
 from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
-from lightning_gradcomp.plugin.delayed import DelayedStrategy
-from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
+
+DRY_BATCH = 2
+"""Images a rank and step of a dry run."""
+
+STOPPED = 143
+"""The shell's code for a SIGTERM."""
 
 
 def main() -> None:
-    """Train; at the end rank 0 writes summary.json and prints its short form."""
+    """Train, or evaluate; at the end rank 0 writes the result and prints its short form."""
     folder = Path(sys.argv[1])
     quiet()
     run = runfile.load(folder)
     L.seed_everything(run.seed, workers=True, verbose=False)
-    monitor = CommunicationMonitor()
     try:
-        data, trainer = build(run, folder, monitor)
+        parts = build(run, folder)
     except (ValueError, MisconfigurationException) as error:
         sys.exit(f"gradcomp: {error}")
-    classifier = Classifier(build_model(run.model.name, channels=CHANNELS, classes=CLASSES), run.optimizer)
-    start = time.perf_counter()
-    trainer.fit(classifier, data)
-    seconds = time.perf_counter() - start
-    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt", weights_only=False)
-    result = summary.collect(run, trainer, classifier, monitor.summary(), seconds)
-    if trainer.is_global_zero:
-        summary.write(result, folder)
-        print(summary.table(result, folder))
+    try:
+        (evaluate if run.evaluate else train)(run, folder, parts)
+    except MissingData as error:
+        sys.exit(f"gradcomp: {error}")
     dist.destroy_process_group()
 
 
-def build(run: Run, folder: Path, monitor: CommunicationMonitor) -> tuple[SharedImages, L.Trainer]:
-    """The data and the Trainer of `run`.
+class Parts(NamedTuple):
+    """What trains."""
+
+    classifier: Classifier
+    data: SharedImages
+    trainer: L.Trainer
+    monitor: CommunicationMonitor
+
+
+def build(run: Run, folder: Path) -> Parts:
+    """The network, the images and the Trainer of `run`.
 
     Raises:
         ValueError, MisconfigurationException: what this machine can't do, or the core refuses.
     """
-    accelerator, local, nodes = devices.resolve(run.trainer)
-    options = run.trainer
-    data = SharedImages(*digits(), batch_size=run.data.batch_size, ranks=local * nodes, seed=run.seed)
-    trainer = L.Trainer(
-        strategy=strategy(run),
-        accelerator=accelerator,
-        devices=local,
-        num_nodes=nodes,
-        max_epochs=options.max_epochs,
-        precision=options.precision,  # pyrefly: ignore[bad-argument-type] - checked in config.py
-        accumulate_grad_batches=options.accumulate_grad_batches,
-        deterministic=options.deterministic,
-        limit_train_batches=options.limit_train_batches,
-        limit_val_batches=options.limit_val_batches,
-        log_every_n_steps=options.log_every_n_steps,
-        enable_progress_bar=options.enable_progress_bar,
-        callbacks=[monitor, *checkpoints(folder / "checkpoints")],
-        logger=logger(run.logger.name, folder),
-        use_distributed_sampler=False,  # SharedImages does it
-        num_sanity_val_steps=0,
-        enable_model_summary=False,  # the strategy's own line says what is compressed
-        default_root_dir=folder,
-    )
-    return data, trainer
+    placed = devices.resolve(run.trainer)
+    ranks = placed[1] * placed[2]
+    dry = DRY_BATCH * ranks
+    source = stand_in(run.data, 2 * dry) if run.dry_run else choose(run.data, run.augment)
+    batch_size = dry if run.dry_run else run.data.batch_size
+    data = SharedImages(source, batch_size=batch_size, ranks=ranks, seed=run.seed)
+    monitor = CommunicationMonitor()
+    network = build_model(run.model.name, channels=source.channels, classes=source.classes, size=source.size)
+    mix = mixer(run.augment, source.classes)
+    classifier = Classifier(network, run.optimizer, mix, run.augment.label_smoothing)
+    return Parts(classifier, data, build_trainer(run, folder, monitor, placed), monitor)
 
 
-def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy:
-    """The strategy of `run`."""
-    if isinstance(rounds := run.strategy, DGA):
-        return DelayedStrategy(run.compressor, rounds.period, rounds.delay, rounds.outer(), rounds.stale_only)
-    return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device)
+def train(run: Run, folder: Path, parts: Parts) -> None:
+    """Fit, from a checkpoint where the run names one; summary.json, and its short form on the screen."""
+    classifier, data, trainer, monitor = parts
+    stopping.interrupt_is_sigterm()
+    start = time.perf_counter()
+    try:
+        trainer.fit(classifier, data, ckpt_path=run.ckpt)
+    except SIGTERMException:
+        if trainer.is_global_zero:
+            print(f"\nstopped after step {trainer.global_step}; to go on: the same words, and ckpt={folder}")
+        sys.exit(STOPPED)
+    seconds = time.perf_counter() - start
+    if not classifier.images:  # stopped at the last step, before its validation
+        steps = f"{run.ckpt} has all {trainer.global_step} steps of this run behind it"
+        sys.exit(f"gradcomp: {steps}: evaluate=true tells what it is worth; for more, raise trainer.max_epochs")
+    if keeps(run):
+        trainer.save_checkpoint(folder / LAST, weights_only=False)
+    result = summary.collect(run, trainer, classifier, monitor.summary(), seconds)
+    if trainer.is_global_zero:
+        summary.write(result, folder)
+        print(summary.table(result, folder))
 
 
-def checkpoints(folder: Path) -> list[ModelCheckpoint]:
-    """best.ckpt to use the model, last.ckpt to go on from: it also holds the optimizer and what was not sent yet."""
-    best = ModelCheckpoint(
-        folder, "best", monitor="val_acc", mode="max", save_weights_only=True, enable_version_counter=False
-    )
-    # Saved at the end too. With what is remembered on all ranks it is some times the model's size.
-    return [best, ModelCheckpoint(folder, "last", every_n_epochs=5, enable_version_counter=False)]
-
-
-def logger(name: str, folder: Path) -> Logger | bool:
-    """The logger that writes into the run's folder; False for none."""
-    if name == "none":
-        return False
-    return (CSVLogger if name == "csv" else TensorBoardLogger)(folder, name="", version="")
+def evaluate(run: Run, folder: Path, parts: Parts) -> None:
+    """Validate the checkpoint; evaluation.json, and a line on the screen."""
+    classifier, data, trainer, _ = parts
+    trainer.validate(classifier, data, ckpt_path=run.ckpt, verbose=False)
+    if trainer.is_global_zero:
+        summary.write_evaluation(run, classifier, folder)
+        print(f"\nvalidation accuracy {summary.accuracy(classifier.correct, classifier.images)} of {run.ckpt}")
 
 
 if __name__ == "__main__":

@@ -68,9 +68,10 @@ class Anchor(nn.Module):
     @torch.no_grad()
     def after_step(self) -> None:
         """The optimizer has stepped. With `stale_only`, note what it added, and take it back."""
-        for apart, (z, w) in zip(self._apart, self._pairs, strict=False):
-            apart.add_(w - z)
-            w.copy_(z)
+        if self.stale_only:
+            for apart, (z, w) in zip(self._apart, self._pairs, strict=True):
+                apart.add_(w - z)
+            self._go_to_z()
 
     @torch.no_grad()
     def take_update(self) -> bool:
@@ -105,8 +106,7 @@ class Anchor(nn.Module):
             How far the rank's weights were from z's new value when it sent them.
         """
         if self.stale_only:
-            for z, w in self._pairs:
-                w.copy_(z)
+            self._go_to_z()
             return 0.0
         squares = []
         for base, (z, w) in zip(self._base, self._pairs, strict=True):
@@ -118,11 +118,14 @@ class Anchor(nn.Module):
     @torch.no_grad()
     def rest(self) -> None:
         """The weights become z; what the rank has added since is in it, or lost."""
-        for z, w in self._pairs:
-            w.copy_(z)
+        self._go_to_z()
         self._base = []
         for apart in self._apart:
             apart.zero_()
+
+    def _go_to_z(self) -> None:
+        for z, w in self._pairs:
+            w.copy_(z)
 
     def length(self) -> float:
         """Of z as one vector."""

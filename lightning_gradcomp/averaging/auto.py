@@ -35,8 +35,8 @@ class Auto:
 
     def seconds(self, density: float) -> dict[str, float]:
         """Topology -> seconds that a step at this density would take beyond its computation, by the model."""
-        compression, layout = self._compression, self._compression.gradients.layout
-        messages, workers = compression.compressor.messages(layout, density), compression.ranks.workers
+        compression = self._compression
+        messages, workers = compression.messages(density), compression.ranks.workers
         return {
             topology: compressed_seconds(
                 topology, compression.traffic(density, topology), messages, workers, self.link, self.work

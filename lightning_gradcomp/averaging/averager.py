@@ -26,6 +26,7 @@ from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.averaging.nodes import workers
 from lightning_gradcomp.averaging.takeover import check_optimizer, momentum_taken_over
 from lightning_gradcomp.averaging.trial import Trial
+from lightning_gradcomp.averaging.weighing import weighed
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.compressors.sent import Everything
@@ -96,6 +97,8 @@ class GradientAverager:
         """What the last step cost."""
         self.flag = self.flagged = False
         """What this rank tells the others along with its gradients, and whether any rank did in the last `average`."""
+        self.weighs = False
+        """Whether compressed steps also measure `stats.residual_to_gradient`: two passes over the model."""
         self._taken_over = False
         self.gradients = Gradients(model, self.compressor)
         self._compression: Compression | None = None
@@ -114,7 +117,14 @@ class GradientAverager:
         return self._compression and self._compression.books.memory
 
     def step(self) -> None:
-        """Average the gradients, then step the optimizer, which applies no momentum that was applied already."""
+        """Average the gradients, then step the optimizer, which applies no momentum that was applied already.
+
+        A collective call.
+
+        Raises:
+            ValueError: there is no optimizer.
+            ExchangeFailed: the other ranks can't be reached; it names rank, step and who is missing.
+        """
         if self.optimizer is None:
             raise refusal(
                 "GradientAverager.step()", "no optimizer", "GradientAverager(..., optimizer=opt), or .average()"
@@ -165,6 +175,9 @@ class GradientAverager:
 
         Args:
             grad_scale: the loss scale that is in the gradients; what is remembered is free of it.
+
+        Raises:
+            ExchangeFailed: the other ranks can't be reached; it names rank, step and who is missing.
         """
         with explained(self.steps, "averaging gradients", self.ranks.group):
             self._average(grad_scale)
@@ -190,13 +203,21 @@ class GradientAverager:
         sparsity = self.sparsity
         has_sparsity = hasattr(self.compressor, "sparsity")
         self.stats = Stats(dense_bytes=self._dense_traffic(), sparsity=sparsity if has_sparsity else 0.0)
-        if sparsity:
-            self._compression.books.travel(self.topology_at(1 - sparsity))
-            self.flagged = self._compression.average(1 - sparsity, grad_scale, self.stats, self.flag)
-        else:
-            self.flagged = self._compression.settle(grad_scale, self.stats, self.flag)
+        with self._weighed(grad_scale):
+            if sparsity:
+                self._compression.books.travel(self.topology_at(1 - sparsity))
+                self.flagged = self._compression.average(1 - sparsity, grad_scale, self.stats, self.flag)
+            else:
+                self.flagged = self._compression.settle(grad_scale, self.stats, self.flag)
         self._taken_over = self.compressor.owns_momentum
         self._step_ended(1 - sparsity)
+
+    def _weighed(self, grad_scale: float) -> AbstractContextManager[None]:
+        timed = self.trial and not self.trial.won
+        if not self.weighs or timed or self.memory.unsent is None:
+            return nullcontext()
+        gradients = [parameter.grad for parameter in self.gradients.compressed if parameter.grad is not None]
+        return weighed(gradients, self.memory, self.stats, grad_scale)
 
     def _step_ended(self, density: float) -> None:
         self.steps += 1

@@ -70,21 +70,29 @@ class Compression:
         return self._traffic[topology][1]
 
     def _count(self, density: float, topology: str) -> int:
-        dense, flags = self.gradients.dense_layout.n, 2 + len(self.gradients.parameters)
         if owners := self.books.owners_of(topology, torch.device("meta")):
-            return owners.traffic(density, flags)
+            return owners.traffic(density, 2 + len(self.gradients.parameters))
         total = 0
-        for how, payload in self.compressor.messages(self.gradients.layout, density):
+        for how, length in self.messages(density):
             if how == "gather":
-                frame = Frame(dense, self.compressor.dense_values, payload, flags)
-                total += self.ranks.gather_traffic(frame.length)
+                total += self.ranks.gather_traffic(length)
             elif how == "mean":
-                total += self.ranks.add_traffic(payload + 4 * (dense + flags))
+                total += self.ranks.add_traffic(length, self.gradients.flat.device)
             else:
-                total += self.ranks.maximum_traffic(payload)
-                continue
-            dense = flags = 0  # they have travelled
+                total += self.ranks.maximum_traffic(length)
         return total
+
+    def messages(self, density: float) -> list[tuple[str, int]]:
+        """What a step exchanges: as `Lossy.messages`, with all that travels along with the first payload."""
+        dense, flags, messages = self.gradients.dense_layout.n, 2 + len(self.gradients.parameters), []
+        for how, payload in self.compressor.messages(self.gradients.layout, density):
+            if how == "maximum":
+                messages.append((how, payload))
+                continue
+            frame = Frame(dense, self.compressor.dense_values, payload, flags)
+            messages.append((how, frame.length if how == "gather" else payload + 4 * (dense + flags)))
+            dense = flags = 0  # they have travelled
+        return messages
 
     def _join(self, grad_scale: float, flag: bool, stats: Stats) -> list[bool]:
         """Which gradients this worker has, and its flag. Several ranks are one worker: their mean lies flat then."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_gradcomp.averaging.ranks import SHORT, dense_traffic
+from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM, dense_traffic
 
 HIDES = 0.6
 """Share of backward behind which DDP hides its exchange: the first bucket of 25 MiB has to be full before it begins."""
@@ -59,16 +59,19 @@ def compressed_seconds(
     Args:
         topology: "all_gather", "two_phase" or "server".
         sent: bytes that a rank sends in the step (`Compression.traffic`).
-        messages: what is exchanged, in order (`Lossy.messages`).
+        messages: what is exchanged, in order (`Compression.messages`).
         workers: number of ranks.
     """
     if workers == 1:
         return 0.0
     gathered = sum(size for how, size in messages if how == "gather")
-    hops, seconds = 0, work.encode + sent / (link.bandwidth * (link.gathers if gathered else 1.0))
+    rings = [size for how, size in messages if how == "maximum" or (how == "mean" and size > SHORT_SUM)]
+    by_rings = sum(dense_traffic(size, workers) for size in rings)
+    seconds = work.encode + (by_rings + (sent - by_rings) / link.gathers) / link.bandwidth
+    hops = 2 * (workers - 1) * len(rings)
     for how, size in messages:
+        hops += short_sum_hops(size, workers) if how == "mean" and size <= SHORT_SUM else 0
         hops += gather_hops(size, workers) if how == "gather" and topology == "all_gather" else 0
-        hops += 2 * (workers - 1) if how != "gather" else 0
     if topology == "all_gather":
         decoded = workers - 1 if gathered else 0  # one's own payload is known
     else:
@@ -84,8 +87,16 @@ def gather_hops(num_bytes: float, workers: int) -> int:
     return 1 if num_bytes <= SHORT else workers - 1
 
 
+def short_sum_hops(num_bytes: int, workers: int) -> int:
+    """Messages that wait for each other in a sum which is not a ring (`ranks.add`): to who adds up a stretch, and back.
+
+    Two ranks tell each other everything at once.
+    """
+    return 1 if workers == 2 else 1 + gather_hops(num_bytes / workers, workers)
+
+
 def dense_seconds(num_bytes: int, workers: int, link: Link) -> float:
-    """Seconds that a ring all-reduce of `num_bytes` takes; how much of it hides behind backward, `exposed` says."""
+    """Seconds that DDP's exchange of `num_bytes` takes, a ring; how much of it hides, `exposed` says."""
     return 2 * (workers - 1) * link.latency + dense_traffic(num_bytes, workers) / link.bandwidth
 
 

@@ -82,7 +82,7 @@ class Exchange:
             if rest:
                 self.dense_mean, flags = means
                 self._finite, self._present, self._carried = flags[:1] == 0, flags[1:] > 0, True
-            self._book(self.ranks.add_traffic(total.nbytes))
+            self._book(self.ranks.add_traffic(total.nbytes, total.device))
             return mean
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:

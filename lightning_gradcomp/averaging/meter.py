@@ -19,6 +19,8 @@ class Stats:
         dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent, on the same terms.
         sparsity: what the schedule asked for, 0 in a dense step.
         seconds: by phase: compress, exchange, decompress. Host clock.
+        residual_to_gradient: where it was asked for (`averaging/weighing.py`), and something is remembered.
+        weighing_seconds: what that has taken.
     """
 
     bytes_sent: int = 0
@@ -26,6 +28,8 @@ class Stats:
     dense_bytes: int = 0
     sparsity: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: {"compress": 0.0, "exchange": 0.0, "decompress": 0.0})
+    residual_to_gradient: float | None = None
+    weighing_seconds: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -38,6 +42,26 @@ class Stats:
         begin = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - begin
+
+
+@dataclass
+class Totals:
+    """What one rank's fit has cost so far, with the fits that it goes on from.
+
+    Args:
+        bytes_sent: as in `Stats`, of all steps.
+        dense_bytes: likewise.
+        seconds: wall time.
+    """
+
+    bytes_sent: int = 0
+    dense_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Dense traffic over the traffic of all steps; 1 where nothing is exchanged."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
 
 @dataclass

@@ -91,10 +91,10 @@ class Ranks:
         """Bytes that a rank of `worker` sends to other workers in `scatter`."""
         return sum(self.share(length) for length in lengths) - self.share(lengths[worker])
 
-    def add_traffic(self, num_bytes: int) -> int:
-        """Bytes that this rank sends to other workers in `add`, of fp32."""
+    def add_traffic(self, num_bytes: int, device: torch.device) -> int:
+        """Bytes that this rank sends to other workers in `add`, of fp32 on `device`."""
         share = self.share(num_bytes)
-        if self.workers > 2 and share <= SHORT_SUM:
+        if self.workers > 2 and in_short_messages(share, device):
             return 2 * (self.workers - 1) * 4 * -(-share // (4 * self.workers))
         return dense_traffic(share, self.workers)
 
@@ -110,9 +110,14 @@ class Ranks:
         return dense_traffic(num_bytes, self.world) // self.per_worker
 
 
+def in_short_messages(num_bytes: int, device: torch.device) -> bool:
+    """Whether a sum of so many bytes is made of short messages, and not by a ring."""
+    return device.type != "cuda" and num_bytes <= SHORT_SUM
+
+
 def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
     """flat [n] becomes the sum of all ranks' flat, bitwise the same on each."""
-    if flat.is_cuda or flat.nbytes > SHORT_SUM:
+    if not in_short_messages(flat.nbytes, flat.device):
         dist.all_reduce(flat, group=group)
         return
     world = group.size() if group else 1

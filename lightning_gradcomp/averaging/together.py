@@ -54,7 +54,7 @@ def means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple[list[tor
     message = torch.cat([flat * share if share else torch.zeros_like(flat) for (flat, _), share in pairs])
     add(ranks.group, message)
     found = zip(message.split([len(flat) for flat, _ in parts]), everyones, strict=True)
-    sent = ranks.gather_traffic(own.nbytes) + ranks.add_traffic(message.nbytes)
+    sent = ranks.gather_traffic(own.nbytes) + ranks.add_traffic(message.nbytes, message.device)
     return [mean if any(all_n) else None for mean, all_n in found], sent
 
 

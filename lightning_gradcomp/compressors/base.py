@@ -45,6 +45,9 @@ class Compressor:
     Args:
         min_elements: tensors with fewer elements travel uncompressed, as all 1-D tensors do (biases, norm weights).
         exclude: shell patterns of parameter names that travel uncompressed, e.g. `["head.*"]`.
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card()
@@ -99,6 +102,9 @@ class Lossy(Compressor, ABC):
         warmup_epochs: epochs of dense training before the compression begins.
         dense_values: how tensors that are not compressed are written beside those that are: "fp32", "bf16", "fp16" or
             "int8"; what rounding changes is remembered. Where averages travel (PowerSGD), they stay fp32.
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     warmup_epochs: int = 0
@@ -121,7 +127,13 @@ class Lossy(Compressor, ABC):
 
     @abstractmethod
     def memory(self, layout: Layout, device: torch.device, rank: int) -> Memory:
-        """Books for what is not sent of these parameters."""
+        """Books for what is not sent of these parameters.
+
+        Args:
+            layout: the compressed parameters, in the flat buffer's order.
+            device: where the books lie.
+            rank: the worker's number, for what each has of its own (a random generator).
+        """
 
     @abstractmethod
     def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
@@ -138,6 +150,10 @@ class Lossy(Compressor, ABC):
             density: 1 - sparsity of this step.
             exchange: its collectives; one of them has to be used, since the uncompressed gradients travel with it.
             memory: the books, to read; the caller keeps them.
+
+        Returns:
+            The mean: `Everything` (values [n]) or `Sparse` (ascending int64 indices [k], values [k]), fp32. And what
+            this rank sent: one of these, or `Piecewise`.
         """
 
 
@@ -151,11 +167,20 @@ class Codec(Lossy):
 
     @abstractmethod
     def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sent]:
-        """The payload (uint8) of a flat fp32 tensor, and what it decodes to."""
+        """The payload of a flat tensor, and what it decodes to.
+
+        Args:
+            flat: what should be sent, fp32 [n], finite.
+            layout: where each parameter lies in it; with owners of parts, some rows of them.
+            density: 1 - sparsity of this step.
+
+        Returns:
+            uint8 [payload_bytes(layout, density)], and what `decode` makes of it.
+        """
 
     @abstractmethod
     def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sent:
-        """What a payload says."""
+        """What a payload (uint8 [payload_bytes(layout, density)]) says, on every rank alike."""
 
     def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
         """One gather of payloads."""

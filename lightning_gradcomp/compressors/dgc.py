@@ -39,6 +39,8 @@ from lightning_gradcomp.registry import register
 class DGC(Codec):
     """Deep Gradient Compression: the largest 0.1 % of the velocity, with momentum correction (needs SGD).
 
+    Source: Lin et al., ICLR 2018, arXiv 1712.01887. The head of this file has the differences.
+
     Args:
         sparsity: share of each tensor that is not sent once the warm-up is over, in [0, 1). 0 is dense training.
         warmup_epochs: epochs of rising sparsity before that, one level an epoch (§3.3). Fine-tuning needs none.
@@ -48,6 +50,9 @@ class DGC(Codec):
         momentum_masking: stop the momentum of what was sent (momentum factor masking, §3.2).
         clip_norm: global-norm threshold of the averaged gradient that local clipping (§3.2) stands in for; each rank
             clips its own gradient at √N times it, before accumulation. Dense phases clip the average at it. None: off.
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(

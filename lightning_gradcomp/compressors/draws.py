@@ -76,6 +76,11 @@ class Drawing(Residual):
         self.error_feedback = error_feedback
         self._after = self.generator.get_state()
 
+    @property
+    def unsent(self) -> torch.Tensor | None:
+        """The residual, where there is one."""
+        return self.residual if self.error_feedback else None
+
     def compensate(
         self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:

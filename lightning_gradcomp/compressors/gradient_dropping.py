@@ -29,12 +29,17 @@ from lightning_gradcomp.registry import register
 class GradientDropping(Codec):
     """Gradient dropping: the largest 1 % of residual + gradient; for any optimizer.
 
+    Source: Aji and Heafield, EMNLP 2017, arXiv 1704.05021.
+
     Args:
         sparsity: share that is not sent, in [0, 1). The paper uses 0.99.
         values: how they are written, "fp32", "bf16", "fp16" or "int8" (with a scale for each 256). What that changes
             stays in the residual.
         scope: "global" finds the largest entries of all tensors together, "tensor" of each tensor.
         warmup_epochs: dense epochs before the dropping begins (the authors' Marian begins with 100 dense steps).
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(

@@ -82,6 +82,11 @@ class Memory:
         """Whether nothing is remembered: nothing was accumulated yet, or all was handed back."""
         return not self.started
 
+    @property
+    def unsent(self) -> torch.Tensor | None:
+        """What is left to be sent, flat fp32 [n]; None for a memory that holds nothing of the kind."""
+        return None
+
     def compensate(
         self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
@@ -122,6 +127,11 @@ class Residual(Memory):
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout, device)
         self.residual, self._residual = torch.zeros(layout.n, device=device), torch.zeros(layout.n, device=device)
+
+    @property
+    def unsent(self) -> torch.Tensor | None:
+        """The residual."""
+        return self.residual
 
     def compensate(
         self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()
@@ -167,6 +177,11 @@ class Velocity(Memory):
         self.masking = masking
         self.u, self.v, self._u, self._v = (torch.zeros(layout.n, device=device) for _ in range(4))
         self._started = self.started
+
+    @property
+    def unsent(self) -> torch.Tensor:
+        """The accumulated velocity v."""
+        return self.v
 
     def compensate(
         self, g: Incoming, rules: list[Momentum], moving: set[str], weights: Sequence[torch.Tensor] = ()

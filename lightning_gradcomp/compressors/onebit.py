@@ -64,11 +64,16 @@ def packed_bytes(n: int) -> int:
 class OneBit(Codec):
     """1-bit SGD: a sign for each element, two means for each group, error feedback; for any optimizer.
 
+    Source: Seide et al., Interspeech 2014.
+
     Args:
         groups: "block" (of `group_size` consecutive elements), "column" (a unit's fan-in, as in the paper) or "tensor".
         group_size: elements of a block; 512 costs 1.125 bits an element.
         threshold: "zero" or "mean".
         warmup_epochs: dense epochs before the quantisation begins (the paper begins with unquantised data too).
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(

@@ -78,13 +78,18 @@ class Factors(Residual):
 class PowerSGD(Lossy):
     """PowerSGD: low-rank factors, two all-reduces a step, error feedback; for any optimizer.
 
+    Source: Vogels et al., NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2.
+
     Args:
         rank: r, columns of the factors; more is closer to the gradient. The paper uses 1, 2 and 4, over 300 epochs; on
-            short runs 2 stays behind (docs/compressors.md).
+            short runs 2 stays behind (docs/methods/powersgd.md).
         warm_start: begin each step's power iteration where the last one ended.
         min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
         warmup_epochs: dense epochs before the compression begins. The paper has none, but raises the learning rate over
             five epochs; torch's hook waits for 1,000 steps.
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(

@@ -100,6 +100,8 @@ def pieces(layout: Layout, device: torch.device) -> list[tuple[int, int, int]]:
 class TernGrad(Lossy):
     """TernGrad: -s, 0 or +s for each element, unbiased; for any optimizer.
 
+    Source: Wen et al., NeurIPS 2017, arXiv 1705.07878.
+
     Args:
         clip_sigma: standard deviations at which each tensor's gradient is clipped first; 0 is not at all.
         share_scaler: all ranks use the largest s of each tensor, found in one small exchange a step.
@@ -107,6 +109,9 @@ class TernGrad(Lossy):
         dense_last_layer: leave the model's last matrix uncompressed, as the authors' code does by default.
         seed: of the draws; each rank has its own generator, from seed and rank, which checkpoints hold.
         warmup_epochs: dense epochs before the quantisation begins (the paper has none).
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(

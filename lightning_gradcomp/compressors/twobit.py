@@ -55,10 +55,15 @@ def unpack(packed: torch.Tensor, n: int, table: torch.Tensor) -> torch.Tensor:
 class TwoBit(Codec):
     """2-bit threshold quantisation with residual (MXNet); for any optimizer.
 
+    Source: MXNet, src/kvstore/gradient_compression.
+
     Args:
         threshold: "auto" (1.5 times the mean magnitude of each tensor, at each step), or a number above 0: MXNet's
             rule, in units of the gradient; MXNet's own default, 0.5, is meant for gradients summed over a batch.
         warmup_epochs: dense epochs before the quantisation begins (MXNet has none, and trains the worse for it).
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(

@@ -6,12 +6,12 @@ of training, instead. Where other modules have buffers, DDP goes on as it does.
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.together import broadcast
 from lightning_gradcomp.compressors import Compressor, Lossy
 
 
@@ -33,8 +33,6 @@ def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
     return spared
 
 
-@torch.no_grad()
-def share_buffers(model: nn.Module) -> None:
+def share_buffers(model: nn.Module, ranks: Ranks) -> None:
     """Before they are looked at: rank 0's buffers for all."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+    broadcast(list(model.buffers()), ranks)

@@ -35,10 +35,13 @@ State = dict[str, Any]
 
 
 def in_step(module: LightningModule | None) -> bool:
-    """Whether all ranks are here to gather: not after an interruption, which may have hit one of them alone."""
+    """Whether all ranks are here to gather: not after an interruption, which may have hit one of them alone.
+
+    A SIGTERM is heard by all of them after the same step (plugin/sigterm.py).
+    """
     if module is None:
         return False
-    if module.trainer.state.status == TrainerStatus.INTERRUPTED:
+    if module.trainer.state.status == TrainerStatus.INTERRUPTED and not module.trainer.received_sigterm:
         rank_zero_warn("Interrupted: this checkpoint holds the model, without what the ranks had not sent yet.")
         return False
     return True

@@ -29,18 +29,15 @@ class CompressedFabricStrategy(DDPStrategy):
 
     Args:
         compressor: a compressor, or its name.
-        topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
-            means on, compressed again; for many ranks. "server": the same with dense means. "auto": the quickest of
-            the first two by a model of the link, but dense where a trial in the first steps finds that quicker. Such
-            decisions hang on the clock: choose another where runs must repeat to the bit. Or a kvstore's name:
-            "device", "dist_sync", "dist_sync_device" (docs/topologies.md).
-        inside: "compressed" (default): every rank compresses its own gradient. "dense": ranks of a node average theirs
-            first, and only nodes exchange payloads.
-        residual_device: where what is not sent lies between steps: with the gradients ("device", default), or in "cpu"
-            memory.
+        topology: as in `CompressedDDPStrategy`.
+        inside: likewise.
+        residual_device: likewise.
         steps_per_epoch: lets a warm-up that counts epochs count them; else call `set_epoch`.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.
+
+    Raises:
+        ValueError: an option, a second module or an optimizer that can't be honoured.
     """
 
     def __init__(

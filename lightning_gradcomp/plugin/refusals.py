@@ -72,11 +72,15 @@ def check_gradients(compressor: Compressor, optimizer: torch.optim.Optimizer, gr
         raise refusal(what, gradients, "1; for optimizers that need more: strategy='ddp_dense'")
 
 
-def check_batches(counts: Sequence[float]) -> None:
-    """ValueError for ranks with different numbers of batches an epoch (infinite where it is not known).
+def check_batches(trainer: Trainer, device: torch.device) -> None:
+    """ValueError for ranks with different numbers of batches an epoch (infinite where it is not known). Collective.
 
     The ranks with more of them would wait for the others.
     """
+    own = torch.tensor([float(trainer.num_training_batches)], device=device)
+    everyones = own.new_empty(trainer.world_size)
+    torch.distributed.all_gather_into_tensor(everyones, own)
+    counts = everyones.tolist()
     if len(set(counts)) > 1:
         got = ", ".join(f"rank {rank}: {count:g}" for rank, count in enumerate(counts))
         raise refusal("training batches an epoch", got, "as many on every rank (DistributedSampler, or drop_last=True)")

@@ -49,10 +49,11 @@ def heed(averager: Averager, trainer: Trainer) -> None:
     trainer._signal_connector.received_sigterm = averager.flagged
 
 
-def ask(averager: GradientAverager, device: torch.device) -> None:
+def ask(averager: GradientAverager, trainer: Trainer) -> None:
     """Before a dense step: end the run if any rank received a SIGTERM. Collective."""
     if averager.dense_step:
-        flag = torch.tensor([averager.flag], dtype=torch.uint8, device=device)
+        flag = torch.tensor([averager.flag], dtype=torch.uint8, device=trainer.strategy.root_device)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         if flag.item():
+            trainer._signal_connector.received_sigterm = True
             raise SIGTERMException()

@@ -134,17 +134,14 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         super().on_train_start()
         assert self.lightning_module is not None and self.averager is not None
         self.rank_states.put_back_accumulated(self.averager)
-        own = torch.tensor([float(self.lightning_module.trainer.num_training_batches)], device=self.root_device)
-        counts = own.new_empty(self.averager.world)
-        torch.distributed.all_gather_into_tensor(counts, own)
-        check_batches(counts.tolist())
+        check_batches(self.lightning_module.trainer, self.root_device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None and self.averager is not None
         self.averager.epoch = self.lightning_module.current_epoch
         with self.explained("before a dense step"):
-            sigterm.ask(self.averager, self.root_device)
+            sigterm.ask(self.averager, self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -152,8 +149,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
 
     def _share_buffers(self) -> None:
         if self._buffers_spared:
-            assert self.model is not None
-            buffers.share_buffers(self.model)
+            assert self.model is not None and self.averager is not None
+            buffers.share_buffers(self.model, self.averager.ranks)
 
     on_validation_start = on_test_start = on_predict_start = _share_buffers
 

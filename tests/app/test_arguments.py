@@ -28,12 +28,15 @@ def test_left_to_hydra(line):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("dgc", "argument: got 'dgc', allowed: compressor="),
+        ("dgc", "argument: got 'dgc', allowed: augment="),
         ("seed=1 report", "argument: got 'report'"),
         ("seed=1 plan", "argument: got 'plan'"),
         ("--cfg=job report", "argument: got 'report'"),
         ("-m report", "argument: got 'report'"),
-        ("optimiser=sgd", "optimiser: got 'sgd', allowed: compressor, data"),
+        ("compresor=dgc", "compresor: got 'dgc', allowed: augment, compressor, data"),
+        ("compressor.sparsty=0.9", "compressor.sparsty: got '0.9', allowed: min_elements, exclude"),
+        ("logger=null", "logger: got 'null', allowed: csv, mlflow, none, tensorboard, wandb"),
+        ("optimiser=sgd", "optimiser: got 'sgd', allowed: augment, compressor, data"),
         ("trainer.epochs=3", "trainer.epochs: got '3', allowed: max_epochs, devices"),
         ("compressor=none compressor.sparsity=0.9", "compressor.sparsity: got '0.9', allowed: min_elements, exclude"),
         ("optimizer=adamw optimizer.momentum=0.9", "optimizer.momentum: got '0.9', allowed: lr, weight_decay"),

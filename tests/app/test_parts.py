@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gradcomp.app import devices, ranks, summary
-from lightning_gradcomp.app.config import SGD, AdamW, Trainer
-from lightning_gradcomp.app.data.digits import digits
+from lightning_gradcomp.app import devices, ranks
+from lightning_gradcomp.app.data.digits import digits, source
 from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.models.resnet import resnet
+from lightning_gradcomp.app.options.training import SGD, AdamW, Trainer
 from lightning_gradcomp.app.quiet import quiet
 from lightning_gradcomp.app.schedule import build
+from lightning_gradcomp.app.sizes import human
 
 
 def test_the_split_is_fixed_stratified_and_disjoint():
@@ -32,8 +33,13 @@ def test_the_split_is_fixed_stratified_and_disjoint():
 
 
 def rank_data(rank: int, world: int, **options) -> SharedImages:
-    data = SharedImages(*digits(), batch_size=60, ranks=world, seed=options.get("seed", 0))
-    data.trainer = SimpleNamespace(world_size=world, global_rank=rank)
+    data = SharedImages(source(), batch_size=60, ranks=world, seed=options.get("seed", 0))
+    data.setup("fit")
+    seen = SimpleNamespace(is_last_batch=options.get("is_last_batch", False))
+    seen.current = SimpleNamespace(processed=options.get("processed", 0))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=seen))
+    epoch = options.get("epoch", 0)
+    data.trainer = SimpleNamespace(world_size=world, global_rank=rank, fit_loop=loop, current_epoch=epoch)
     return data
 
 
@@ -58,10 +64,21 @@ def test_the_order_depends_on_the_epoch_and_the_seed_alone():
     assert not torch.equal(order(0, 1), order(1, 1))
 
 
+def test_after_a_checkpoint_from_the_midst_of_an_epoch_its_rest_follows():
+    def images(**options) -> torch.Tensor:
+        return torch.cat([batch for batch, _ in rank_data(1, 2, epoch=3, **options).train_dataloader()])
+
+    whole = images()
+    assert torch.equal(images(processed=5), whole[5 * 30 :])
+    assert torch.equal(images(processed=23, is_last_batch=True), whole)
+    loader = rank_data(0, 2, processed=5).train_dataloader()
+    assert len(loader) == 23 and [len(list(loader)) for _ in range(2)] == [18, 23]
+
+
 @pytest.mark.parametrize(("batch_size", "world"), [(63, 2), (2, 2), (1438, 2), (64, 3)])
 def test_a_batch_that_the_ranks_cannot_share_is_refused(batch_size, world):
     with pytest.raises(ValueError, match=rf"^data.batch_size: got {batch_size}, allowed: a multiple of {world} "):
-        SharedImages(*digits(), batch_size=batch_size, ranks=world, seed=0)
+        SharedImages(source(), batch_size=batch_size, ranks=world, seed=0)
 
 
 def test_a_small_swin_has_windows_in_its_first_stage_and_learns_from_every_weight():
@@ -85,7 +102,7 @@ def test_resnets_keep_small_images_large(name, parameters):
 
 
 def rates(optimizer_options, steps: int) -> list[float]:
-    optimizer, schedule = build(optimizer_options, [nn.Parameter(torch.zeros(1))], total_steps=steps)
+    optimizer, schedule = build(optimizer_options, nn.Linear(1, 1), total_steps=steps)
     seen = []
     for _ in range(steps):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -95,7 +112,7 @@ def rates(optimizer_options, steps: int) -> list[float]:
 
 
 def test_warm_up_then_cosine_to_zero():
-    options = SGD(lr=0.4, weight_decay=0, warmup_steps=4, momentum=0.9, nesterov=True)
+    options = SGD(lr=0.4, weight_decay=0, decay_all=True, warmup_steps=4, momentum=0.9, nesterov=True)
     seen = rates(options, 24)
     assert seen[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
     assert seen[4:] == pytest.approx([0.2 * (1 + math.cos(math.pi * step / 20)) for step in range(21)])
@@ -103,23 +120,29 @@ def test_warm_up_then_cosine_to_zero():
 
 
 def test_a_run_shorter_than_its_warm_up_only_warms_up():
-    options = SGD(lr=1.0, weight_decay=0, warmup_steps=4, momentum=0, nesterov=False)
+    options = SGD(lr=1.0, weight_decay=0, decay_all=True, warmup_steps=4, momentum=0, nesterov=False)
     assert rates(options, 2) == pytest.approx([0.25, 0.5, 0.75])
     assert rates(options, 4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
 def test_optimizers_get_their_options():
-    parameters = [nn.Parameter(torch.zeros(1))]
-    sgd, _ = build(SGD(lr=0.1, weight_decay=0.01, warmup_steps=0, momentum=0.8, nesterov=True), parameters, 10)
+    common = {"lr": 0.1, "weight_decay": 0.01, "decay_all": True, "warmup_steps": 0}
+    sgd, _ = build(SGD(**common, momentum=0.8, nesterov=True), nn.Linear(2, 2), 10)
     assert type(sgd) is torch.optim.SGD
-    assert {k: sgd.defaults[k] for k in ("lr", "weight_decay", "momentum", "nesterov")} == {
-        "lr": 0.1,
-        "weight_decay": 0.01,
-        "momentum": 0.8,
-        "nesterov": True,
-    }
-    adamw, _ = build(AdamW(lr=0.2, weight_decay=0.03, warmup_steps=0), parameters, 10)
-    assert type(adamw) is torch.optim.AdamW and adamw.defaults["lr"] == 0.2 and adamw.defaults["weight_decay"] == 0.03
+    [group] = sgd.param_groups
+    assert (group["lr"], group["weight_decay"], group["momentum"], group["nesterov"]) == (0.1, 0.01, 0.8, True)
+    adamw, _ = build(AdamW(**common), nn.Linear(2, 2), 10)
+    assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["weight_decay"] == 0.01
+
+
+def test_biases_norms_and_positions_can_be_spared_the_weight_decay():
+    model = build_model("swin_mini", channels=1, classes=10)
+    options = AdamW(lr=0.1, weight_decay=0.03, decay_all=False, warmup_steps=0)
+    decayed, spared = build(options, model, 10)[0].param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.03, 0)
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+    assert {id(parameter) for parameter in decayed["params"]} == weights
+    assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
 
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID")
@@ -185,7 +208,7 @@ def test_only_the_known_lines_are_dropped(caplog):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (999, "999 B"), (44_691_240, "44.7 MB"), (9.83e9, "9.83 GB"), (2e13, "20 TB")]
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (44_691_240, "44.7 MB"), (9.83e9, "9.83 GB"), (2e13, "20 TB")]
 )
-def test_sizes_for_people(size, text):
-    assert summary.human(size) == text
+def test_sizes_for_people(count, text):
+    assert human(count) == text

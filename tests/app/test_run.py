@@ -24,6 +24,7 @@ TINY = (
     "trainer.accelerator=cpu",
     "seed=7",
 )
+FIGURES = ("accuracy_over_bytes", "accuracy_over_time", "step_time", "ratio_and_density", "residual")
 NOISE = (
     "litlogger",
     "LeafSpec",
@@ -66,6 +67,8 @@ def test_the_folder_of_a_run(run):
         "metrics.csv",
         "summary.json",
         "config.yaml",
+        "report.md",
+        *(f"figures/{name}.{form}" for name in FIGURES for form in ("png", "svg")),
         "checkpoints/best.ckpt",
         "checkpoints/last.ckpt",
         ".hydra/config.yaml",
@@ -147,3 +150,10 @@ def test_a_training_that_fails_is_a_sentence_and_an_exit_code(commands):
     assert "gradcomp: data.batch_size: got 63, allowed: a multiple of 2 (ranks)" in done.stderr
     assert f"training failed with exit code 1; its folder is {folder / 'failed'}" in done.stderr
     assert "Traceback" not in done.stderr and not (folder / "failed" / "summary.json").exists()
+
+
+def test_the_report_finds_everything_in_the_run_s_files(run):
+    _, folder, summary = run
+    page = (folder / "report.md").read_text()
+    assert "not logged" not in page and "What is missing" not in page
+    assert f"{summary['communication']['ratio']:.3g} (N=2)" in page and f"{100 * summary['val_acc']:.2f} %" in page

@@ -1,4 +1,4 @@
-"""With each compressor the averager walks with a plain numpy twin of the method, under momentum SGD, for sixty steps.
+"""With each compressor the averager walks with a plain numpy twin of the method, under momentum SGD, for forty steps.
 
 Both compute in fp32 but add in different orders, so weights drift apart by some last bits. A decision (a sign, a
 threshold, a place among the k largest) that only one of them takes moves a weight by 1e-3 at least. The twin keeps the
@@ -6,7 +6,7 @@ smallest distance from the edge that any decision had. The steps begin at a numb
 several times the drift, so that agreement to 2e-5 is no accident of this machine.
 
 PowerSGD decides nothing, but where a matrix and its query are nearly at right angles its last bits grow, cold to 1e-4
-in sixty steps of full-rank noise. With a warm start they feed on themselves and grow by a third a step: there the twin
+in forty steps of full-rank noise. With a warm start they feed on themselves and grow by a third a step: there the twin
 takes each step from where the averager is.
 """
 
@@ -23,7 +23,7 @@ from tests.reference.terngrad import PaperTernGrad
 from tests.reference.twobit import KVStoreTwoBit
 from tests.threads import run_ranks
 
-STEPS = range(9820, 9880)
+STEPS = range(9820, 9860)
 SGD = {"lr": 0.02, "momentum": 0.9}
 COMPRESSED = ["kernel", "matrix"]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors.schedules import Ramp, exponential
 from lightning_gradcomp.compressors.selection import count
 from lightning_gradcomp.compressors.wire import index_bytes
@@ -55,6 +56,13 @@ def test_a_dense_step_is_one_sum_of_every_gradient_and_reports_a_rings_traffic(w
             ring = round(2 * (world - 1) / world * 4 * ELEMENTS)
             assert stats.bytes_sent == stats.bytes_received == stats.dense_bytes == ring
             assert stats.sparsity == 0
+
+
+@pytest.mark.parametrize(("device", "sent"), [("cpu", 2 * 2 * 136), ("cuda", 533)])
+def test_three_ranks_pad_a_short_sum_of_400_bytes_to_equal_stretches_and_a_gpus_ring_does_not(device, sent):
+    ranks = Ranks(None)
+    ranks.world = 3
+    assert ranks.add_traffic(400, torch.device(device)) == sent
 
 
 def test_the_return_to_dense_reports_the_momentum_that_travels_with_it():

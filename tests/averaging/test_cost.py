@@ -4,7 +4,8 @@ import pytest
 
 from lightning_gradcomp.averaging import cost
 from lightning_gradcomp.averaging.cost import Link, Work, compressed_seconds, dense_seconds, exposed
-from lightning_gradcomp.averaging.ranks import SHORT
+from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM
+from tests.threads import short_sum
 
 LINK = Link(latency=1e-3, bandwidth=1e8)
 NOTHING = Work(0.0, 0.0)
@@ -38,9 +39,31 @@ def test_a_long_gather_is_a_ring_played_out_and_a_short_one_waits_once(workers):
         assert compressed_seconds("all_gather", sent, messages, workers, LINK, NOTHING) == pytest.approx(played)
 
 
+@pytest.mark.parametrize("workers", WORLDS)
+@pytest.mark.parametrize("size", [1000, SHORT_SUM, SHORT_SUM + 1])
+def test_a_long_sum_is_a_ring_played_out_and_of_a_short_one_stretches_are_added_up_and_gathered(workers, size):
+    part, sent = size / workers, 2 * (workers - 1) / workers * size
+    if size > SHORT_SUM:
+        played = ring(2 * (workers - 1), part, workers, LINK)
+    elif workers == 2:
+        played = LINK.latency + size / LINK.bandwidth
+    else:
+        at_once = LINK.latency + sum(part / LINK.bandwidth for _ in range(workers - 1))
+        played = at_once + (at_once if part <= SHORT else ring(workers - 1, part, workers, LINK))
+    messages = [("mean", size)]
+    seconds = compressed_seconds("all_gather", sent, messages, workers, LINK, NOTHING)
+    assert seconds == pytest.approx(played, abs=1 / LINK.bandwidth)  # bytes are whole
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_a_short_sum_waits_once_for_each_of_its_messages(workers):
+    assert cost.short_sum_hops(1000, workers) == len(short_sum(workers, 1000))
+
+
 def test_by_hand():
     work = Work(encode=0.03, decode=0.01)
     gather, means = [("gather", 100_000)], [("mean", 50_000), ("mean", 70_000)]
+    long_means = [("mean", 50_000), ("mean", 4_000_000)]
     # 0.03 to encode, 3 others' payloads to decode, 3 ms of wire, a hop
     assert compressed_seconds("all_gather", 300_000, gather, 4, LINK, work) == pytest.approx(
         0.03 + 0.03 + 0.003 + 0.001
@@ -52,8 +75,15 @@ def test_by_hand():
     # the dense quarter comes back from each owner, 10 MB, as a ring: a hop there and three back
     sent = 75_000 + 3 * 10_000_000
     assert compressed_seconds("server", sent, gather, 4, LINK, work) == pytest.approx(0.03 + 0.02 + sent / 1e8 + 0.004)
-    # two rings of six hops; averages are not decoded rank by rank
-    assert compressed_seconds("all_gather", 180_000, means, 4, LINK, work) == pytest.approx(0.03 + 0.0018 + 0.012)
+    # two sums of two hops; averages are not decoded rank by rank
+    assert compressed_seconds("all_gather", 180_000, means, 4, LINK, work) == pytest.approx(0.03 + 0.0018 + 0.004)
+    # between two ranks, a hop each
+    assert compressed_seconds("all_gather", 120_000, means, 2, LINK, work) == pytest.approx(0.03 + 0.0012 + 0.002)
+    # a sum of two hops and a ring of six; only what is no ring travels as gathers do
+    slow = Link(1e-3, 1e8, gathers=0.5)
+    assert compressed_seconds("all_gather", 6_075_000, long_means, 4, slow, work) == pytest.approx(
+        0.03 + 0.06 + 0.0015 + 0.008
+    )
     # TernGrad: a small ring first
     both = [("maximum", 400), *gather]
     assert compressed_seconds("all_gather", 300_600, both, 4, LINK, work) == pytest.approx(0.06 + 0.003006 + 0.007)
@@ -73,10 +103,11 @@ def test_a_better_link_is_never_slower_and_more_work_never_quicker(topology):
     assert seconds(sent=2_000_000) < seconds()
 
 
-def test_means_do_not_travel_as_gathers():
+@pytest.mark.parametrize(("size", "as_gathers"), [(1000, True), (SHORT_SUM + 4, False)])
+def test_short_sums_travel_as_gathers_and_long_ones_do_not(size, as_gathers):
     slow = Link(1e-3, 1e8, gathers=0.5)
-    means = "all_gather", 1000, [("mean", 1000)], 4
-    assert compressed_seconds(*means, slow, NOTHING) == compressed_seconds(*means, LINK, NOTHING)
+    means = "all_gather", 3 * size // 2, [("mean", size)], 4
+    assert (compressed_seconds(*means, slow, NOTHING) > compressed_seconds(*means, LINK, NOTHING)) == as_gathers
 
 
 def test_ranks_add_time():

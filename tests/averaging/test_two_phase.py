@@ -59,7 +59,7 @@ def flat_gradients(model):
 @on([2, 3, 4], CODECS)
 @pytest.mark.parametrize("topology", ["two_phase", "server"])
 def test_it_is_the_simulation_in_one_process_to_the_bit(make, world, topology):
-    is_the_simulation(make, world, topology, 6)
+    is_the_simulation(make, world, topology, 4)
 
 
 @on([8], CODECS, large=CODECS)
@@ -134,7 +134,7 @@ def assert_nothing_lost(difference, scale):
 
 @on([2, 3, 8], LOSSLESS)
 def test_nothing_is_lost(make, world):
-    ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(12 if world < 8 else 6)))
+    ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(6)))
     assert_nothing_lost(*balance(ledgers))
     assert all(OWNED in state["memory"] for _, _, state in ledgers)
     assert any(kept(state)[1].any() for _, _, state in ledgers)
@@ -143,15 +143,15 @@ def test_nothing_is_lost(make, world):
 @pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
 def test_servers_remember_what_their_format_rounds_off(values):
     make = partial(lgc.OneBit, min_elements=40, warmup_epochs=0, dense_values=values)
-    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make, topology="server").go(rank, range(12)))
+    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make, topology="server").go(rank, range(6)))
     assert_nothing_lost(*balance(ledgers))
     assert all(bool(kept(state)[1].any()) == (values != "fp32") for _, _, state in ledgers)
 
 
 @cache
 def four_ranks(make):
-    """Eight steps' ledgers."""
-    return run_ranks(4, lambda rank, group: Ledger(group, make).go(rank, range(8)))
+    """Five steps' ledgers."""
+    return run_ranks(4, lambda rank, group: Ledger(group, make).go(rank, range(5)))
 
 
 CHANGES = {
@@ -172,7 +172,7 @@ def test_nothing_is_lost_where_ranks_or_the_topology_change(make, world, topolog
     def go_on(rank, group):
         ledger = Ledger(group, make, topology=topology)
         ledger.averager.load_state_dict(start[rank])
-        return ledger.go(rank, range(8, 14))
+        return ledger.go(rank, range(5, 9))
 
     before = sum(had for had, _, _ in ledgers) / 4 - ledgers[0][1]
     difference, scale = balance(run_ranks(world, go_on))
@@ -215,13 +215,13 @@ def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded
 def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
     def work(rank, group):
         model, optimizer, averager = begin(group, make)
-        train(model, optimizer, averager, rank, range(4), prescribed_loss)
+        train(model, optimizer, averager, rank, range(3), prescribed_loss)
         model.kernel.requires_grad_(False)
         frozen = model.kernel.clone()
-        train(model, optimizer, averager, rank, range(4, 8), prescribed_loss)
+        train(model, optimizer, averager, rank, range(3, 6), prescribed_loss)
         assert torch.equal(model.kernel, frozen)
         model.kernel.requires_grad_(True)
-        train(model, optimizer, averager, rank, range(8, 12), prescribed_loss)
+        train(model, optimizer, averager, rank, range(6, 9), prescribed_loss)
         assert not torch.equal(model.kernel, frozen)
         return weights(model)
 
@@ -232,13 +232,13 @@ def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
 def test_a_resumed_run_is_the_straight_one_to_the_bit(make, world):
     def work(rank, group):
         straight = begin(group, make)
-        train(*straight, rank, range(9), prescribed_loss)
+        train(*straight, rank, range(6), prescribed_loss)
         first = begin(group, make)
-        train(*first, rank, range(5), prescribed_loss)
+        train(*first, rank, range(3), prescribed_loss)
         second = begin(group, make)
         for part, other in zip(second, first, strict=True):
             part.load_state_dict(other.state_dict())
-        train(*second, rank, range(5, 9), prescribed_loss)
+        train(*second, rank, range(3, 6), prescribed_loss)
         assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
         return torch.equal(weights(second[0]), weights(straight[0]))
 

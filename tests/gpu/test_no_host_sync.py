@@ -11,7 +11,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.meter import Stats
 from lightning_gradcomp.routes import Route, topologies_for
-from tests.gpu.worlds import CASES, NAMES, Echo, Model, compression, draw_on_the_cpu, no_sum
+from tests.gpu.worlds import CASES, Echo, Model, compression, draw_on_the_cpu, no_sum
 
 
 def holds_no_data():
@@ -82,14 +82,16 @@ def test_the_flags_are_all_that_a_step_reads(cls, options, topology, no_data, mo
     assert all(flags.is_cuda and flags.shape == (1 + 5 + 1,) for flags in reads)
 
 
-@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("cls", "options"), DEFAULTS)
 def test_that_read_would_have_been_noticed(cls, options, no_data):
     with pytest.raises(DataDependentOutputException):
         next(steps(cls, options, 1))
 
 
-@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
-@pytest.mark.parametrize(("residual_device", "between"), [("cpu", "cpu"), ("device", "cuda")])
+@pytest.mark.parametrize(
+    ("cls", "options", "residual_device", "between"),
+    [*((*case, "cpu", "cpu") for case in CASES), *((*case, "device", "cuda") for case in DEFAULTS)],
+)
 def test_what_is_not_sent_lies_between_steps_where_it_is_wanted(cls, options, residual_device, between, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", no_sum)
     draw_on_the_cpu(monkeypatch)

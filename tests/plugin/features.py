@@ -4,6 +4,7 @@ usage: features.py FOLDER
 """
 
 import features_errors
+import features_monitor
 import features_more
 import torch
 from features_kit import (
@@ -26,8 +27,8 @@ from torch import nn
 
 
 def accumulation():
-    """10 batches an epoch: the last group has one batch."""
-    return supported(accumulate_grad_batches=3)
+    """The last group of an epoch has one batch."""
+    return supported(accumulate_grad_batches=3, batches=10)
 
 
 def clipping_the_average():
@@ -124,21 +125,21 @@ def gradient_as_bucket_view():
 
 
 class Freezing(Net):
-    """The body trains in steps 6 to 14 of 20 only."""
+    """The body trains in steps 4 to 9 of 14 only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body.requires_grad_(False)
 
     def on_train_batch_start(self, *args):
-        self.body.requires_grad_(6 <= self.trainer.global_step < 15)
+        self.body.requires_grad_(4 <= self.trainer.global_step < 10)
 
 
 class Ignoring(Net):
     """As `Freezing`, by taking gradients away: stock DDP never averages a layer that was frozen when it started."""
 
     def on_after_backward(self):
-        if not 6 <= self.trainer.global_step < 15:
+        if not 4 <= self.trainer.global_step < 10:
             self.body.zero_grad()
 
 
@@ -189,4 +190,4 @@ if __name__ == "__main__":
         manual_static_graph, several_optimizers, unused_parameters, static_graph, gradient_as_bucket_view, freezing,
         new_parameter_group,
     )  # fmt: skip
-    run((*own, *features_more.FEATURES, *features_errors.FEATURES))
+    run((*own, *features_more.FEATURES, *features_monitor.FEATURES, *features_errors.FEATURES))

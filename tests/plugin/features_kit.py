@@ -139,10 +139,10 @@ def dgc(clip_norm=None, **options):
     return forced(compressor=compressor, verify_replicas_every_n_steps=1, **options)
 
 
-def compressed(strategy, make=Net, **options):
+def compressed(strategy, make=Net, *, batches=7, **options):
     """What compressed training came to: in what precision, how well, and whether the replicas are the same."""
-    trainer, after = fit(strategy, make, **options)
-    kinds, (x, y) = trainer.strategy.averager.state_dict()["memory"], examples().tensors
+    trainer, after = fit(strategy, make, batches=batches, **options)
+    kinds, (x, y) = trainer.strategy.averager.state_dict()["memory"], examples(batches).tensors
     return {
         "trained_in": str(after.dtype),
         "remembered_in": sorted({str(part.dtype) for parts in kinds.values() for part in parts.values()}),
@@ -159,8 +159,9 @@ def supported(make=Net, *, ddp=None, reference=None, without=None, **options):
         ddp: options of DDPStrategy.
         reference: what to train under stock DDP, if it is not the same module.
         without: the module without the feature; how far that moves the weights under stock DDP is told, too.
-        options: of the Trainer.
+        options: of the Trainer; `batches` an epoch, of two.
     """
+    options = {"batches": 7, **options}
     ddp, momentum = ddp or {}, type(make().configure_optimizers()) is torch.optim.SGD
     _, stock = fit(DDPStrategy(**ddp), reference or make, **options)
     exact, lossy = ((dense, nothing_dropped), (onebit, dgc)) if momentum else ((dense,), (onebit,))

@@ -44,6 +44,8 @@ def test_the_monitor_shows_what_rounds_cost(outcome):
     assert (rounds["period"], rounds["delay"], rounds["rounds"]) == (8, 8, 2)
     assert summary["steps"] == 20
     assert 0 < summary["bytes_sent"] < summary["dense_bytes"] / 2
+    assert summary["totals"]["bytes_sent"] == rounds["bytes_sent"] == summary["bytes_sent"]
+    assert "memory/residual_to_gradient" not in logged
     assert rounds["apart"] > 0 and rounds["stall_seconds"] > 0
 
 
@@ -125,7 +127,7 @@ class Two(L.LightningModule):
         ({"sync_batchnorm": True}, "sync_batchnorm with DelayedStrategy: got True"),
         ({"callbacks": [lgc.SparsityWarmup()]}, "SparsityWarmup: got 'DelayedStrategy'"),
     ],
-    ids=str,
+    ids=["two optimizers", "sync_batchnorm", "SparsityWarmup"],
 )
 def test_what_a_fit_can_not_do_is_refused_before_processes_start(options, message, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)

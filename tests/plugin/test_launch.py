@@ -1,6 +1,5 @@
 """The strategy under every launcher, and what is refused before any of them starts a process."""
 
-import sys
 import warnings
 from pathlib import Path
 
@@ -12,25 +11,23 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.plugin.launch import SubprocessLauncher
-from tests.processes import Forked, run
+from tests.processes import Forked
 
 SCRIPT = str(Path(__file__).with_name("user_script.py"))
+TORCHRUN = str(Path(__file__).with_name("elastic_script.py"))
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+LAUNCHES = {"popen": (SCRIPT, "dgc"), "spawn": (SCRIPT, "dgc", "spawn"), "torchrun": (TORCHRUN, SCRIPT, "dgc")}
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+@pytest.fixture(scope="module")
+def launched():
+    """Launcher -> the script under it. Side by side, since the processes of each start one by one."""
+    return {launcher: Forked(*words) for launcher, words in LAUNCHES.items()}
 
 
-LAUNCHES = {
-    "popen": lambda: Forked(SCRIPT, "dgc").end(),
-    "spawn": lambda: Forked(SCRIPT, "dgc", "spawn").end(),
-    "torchrun": lambda: run(sys.executable, "-m", *TORCHRUN, SCRIPT, "dgc"),
-}
-
-
-@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
-def test_a_users_script_trains(launch):
-    done = launch()
+@pytest.mark.parametrize("launcher", LAUNCHES)
+def test_a_users_script_trains(launched, launcher):
+    done = launched[launcher].end()
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert [line.split()[3] for line in lines] == [

@@ -2,36 +2,103 @@
 
 from __future__ import annotations
 
-import lightning as L
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+import math
+from collections.abc import Iterator
+from typing import Any
 
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.errors import refusal
 
 
+class EvenShare(DistributedSampler[int]):
+    """A rank's images of an epoch, in another order every epoch; the first `skip` of the coming epoch are left out."""
+
+    def __init__(self, images: Dataset[Any], ranks: int, rank: int, *, seed: int, skip: int) -> None:
+        super().__init__(images, ranks, rank, seed=seed, drop_last=True)
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(super().__iter__())
+        skip, self.skip = self.skip, 0
+        return iter(order[skip:])
+
+
 class SharedImages(L.LightningDataModule):
-    """Images in memory, `batch_size` a training step over all `ranks` together.
+    """The images of `source`, `batch_size` a training step over all `ranks` together.
 
     Raises:
-        ValueError: a batch size that the ranks can't share.
+        ValueError: a batch size that the ranks can't share; at once where the number of images is known, else in
+            `setup`.
     """
 
-    def __init__(self, train: TensorDataset, val: TensorDataset, *, batch_size: int, ranks: int, seed: int) -> None:
+    train: Dataset[Any]
+    val: Dataset[Any]
+
+    def __init__(self, source: Source, *, batch_size: int, ranks: int, seed: int) -> None:
         super().__init__()
-        if batch_size % ranks or not 2 * ranks <= batch_size <= len(train):  # batch norm needs two
-            raise refusal("data.batch_size", batch_size, f"a multiple of {ranks} (ranks), {2 * ranks} to {len(train)}")
-        self.train, self.val, self.seed = train, val, seed
+        self.prepare_data_per_node = False  # nodes may share a disk, which two must not write to at once
+        self.source, self.batch_size, self.ranks, self.seed = source, batch_size, ranks, seed
+        self._check(source.images or batch_size)
         self.rank_batch = batch_size // ranks
 
-    def train_dataloader(self) -> DataLoader:
-        """Another order every epoch; what doesn't fill a batch on every rank waits for the next."""
-        rank, ranks = self._place()
-        sampler = DistributedSampler(self.train, ranks, rank, seed=self.seed, drop_last=True)
-        return DataLoader(self.train, self.rank_batch, sampler=sampler, drop_last=True)
+    def _check(self, images: int) -> None:
+        least = 2 * self.ranks  # batch norm needs two images
+        if self.batch_size % self.ranks or not least <= self.batch_size <= images:
+            allowed = f"a multiple of {self.ranks} (ranks), {least} to {images}"
+            raise refusal("data.batch_size", self.batch_size, allowed)
 
-    def val_dataloader(self) -> DataLoader:
+    def prepare_data(self) -> None:
+        """On rank 0 alone, while the others wait."""
+        self.source.prepare()
+
+    def setup(self, stage: str) -> None:
+        """On every rank."""
+        self.train, self.val = self.source.load()
+        self._check(len(self.train))  # pyrefly: ignore[bad-argument-type] - every data set of ours has a length
+        if (images := len(self.val)) < self.ranks:  # pyrefly: ignore[bad-argument-type]
+            raise refusal("images to validate with", images, f"one for each of {self.ranks} ranks")
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run. Not Lightning's `estimated_stepping_batches`, which asks for the loader before a checkpoint
+        has told where to begin."""
+        assert self.trainer is not None
+        batches = len(self.train) // self.batch_size  # pyrefly: ignore[bad-argument-type]
+        if isinstance(limit := self.trainer.limit_train_batches, int):
+            batches = min(batches, limit)
+        return math.ceil(batches / self.trainer.accumulate_grad_batches) * (self.trainer.max_epochs or 1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """What doesn't fill a batch on every rank waits for the next epoch."""
+        rank, ranks = self._place()
+        assert self.trainer is not None
+        # After a checkpoint from the midst of an epoch Lightning counts on, and leaves it to us to skip what was seen.
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        seen = 0 if progress.is_last_batch else progress.current.processed
+        sampler = EvenShare(self.train, ranks, rank, seed=self.seed, skip=seen * self.rank_batch)
+        sampler.set_epoch(self.trainer.current_epoch)  # Lightning does it too late for workers that prefetch
+        return self._loader(self.train, batch_size=self.rank_batch, sampler=sampler, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
         """Every so-many-th image, without the copies that a DistributedSampler adds to make ranks equal."""
         rank, ranks = self._place()
-        return DataLoader(self.val, batch_size=128, sampler=range(rank, len(self.val), ranks))
+        every = range(rank, len(self.val), ranks)  # pyrefly: ignore[bad-argument-type]
+        return self._loader(self.val, batch_size=128, sampler=every)
+
+    def _loader(self, images: Dataset[Any], **options: Any) -> DataLoader[Any]:
+        workers = self.source.workers
+        return DataLoader(
+            images,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(self.seed),  # not torch's own, which a checkpoint goes on with
+            **options,
+        )
 
     def _place(self) -> tuple[int, int]:
         assert self.trainer is not None  # Lightning sets it before it asks for a loader

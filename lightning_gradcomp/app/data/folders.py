@@ -1,0 +1,25 @@
+"""Pictures in a folder for each class: ImageNet, or one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchvision.datasets import ImageFolder as Pictures
+
+from lightning_gradcomp.app.data.missing import class_folders
+from lightning_gradcomp.app.data.source import Pair, Source
+from lightning_gradcomp.app.data.transforms import to_train, to_validate
+from lightning_gradcomp.app.options.data import Augment, ImageFolder
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, by channel, as in torchvision's recipes
+
+
+def folders(options: ImageFolder, augment: Augment) -> Source:
+    """dir/train/<class>/* and dir/val/<class>/* as 3 x size x size pixels; classes by the names of their folders."""
+    root, size = Path(options.dir).expanduser(), options.size
+
+    def load() -> Pair:
+        train = Pictures(str(root / "train"), to_train(augment, size, MEAN, STD))
+        return train, Pictures(str(root / "val"), to_validate(size, MEAN, STD))
+
+    return Source(3, size, len(class_folders(root / "train")), load, workers=options.workers)

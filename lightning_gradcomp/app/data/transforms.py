@@ -1,0 +1,46 @@
+"""From a decoded picture to what a network sees: torchvision's transforms, in the order of its reference recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torchvision.transforms import InterpolationMode, v2
+
+from lightning_gradcomp.app.options.data import SMALL, Augment
+
+BICUBIC = InterpolationMode.BICUBIC
+
+
+def final(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
+    """Picture -> float tensor (3, height, width), normalised per channel."""
+    return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+
+
+def middle(size: int) -> list[v2.Transform]:
+    """The middle 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels); all of a small image."""
+    if size <= SMALL:
+        return [v2.Resize((size, size), BICUBIC)]
+    return [v2.Resize(round(size * 8 / 7), BICUBIC), v2.CenterCrop(size)]
+
+
+def to_validate(size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
+    """The same picture each time."""
+    return v2.Compose([*middle(size), *final(mean, std)])
+
+
+def to_train(augment: Augment, size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
+    """Another view of the picture each time, as far as `augment` says."""
+    steps: list[v2.Transform] = middle(size)
+    if augment.crop_and_flip:
+        if size <= SMALL:
+            steps.append(v2.RandomCrop(size, padding=size // 8))
+        else:
+            steps = [v2.RandomResizedCrop(size, interpolation=BICUBIC)]
+        steps.append(v2.RandomHorizontalFlip())
+    if augment.trivial_augment:
+        steps.append(v2.TrivialAugmentWide())
+    steps += final(mean, std)
+    if augment.random_erase:
+        steps.append(v2.RandomErasing(augment.random_erase))
+    return v2.Compose(steps)

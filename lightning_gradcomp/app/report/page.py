@@ -1,0 +1,148 @@
+"""report.md: what was compared under which conditions, a table, the figures, and what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from lightning_gradcomp.app.report.figures import Drawn
+from lightning_gradcomp.app.report.groups import Group
+from lightning_gradcomp.app.report.runs import PHASES, SENT, TIME, VALIDATED, Run
+from lightning_gradcomp.app.sizes import digits, human
+
+HEAD = (
+    "method",
+    "runs (seeds)",
+    "N",
+    "validation accuracy",
+    "best",
+    "bytes sent by a rank",
+    "ratio, whole run",
+    "ratio, last step",
+    "time",
+    "ms a step",
+)
+NOTES = """\
+Accuracy is that of the last validation, as mean ± standard deviation over the runs; best is the highest of any
+validation of any run; other figures are means. Bytes are those of gradients that left one rank (rank 0). A ratio is
+what a dense fp32 ring all-reduce between the same N ranks would have sent, over what was sent. Time is wall time since
+the fit began, with validations, without the start of the processes. Milliseconds are medians of each phase by itself,
+in this order: {phases}."""
+
+
+def page(groups: list[Group], figures: list[Drawn], left_out: list[Path]) -> str:
+    """The page, in Markdown. `left_out`: folders of runs without a validation."""
+    runs = [run for group in groups for run in group.runs]
+    parts = [f"# {_title(groups)}", _conditions(groups, runs)]
+    parts += [table(groups), NOTES.format(phases=", ".join(PHASES)).replace("\n", " "), _bands(groups)]
+    for figure in figures:
+        if figure.canvas:
+            kind = figure.kind
+            parts.append(f"## {kind.title}\n\n![{kind.title}](figures/{kind.name}.png)\n\n{kind.reading}")
+    if absent := [*_absent(figures), *_incomplete(runs, left_out)]:
+        parts.append("## What is missing\n\n" + "\n".join(f"- {sentence}" for sentence in absent))
+    lines = [f"- {group.label}: {_place(run)}" for group in groups for run in group.runs]
+    parts.append("## Runs\n\n" + "\n".join(lines))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _place(run: Run) -> str:
+    return f"`{run.folder}`" + "".join(f", going on from `{folder}`" for folder in run.earlier)
+
+
+def table(groups: list[Group]) -> str:
+    """A row for each group."""
+    rows = [HEAD, ["---"] * len(HEAD), *map(_row, groups)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(group: Group) -> list[str]:
+    runs, n = group.runs, f"(N={group.world})"
+    final = [run.last(VALIDATED) for run in runs]
+    spread = f" ± {100 * stdev(final):.2f}" if len(runs) > 1 else ""
+    ratios = [run.ratios for run in runs]
+    last = [ratio for _, ratio in ratios if ratio is not None]
+    phases = group.milliseconds
+    return [
+        group.label,
+        f"{len(runs)} ({', '.join(str(run.config['seed']) for run in runs)})",
+        str(group.world),
+        f"{100 * mean(final):.2f}{spread} %",
+        f"{100 * max(run.highest(VALIDATED) for run in runs):.2f} %",
+        _number(mean(run.last(SENT) for run in runs), human),
+        _number(mean(ratio for ratio, _ in ratios), lambda ratio: f"{digits(ratio)} {n}"),
+        _number(mean(last), lambda ratio: f"{digits(ratio)} {n}") if last else "sends in rounds",
+        _number(mean(run.last(TIME) for run in runs), lambda seconds: f"{seconds:.0f} s"),
+        f"{digits(sum(phases.values()))} = " + " + ".join(digits(phases[phase]) for phase in PHASES),
+    ]
+
+
+def _number(value: float, words: Any) -> str:
+    return "not logged" if math.isnan(value) else words(value)
+
+
+def _title(groups: list[Group]) -> str:
+    first = groups[0].runs[0].config
+    subject = f"{first['model']['name']} on {first['data']['name']}"
+    return f"{subject}: {groups[0].label}" if len(groups) == 1 else f"{subject}: {len(groups)} configurations compared"
+
+
+def _conditions(groups: list[Group], runs: list[Run]) -> str:
+    """What was run on what; where runs differ, all that occurs."""
+    ended = [run.summary for run in runs if run.summary]
+    configs = [run.config for run in runs]
+    packages = [f"{name} {number}" for each in ended for name, number in each["packages"].items() if number]
+    facts: dict[str, Iterable[Any]] = {
+        "Model": (config["model"]["name"] for config in configs),
+        "Data": (f"{c['data']['name']}, {c['data']['batch_size']} images a step over all ranks" for c in configs),
+        "Epochs": (config["trainer"]["max_epochs"] for config in configs),
+        "Optimizer": (", ".join(f"{k} {v}".removeprefix("name ") for k, v in c["optimizer"].items()) for c in configs),
+        "Ranks": (f"N={group.world}" for group in groups),
+        "Topology": (_topology(run) for run in runs),
+        "Hardware": (_hardware(each) for each in ended),
+        "Versions": [", ".join(dict.fromkeys([*(f"Python {each['python']}" for each in ended), *packages]))],
+    }
+    lines = [f"- {name}: {'; '.join(dict.fromkeys(map(str, values)))}" for name, values in facts.items()]
+    return "\n".join(line for line in lines if not line.endswith(": "))
+
+
+def _topology(run: Run) -> str:
+    chosen, inside = run.config["topology"], run.config["inside"]
+    used = run.summary["communication"].get("topology", "rounds by all_gather") if run.summary else chosen
+    return (used if used == chosen else f"{used} (topology={chosen})") + (f", inside={inside}" if inside else "")
+
+
+def _hardware(summary: dict[str, Any]) -> str:
+    nodes, ranks, threads = (summary[key] for key in ("nodes", "devices_per_node", "threads_per_process"))
+    return (
+        f"{summary['device']}, {summary['cpu_cores']} cores of {summary['processor']}, {nodes} node{'s' * (nodes > 1)} "
+        f"with {ranks} process{'es' * (ranks > 1)} of {threads} thread{'s' * (threads > 1)}"
+    )
+
+
+def _bands(groups: list[Group]) -> str:
+    several = [f"{group.label} (n = {len(group.runs)})" for group in groups if len(group.runs) > 1]
+    if not several:
+        return "Lines in the figures are single runs: nothing here says how much chance there is in them."
+    return (
+        f"Lines in the figures are means over runs, bands reach from the lowest to the highest: {', '.join(several)}."
+    )
+
+
+def _absent(figures: list[Drawn]) -> list[str]:
+    return [f"{figure.kind.title}, {label}: {why}." for figure in figures for label, why in figure.missing]
+
+
+def _incomplete(runs: list[Run], left_out: list[Path]) -> list[str]:
+    return [
+        *(
+            f"`{run.folder}` is not finished: it has no summary.json, so no hardware and versions."
+            for run in runs
+            if not run.summary
+        ),
+        *(f"`{run.folder}` goes on from `{run.missing}`, which is not there any more." for run in runs if run.missing),
+        *(f"`{folder}` has no validation yet, and is left out." for folder in left_out),
+    ]

@@ -1,0 +1,97 @@
+"""Lightning's Trainer as a run's options describe it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+
+from lightning_gradcomp.app.config import DGA, Run
+from lightning_gradcomp.app.loggers import loggers
+from lightning_gradcomp.app.progress import WireBar
+from lightning_gradcomp.app.randomness import RandomState
+from lightning_gradcomp.app.stopping import SaveWhenStopped
+from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+from lightning_gradcomp.plugin.delayed import DelayedStrategy
+from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
+
+LAST = Path("checkpoints") / "last.ckpt"
+PROFILERS: dict[str, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+
+
+def build_trainer(run: Run, folder: Path, monitor: CommunicationMonitor, placed: tuple[str, int, int]) -> L.Trainer:
+    """`placed`: accelerator, devices a node, nodes.
+
+    Raises:
+        ValueError, MisconfigurationException: what this machine can't do, or the core refuses.
+    """
+    accelerator, devices, nodes = placed
+    options = run.trainer
+    epochs, batches, val_batches = options.max_epochs, options.limit_train_batches, options.limit_val_batches
+    if run.dry_run:
+        epochs, batches, val_batches = 2, 2, 1
+    return L.Trainer(
+        strategy=strategy(run),
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=nodes,
+        max_epochs=epochs,
+        precision=options.precision,  # pyrefly: ignore[bad-argument-type] - checked among the options
+        accumulate_grad_batches=1 if run.dry_run else options.accumulate_grad_batches,
+        gradient_clip_val=options.gradient_clip_val,
+        deterministic=options.deterministic,
+        profiler=profiler(options.profiler, folder),
+        limit_train_batches=batches,
+        limit_val_batches=val_batches,
+        log_every_n_steps=options.log_every_n_steps,
+        enable_progress_bar=options.enable_progress_bar,
+        callbacks=callbacks(run, folder, monitor),
+        enable_checkpointing=keeps(run),
+        logger=loggers(run.logger, folder) if keeps(run) else False,
+        use_distributed_sampler=False,  # SharedImages does it
+        num_sanity_val_steps=0,
+        enable_model_summary=False,  # the strategy's own line says what is compressed
+        default_root_dir=folder,
+    )
+
+
+def keeps(run: Run) -> bool:
+    """Whether anything is left of the run but its result."""
+    return not (run.dry_run or run.evaluate)
+
+
+def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy:
+    """The strategy of `run`."""
+    if isinstance(rounds := run.strategy, DGA):
+        return DelayedStrategy(run.compressor, rounds.period, rounds.delay, rounds.outer(), rounds.stale_only)
+    return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device)
+
+
+def callbacks(run: Run, folder: Path, monitor: CommunicationMonitor) -> list[Callback]:
+    """The monitor, the bar, and where something is kept: best.ckpt to use the model, last.ckpt to go on from, which
+    also holds the optimizer and what was not sent yet."""
+    found: list[Callback] = [WireBar()] if run.trainer.enable_progress_bar else []
+    if not run.evaluate:
+        found.append(monitor)
+    if keeps(run):
+        place = folder / LAST.parent
+        best = {"monitor": "val_acc", "mode": "max", "save_weights_only": True}
+        # With what is remembered on all ranks, last.ckpt is some times the model's size.
+        found += [
+            ModelCheckpoint(place, "best", enable_version_counter=False, **best),
+            ModelCheckpoint(place, LAST.stem, every_n_epochs=5, enable_version_counter=False),
+            SaveWhenStopped(folder / LAST),
+            RandomState(),
+        ]
+    if run.trainer.patience and keeps(run):
+        found.append(EarlyStopping("val_acc", mode="max", patience=run.trainer.patience, verbose=True))
+    return found
+
+
+def profiler(name: str | None, folder: Path) -> Profiler | None:
+    """Lightning's, which writes profile-*.txt into the run's folder."""
+    return PROFILERS[name](dirpath=folder, filename="profile") if name else None

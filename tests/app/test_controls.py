@@ -1,0 +1,122 @@
+"""The everyday controls, with real ranks: Ctrl-C and on from there, looking at a checkpoint, a dry run, env."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_gradcomp.app import cli, report, runfile
+from lightning_gradcomp.app.resume import resolve
+from tests.app.command import gradcomp
+from tests.app.test_compose import run_of
+from tests.processes import start_world
+
+SCRIPT = str(Path(__file__).with_name("train_script.py"))
+RUN = (
+    "recipe=digits_swin",  # drops paths at random, so that it shows where the random numbers stand
+    "compressor=onebit",
+    "compressor.warmup_epochs=0",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=12",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+    "trainer.enable_progress_bar=false",
+    "seed=3",
+)
+DRY = ("recipe=swin_t_cifar10", "compressor=dgc", "optimizer=sgd", "trainer.accelerator=cpu", "dry_run=true")
+STOPPED_AT = 15  # in the midst of the second epoch
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder, and what each run's ranks came to: a whole one; one that a Ctrl-C ended, and how it went on, and what
+    its weights are worth; a dry one."""
+    folder = tmp_path_factory.mktemp("controls")
+
+    def start(name, *overrides, step=()):
+        (folder / name).mkdir()
+        run = run_of(*overrides)
+        resolve(run, folder / name, sweep=False)
+        runfile.save(run, folder / name)
+        return start_world(2, SCRIPT, str(folder / name), *step)
+
+    whole = start("whole", *RUN)
+    part = start("part", *RUN, step=(str(STOPPED_AT),))
+    done = {"whole": [rank.end() for rank in whole], "part": [rank.end() for rank in part]}
+    rest, dry = start("rest", *RUN, f"ckpt={folder / 'part'}"), start("dry", *DRY)
+    done |= {"rest": [rank.end() for rank in rest], "dry": [rank.end() for rank in dry]}
+    done["eval"] = [rank.end() for rank in start("eval", *RUN, "evaluate=true", f"ckpt={folder / 'rest'}")]
+    return folder, done
+
+
+def said(runs, name):
+    """What the ranks of a run have printed, once they have ended well."""
+    assert [rank.returncode for rank in runs[1][name]] == [0, 0], [rank.stdout for rank in runs[1][name]]
+    return "".join(rank.stdout for rank in runs[1][name])
+
+
+def test_a_ctrl_c_ends_all_ranks_after_the_step_with_a_checkpoint(runs):
+    folder, done = runs
+    assert [rank.returncode for rank in done["part"]] == [143, 143], [rank.stdout for rank in done["part"]]
+    assert f"stopped after step {STOPPED_AT + 1}; to go on:" in done["part"][0].stdout
+    assert "Traceback" not in done["part"][0].stdout + done["part"][1].stdout
+    checkpoint = torch.load(folder / "part" / "checkpoints" / "last.ckpt")
+    assert checkpoint["global_step"] == STOPPED_AT + 1
+    assert len(checkpoint["lightning_gradcomp"]["ranks"]) == 2  # what both had not sent yet
+    assert not (folder / "part" / "summary.json").exists()
+
+
+def test_from_there_it_ends_with_the_weights_of_a_run_that_nobody_stopped(runs):
+    folder, _ = runs
+    assert "resuming from a checkpoint that ended" not in said(runs, "rest") + said(runs, "whole")
+    ends = [torch.load(folder / name / "checkpoints" / "last.ckpt") for name in ("whole", "rest")]
+    assert [end["global_step"] for end in ends] == [24, 24]
+    weights, others = (end["state_dict"] for end in ends)
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    costs = [json.loads((folder / name / "summary.json").read_text())["communication"] for name in ("whole", "rest")]
+    assert costs[0]["totals"]["bytes_sent"] == costs[1]["totals"]["bytes_sent"] > costs[1]["bytes_sent"]
+
+
+def test_a_report_on_the_rest_shows_the_whole(runs):
+    folder, _ = runs
+    page = report.write([folder / "rest"]).read_text()
+    assert f"`{folder / 'rest'}`, going on from `{folder / 'part'}`" in page
+
+
+def test_looking_at_a_checkpoint_trains_nothing(runs):
+    folder, _ = runs
+    assert "validation accuracy" in said(runs, "eval")
+    result = json.loads((folder / "eval" / "evaluation.json").read_text())
+    summary = json.loads((folder / "rest" / "summary.json").read_text())
+    assert result["val_acc"] == pytest.approx(summary["best_val_acc"]) and result["val_images"] == 360
+    assert {path.name for path in (folder / "eval").iterdir()} == {"config.yaml", "evaluation.json"}
+
+
+def test_a_dry_run_needs_no_data_and_keeps_its_result_alone(runs):
+    folder, _ = runs
+    assert "swin_t on random images (dry run), compressor dgc" in said(runs, "dry")
+    summary = json.loads((folder / "dry" / "summary.json").read_text())
+    assert summary["epochs"] == 2 and summary["communication"]["steps"] == 4
+    assert {path.name for path in (folder / "dry").iterdir()} == {"config.yaml", "summary.json"}
+
+
+def test_env_tells_versions_and_machine(tmp_path):
+    told = gradcomp(tmp_path, "env")
+    assert told.returncode == 0 and f"torch               {torch.__version__.split('+')[0]}" in told.stdout
+    assert "gloo" in told.stdout and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("word", ["env", "recipes"])
+def test_further_words_are_refused(word, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gradcomp", word, "all"])
+    with pytest.raises(SystemExit, match=f"^gradcomp: gradcomp {word}: got 'all', allowed: no further words"):
+        cli.main()
+
+
+def test_recipes_is_a_word(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gradcomp", "recipes"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0 and "resnet50_imagenet  resnet50" in capsys.readouterr().out

@@ -1,0 +1,94 @@
+"""Which checkpoint a word means, and which fit. The folders are made here; test_controls.py has the runs."""
+
+import json
+import os
+
+import pytest
+
+from lightning_gradcomp.app import resume, runfile
+from tests.app.test_compose import run_of
+
+
+def earlier(root, name, *overrides, age=0, epochs=None):
+    """The folder of a run that has saved both checkpoints."""
+    folder = root / name
+    (folder / "checkpoints").mkdir(parents=True)
+    runfile.save(run_of(*overrides), folder)
+    for checkpoint in ("last.ckpt", "best.ckpt"):
+        path = folder / "checkpoints" / checkpoint
+        path.touch()
+        os.utime(path, (1e9 - age, 1e9 - age))
+    if epochs:
+        (folder / "summary.json").write_text(json.dumps({"epochs": epochs}))
+    return folder
+
+
+def resolved(root, *overrides, sweep=False):
+    run = run_of(*overrides)
+    resume.resolve(run, root / "now", sweep=sweep)
+    return run.ckpt
+
+
+def test_last_is_the_newest_run_s(tmp_path):
+    earlier(tmp_path, "a", age=20)
+    newest = earlier(tmp_path, "sweep/0", age=10)
+    assert resolved(tmp_path, "ckpt=last") == str(newest / "checkpoints" / "last.ckpt")
+    assert resolved(tmp_path, "ckpt=best", "evaluate=true") == str(newest / "checkpoints" / "best.ckpt")
+    assert resolved(tmp_path) is None
+
+
+def test_a_folder_or_a_file_is_taken_by_its_name(tmp_path):
+    folder = earlier(tmp_path, "a")
+    earlier(tmp_path, "b")
+    last, best = (str(folder / "checkpoints" / f"{name}.ckpt") for name in ("last", "best"))
+    assert resolved(tmp_path, f"ckpt={folder}") == last
+    assert resolved(tmp_path, f"ckpt={folder}", "evaluate=true") == best
+    assert resolved(tmp_path, f"ckpt={last}", "evaluate=true") == last
+    alone = tmp_path / "alone.ckpt"
+    alone.touch()
+    assert resolved(tmp_path, f"ckpt={alone}", "model=resnet50") == str(alone)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["ckpt=best"], "ckpt: got 'best', allowed: last, to go on from"),
+        (["ckpt=nowhere"], "ckpt: got 'nowhere', allowed: last, best, the folder of a run"),
+        (["ckpt=last", "model=resnet50"], "model: got 'resnet50', allowed: resnet18, as in ckpt's run"),
+        (["ckpt=last", "model=resnet50", "evaluate=true"], "model: got 'resnet50', allowed: resnet18"),
+        (["ckpt=last", "data=synthetic"], "data: got 'synthetic', allowed: digits"),
+        (["ckpt=last", "optimizer=adamw", "compressor=none"], "optimizer: got 'adamw', allowed: sgd"),
+        (["ckpt=last", "trainer.max_epochs=10"], "trainer.max_epochs: got 10, allowed: more than the 10 that ckpt has"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
+    earlier(tmp_path, "a", epochs=10)
+    with pytest.raises(ValueError) as refused:
+        resolved(tmp_path, *overrides)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_more_epochs_and_another_compressor_fit(tmp_path):
+    earlier(tmp_path, "a", epochs=10)
+    assert resolved(tmp_path, "ckpt=last", "trainer.max_epochs=11", "compressor=powersgd")
+    assert resolved(tmp_path, "ckpt=last", "optimizer=adamw", "compressor=none", "evaluate=true")
+
+
+def test_words_are_for_one_run_at_a_time(tmp_path, monkeypatch):
+    earlier(tmp_path, "a")
+    with pytest.raises(ValueError, match=r"^ckpt: got 'last', allowed: the path of a checkpoint, in sweeps"):
+        resolved(tmp_path, "ckpt=last", sweep=True)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=r"where torchrun or SLURM starts ranks"):
+        resolved(tmp_path, "ckpt=last")
+
+
+def test_nothing_saved_yet(tmp_path):
+    with pytest.raises(ValueError, match=r"^ckpt: got 'last', allowed: .*no run in .* has saved one yet"):
+        resolved(tmp_path, "ckpt=last")
+
+
+def test_a_run_s_own_folder_is_refused(tmp_path):
+    earlier(tmp_path, "now")
+    with pytest.raises(ValueError, match=r"^hydra.run.dir: got .*now', allowed: another folder"):
+        resolved(tmp_path, "ckpt=last")

@@ -1,0 +1,62 @@
+"""The Trainer has what the options ask for; the bar speaks of bytes as people do."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+
+from lightning_gradcomp.app import loggers
+from lightning_gradcomp.app.progress import WireBar
+from lightning_gradcomp.app.trainer import build_trainer
+from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+from tests.app.test_compose import run_of
+
+
+def trainer_of(tmp_path, *overrides):
+    return build_trainer(run_of(*overrides), tmp_path, CommunicationMonitor(), ("cpu", 1, 1))
+
+
+def test_options_reach_the_trainer(tmp_path):
+    words = (
+        "trainer.patience=3",
+        "trainer.profiler=simple",
+        "trainer.gradient_clip_val=2",
+        "trainer.precision=bf16-mixed",
+    )
+    trainer = trainer_of(tmp_path, *words)
+    assert trainer.early_stopping_callback.patience == 3 and trainer.early_stopping_callback.monitor == "val_acc"
+    assert isinstance(trainer.profiler, SimpleProfiler) and trainer.profiler.dirpath == tmp_path
+    assert (trainer.gradient_clip_val, trainer.precision) == (2, "bf16-mixed")
+    assert [type(logger) for logger in trainer.loggers] == [CSVLogger]
+
+
+def test_without_them_there_is_none_of_it(tmp_path):
+    trainer = trainer_of(tmp_path, "logger=none")
+    kinds = [type(callback) for callback in trainer.callbacks]
+    assert EarlyStopping not in kinds and not trainer.loggers and trainer.gradient_clip_val is None
+    assert kinds.count(ModelCheckpoint) == 2
+
+
+@pytest.mark.parametrize("mode", [("dry_run=true",), ("evaluate=true", "ckpt=some.ckpt")])
+def test_what_keeps_nothing_has_no_checkpoints_and_no_loggers(tmp_path, mode):
+    trainer = trainer_of(tmp_path, *mode, "trainer.patience=3")
+    assert not trainer.checkpoint_callbacks and not trainer.loggers and not trainer.early_stopping_callbacks
+
+
+def test_a_logger_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^needs a package for logger=wandb: pip install wandb"):
+        loggers.check(run_of("logger=wandb").logger)
+    loggers.check(run_of("logger=csv").logger)
+
+
+def test_the_bar_tells_bytes_and_ratio_in_one_word():
+    bar = WireBar()
+    shown = {"train_loss": torch.tensor(0.5), "sent_MB": 0.102128, "ratio(N=2)": 437.6}
+    trainer = SimpleNamespace(progress_bar_metrics=shown, loggers=[])
+    assert bar.get_metrics(trainer, None) == {"train_loss": shown["train_loss"], "wire": "102 kB/step (438x, N=2)"}
+    trainer.progress_bar_metrics = {"train_loss": 0.5}  # before the first step
+    assert bar.get_metrics(trainer, None) == {"train_loss": 0.5}

@@ -1,0 +1,19 @@
+"""A training process of the command line. usage: train_script.py FOLDER [STEP]; at STEP a Ctrl-C reaches it."""
+
+import signal
+import sys
+
+from lightning_gradcomp.app.classifier import Classifier
+from lightning_gradcomp.app.train import main
+
+if __name__ == "__main__":
+    step = int(sys.argv.pop()) if len(sys.argv) > 2 else None
+    of_step = Classifier.training_step
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == step:
+            signal.raise_signal(signal.SIGINT)
+        return of_step(self, batch, batch_idx)
+
+    Classifier.training_step = training_step
+    main()

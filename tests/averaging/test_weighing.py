@@ -1,0 +1,95 @@
+"""What a rank has not sent, against its gradient."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_gradcomp.compressors import DGC, OneBit, PowerSGD, TernGrad
+from tests.averaging.workers import Table, averaged, backward, dgc, prescribed_loss
+from tests.threads import run_ranks
+
+NOW = {"min_elements": 50, "warmup_epochs": 0}
+
+
+def weighed(compressor, schedule=None, steps=4, spoil=False, **options):
+    """After each step of rank 0: what was noted, and what its memory and its own gradients come to, as vectors."""
+
+    def work(rank, group):
+        model, seen = Table(), []
+        optimizer, averager = averaged(model, group, compressor, schedule, **options)
+        averager.weighs = True
+        for step in range(steps):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            if spoil and step == steps - 1:
+                model.kernel.grad.fill_(math.inf)
+            names = averager.gradients.layout.names
+            own = torch.cat([p.grad.reshape(-1) for name, p in model.named_parameters() if name in names])
+            averager.step()
+            state = averager.state_dict()["memory"]
+            unsent = state.get("velocity") or state.get("residual") or {}
+            flat = torch.cat([unsent[name].reshape(-1) for name in names]) if unsent else None
+            seen.append((averager.stats, flat, own))
+        return seen
+
+    return run_ranks(2, work)[0]
+
+
+@pytest.mark.parametrize(
+    "compressor, topology",
+    [
+        (dgc(clip_norm=1.0), "all_gather"),
+        (dgc(), "two_phase"),
+        (OneBit(**NOW), "all_gather"),
+        (PowerSGD(rank=1, **NOW), "all_gather"),
+    ],
+)
+def test_the_unsent_is_weighed_against_the_ranks_own_gradient(compressor, topology):
+    for stats, unsent, own in weighed(compressor, topology=topology):
+        assert stats.residual_to_gradient == pytest.approx(float(unsent.norm() / own.norm()), rel=1e-5)
+        assert stats.weighing_seconds > 0
+
+
+def test_a_loss_scale_is_not_in_it():
+    def work(rank, group):
+        noted = []
+        for scale in (1.0, 1024.0):
+            model = Table()
+            _, averager = averaged(model, group)
+            averager.weighs = True
+            (scale * prescribed_loss(model, rank, 0)).backward()
+            averager.average(grad_scale=scale)
+            noted.append(averager.stats.residual_to_gradient)
+        return noted
+
+    alone, scaled = run_ranks(2, work)[0]
+    assert scaled == pytest.approx(alone, rel=1e-5)
+
+
+def test_dense_steps_have_none():
+    steps = weighed(dgc(), schedule=lambda epoch, step: 0.9 if 1 <= step < 3 else 0.0, steps=5)
+    noted = [stats.residual_to_gradient is not None for stats, _, _ in steps]
+    assert noted == [False, True, True, False, False]  # the fourth sends all that is left
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+def test_what_remembers_nothing_has_none(error_feedback):
+    steps = weighed(TernGrad(error_feedback=error_feedback, **NOW))
+    assert [stats.residual_to_gradient is not None for stats, _, _ in steps] == 4 * [error_feedback]
+
+
+def test_a_step_that_overflows_has_none():
+    noted = [stats.residual_to_gradient for stats, _, _ in weighed(dgc(), spoil=True)]
+    assert all(noted[:-1]) and noted[-1] is None
+
+
+def test_nothing_is_weighed_unasked():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, DGC(sparsity=0.9, **NOW, dense_epochs=0))
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        averager.step()
+        return averager.stats
+
+    stats = run_ranks(2, work)[0]
+    assert stats.residual_to_gradient is None and stats.weighing_seconds == 0

@@ -1,0 +1,25 @@
+"""The complete scripts in docs/examples/ train, side by side, two processes each."""
+
+import re
+
+from tests.pages import DOCS
+from tests.processes import Forked, start_world
+
+EXAMPLES = DOCS / "examples"
+EPOCHS = "2"
+"""A dense one, and one at 90 %."""
+
+
+def test_the_examples_train_as_they_stand():
+    started = {name: [Forked(str(EXAMPLES / name), EPOCHS)] for name in ("lightning_digits.py", "fabric_digits.py")}
+    started["pytorch_digits.py"] = start_world(2, str(EXAMPLES / "pytorch_digits.py"), EPOCHS)
+    assert set(started) == {path.name for path in EXAMPLES.glob("*.py")}
+    for name, ranks in started.items():
+        for done in [rank.end() for rank in ranks]:
+            assert done.returncode == 0, f"{name}\n{done.stdout}"
+        output = "".join(rank.output for rank in ranks)
+        accuracy, ratio = re.search(r"accuracy ([\d.]+)%, ratio of the last step (\d+)", output).groups()
+        assert float(accuracy) > 50, name
+        assert int(ratio) > 5, name
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) < 60
