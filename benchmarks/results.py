@@ -1,11 +1,10 @@
-"""The tables of docs/results.md from the folders of runs: accuracy over seeds, bytes, and time, by network and method.
+"""docs/results.csv and what the pages show of it: accuracy over seeds, bytes and time, by network and method.
 
     gradcomp -m recipe=digits compressor=none,dgc seed=0,1,2,3,4 hydra.sweep.dir=runs/resnet18   # and so on
-    python -m benchmarks.results runs --times quiet --page docs/results.md --csv docs/results.csv
+    python -m benchmarks.results runs
 
-The CSV has a line for each run, and keeps those of earlier runs: all of them together take some five hours.
-Times of runs that shared the machine with something else say nothing, so they come from runs of their own (--times):
-short ones without a warm-up, made on a quiet machine, one for each network and method.
+The CSV has a line for each run, and keeps those of earlier runs: all of them together take some five hours. A run
+takes the line of an earlier one of the same network, method and seed.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -29,8 +29,9 @@ Key = tuple[str, str]
 
 ORDER = ("none", "fp16", "bf16", "dgc", "gradient_dropping", "powersgd", "onebit", "terngrad", "twobit", "dga")
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
-MARKED = re.compile(r"(<!-- runs -->\n).*?(<!-- end -->)", re.DOTALL)
-HEAD = ["method", "accuracy, %", "each seed", "bytes sent", "ratio, run", "ratio, last step"]
+HEAD = ["method", "accuracy, %", "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
+DOCS = Path(__file__).parents[1] / "docs"
+CSV = DOCS / "results.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,7 @@ class Result:
     dense_bytes: int
     last_ratio: float  # of dense bytes to those sent, in the last step
     steps: int
+    step_ms: float | None  # the sum of the phases' medians; None where it was not kept
     machine: str
 
 
@@ -75,13 +77,14 @@ def result(summary: dict[str, Any]) -> Result:
         dense_bytes=cost["dense_bytes"],
         last_ratio=cost["last_step"]["ratio"],
         steps=cost["steps"],
+        step_ms=round(sum(cost["milliseconds"].values()), 1),
         machine=f"{summary['cpu_cores']} cores of {summary['processor']}, torch {summary['packages']['torch']}",
     )
 
 
-def read_csv(path: Path) -> list[Result]:
-    """The lines of earlier runs."""
-    with path.open(newline="") as file:
+def read_csv() -> list[Result]:
+    """The lines of all runs so far."""
+    with CSV.open(newline="") as file:
         return [
             Result(
                 model=line["model"],
@@ -93,65 +96,94 @@ def read_csv(path: Path) -> list[Result]:
                 dense_bytes=int(line["dense_bytes"]),
                 last_ratio=float(line["last_ratio"]),
                 steps=int(line["steps"]),
+                step_ms=float(line["step_ms"]) if line["step_ms"] else None,
                 machine=line["machine"],
             )
             for line in csv.DictReader(file)
         ]
 
 
-def write_csv(path: Path, results: Iterable[Result]) -> None:
-    """Every run as a line: what the tables are made of."""
-    with path.open("w", newline="") as file:
+def write_csv(results: Iterable[Result]) -> None:
+    """Every run as a line."""
+    with CSV.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Result)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(map(asdict, results))
 
 
-def row(method: str, results: list[Result], timed: dict[str, Any] | None) -> list[str]:
-    """A line of the table of a network."""
+def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
+    """Network and method -> the runs of all seeds."""
+    found: dict[Key, list[Result]] = defaultdict(list)
+    for each in results:
+        found[each.model, each.method].append(each)
+    return found
+
+
+def accuracy(results: Sequence[Result]) -> str:
+    """In %, as mean ± standard deviation (number of seeds)."""
     accuracies = [100 * each.correct / each.images for each in results]
     spread = f" ± {stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
-    times = [f"{sum(timed['communication']['milliseconds'].values()):.0f}"] if timed else []
+    return f"{mean(accuracies):.2f}{spread} ({len(accuracies)})"
+
+
+def row(method: str, results: Sequence[Result]) -> list[str]:
+    """A line of the table of a network; its time is the quickest seed's, as what else a machine does only adds."""
     return [
         f"`{method}`",
-        f"{mean(accuracies):.2f}{spread} ({len(accuracies)})",
-        " ".join(f"{accuracy:.2f}" for accuracy in accuracies),
+        accuracy(results),
+        " ".join(f"{100 * each.correct / each.images:.2f}" for each in results),
         human(mean(each.bytes_sent for each in results)),
         f"{mean(each.dense_bytes / each.bytes_sent for each in results):.3g}",
         "rounds" if method == "dga" else f"{results[0].last_ratio:.3g}",
-        *times,
+        f"{min(each.step_ms for each in results if each.step_ms):.0f}",
     ]
+
+
+def tables(results: Sequence[Result]) -> str:
+    """A table for each network: docs/results.md."""
+    found = grouped(results)
+    parts = [f"Measured on {'; '.join(sorted({each.machine for each in results}))}."]
+    for model, title in TITLES.items():
+        rows = [row(method, found[model, method]) for method in ORDER if (model, method) in found]
+        parts.append(f"### {title}\n\n{report.table(HEAD, rows)}")
+    return "\n\n".join(parts)
+
+
+def overview(results: Sequence[Result], methods: Sequence[str] = ORDER) -> str:
+    """The accuracies alone, all networks side by side: docs/compressors.md, and a method's page."""
+    found = grouped(results)
+    rows = [
+        [f"`{method}`", *(accuracy(found[model, method]) if (model, method) in found else "—" for model in TITLES)]
+        for method in methods
+    ]
+    return report.table(["method", *TITLES.values()], rows)
+
+
+PAGES: dict[Path, Callable[[Sequence[Result]], str]] = {
+    DOCS / "results.md": tables,
+    DOCS / "compressors.md": overview,
+    DOCS / "methods" / "dense.md": partial(overview, methods=ORDER[:3]),
+    **{DOCS / "methods" / f"{name}.md": partial(overview, methods=("none", name)) for name in ORDER[3:]},
+}
+MARKED = re.compile(r"(?<=<!-- runs -->\n).*?(?=\n<!-- end of runs -->)", re.DOTALL)
+
+
+def filled(page: Path, results: Sequence[Result]) -> str:
+    """One of PAGES with the tables of these runs."""
+    made = PAGES[page](results)
+    return MARKED.sub(lambda _: made, page.read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--times", type=Path, help="a folder of runs on a quiet machine")
-    parser.add_argument("--page", type=Path, help="where to put the tables, between <!-- runs --> and <!-- end -->")
-    parser.add_argument("--csv", type=Path, help="every run as a line; a run of the same words replaces its line")
-    arguments = parser.parse_args()
-    earlier = read_csv(arguments.csv) if arguments.csv and arguments.csv.exists() else []
-    by_run = {
-        (each.model, each.method, each.seed): each for each in [*earlier, *map(result, summaries(arguments.runs))]
-    }
+    parser.add_argument("runs", type=Path, help="a folder; runs are found however deep they lie in it")
+    new = map(result, summaries(parser.parse_args().runs))
+    by_run = {(each.model, each.method, each.seed): each for each in [*read_csv(), *new]}
     results = [by_run[run] for run in sorted(by_run)]
-    found: dict[Key, list[Result]] = defaultdict(list)
-    for each in results:
-        found[each.model, each.method].append(each)
-    timed = {key(summary): summary for summary in summaries(arguments.times)} if arguments.times else {}
-    head = [*HEAD, "ms a step"] if timed else HEAD
-    parts = [f"Measured on {'; '.join(sorted({each.machine for each in results}))}."]
-    for model in dict.fromkeys(model for model, _ in found):
-        methods = [method for method in ORDER if (model, method) in found]
-        rows = [row(method, found[model, method], timed.get((model, method))) for method in methods]
-        parts.append(f"### {TITLES[model]}\n\n{report.table(head, rows)}")
-    text = "\n\n".join(parts)
-    print(text)
-    if arguments.page:
-        page = MARKED.sub(lambda marks: f"{marks[1]}{text}\n{marks[2]}", arguments.page.read_text())
-        arguments.page.write_text(page)
-    if arguments.csv:
-        write_csv(arguments.csv, results)
+    write_csv(results)
+    for page in PAGES:
+        page.write_text(filled(page, results))
+    print(tables(results))
 
 
 if __name__ == "__main__":
