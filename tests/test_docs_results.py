@@ -11,7 +11,7 @@ from tests.pages import DOCS
 
 ROOT = DOCS.parent
 RUNS = results.grouped(results.read_csv())
-RECIPES = ("digits", "digits_dga", "digits_swin")
+RECIPES = ("digits", "digits_dga", "digits_resnet50", "digits_swin")
 ADD_UP = {"docs/results.md", "docs/compressors.md", "README.md"}
 
 
