@@ -50,6 +50,11 @@ class Result:
     step_ms: float | None  # the sum of the phases' medians; None where it was not kept
     machine: str
 
+    @property
+    def percent(self) -> float:
+        """Validation accuracy."""
+        return 100 * self.correct / self.images
+
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
     """Of all runs beneath `folder` that ended."""
@@ -121,7 +126,7 @@ def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
 
 def accuracy(results: Sequence[Result]) -> str:
     """In %, as mean ± standard deviation (number of seeds)."""
-    accuracies = [100 * each.correct / each.images for each in results]
+    accuracies = [each.percent for each in results]
     spread = f" ± {stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
     return f"{mean(accuracies):.2f}{spread} ({len(accuracies)})"
 
@@ -131,7 +136,7 @@ def row(method: str, results: Sequence[Result]) -> list[str]:
     return [
         f"`{method}`",
         accuracy(results),
-        " ".join(f"{100 * each.correct / each.images:.2f}" for each in results),
+        " ".join(f"{each.percent:.2f}" for each in results),
         human(mean(each.bytes_sent for each in results)),
         f"{mean(each.dense_bytes / each.bytes_sent for each in results):.3g}",
         "rounds" if method == "dga" else f"{results[0].last_ratio:.3g}",

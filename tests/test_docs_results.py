@@ -12,11 +12,11 @@ from tests.pages import DOCS
 ROOT = DOCS.parent
 RUNS = results.grouped(results.read_csv())
 RECIPES = ("digits", "digits_dga", "digits_resnet50", "digits_swin")
-ADD_UP = {"docs/results.md", "docs/compressors.md", "README.md"}
+PROSE = {"docs/results.md", "docs/compressors.md", "README.md"}
 
 
 def accuracies(model, method):
-    return [100 * run.correct / run.images for run in RUNS[model, method]]
+    return [run.percent for run in RUNS[model, method]]
 
 
 @pytest.mark.parametrize("page", results.PAGES, ids=lambda page: page.stem)
@@ -24,7 +24,7 @@ def test_the_tables_are_those_of_the_runs(page):
     assert page.read_text() == results.filled(page, results.read_csv())
 
 
-@pytest.mark.parametrize("page", sorted(ADD_UP))
+@pytest.mark.parametrize("page", sorted(PROSE))
 def test_every_mean_and_spread_is_that_of_a_method(page):
     known = {(f"{mean(found):.2f}", f"{stdev(found):.2f}") for run in RUNS if len(found := accuracies(*run)) > 1}
     told = re.findall(r"(\d+\.\d\d) ± (\d+\.\d\d)", (ROOT / page).read_text())
