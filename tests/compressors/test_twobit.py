@@ -13,6 +13,7 @@ import torch
 
 from lightning_gradcomp.compressors import TwoBit
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.twobit import best_threshold
 from tests.compressors.books import Worker, normal, one
 
 T, RATE, WORKERS = 0.5, 2, 7
@@ -105,7 +106,7 @@ def test_no_more_than_the_threshold_is_sent_at_once_and_the_rest_is_owed():
     assert worker.residual.tolist() == [950.0] * 3
 
 
-def test_auto_is_one_and_a_half_mean_magnitudes_of_each_tensor_at_each_step_and_travels_along():
+def test_auto_is_found_for_each_tensor_at_each_step_and_travels_along():
     layout = Layout(("a", "b", "zero"), ((3, 7), (5, 11), (2, 2)))
     worker = Worker(TwoBit(), layout)
     for seed in range(3):
@@ -116,12 +117,25 @@ def test_auto_is_one_and_a_half_mean_magnitudes_of_each_tensor_at_each_step_and_
         thresholds = worker.payload[:12].view(torch.float32)
         for t, (start, stop) in zip(thresholds[:2], layout.bounds, strict=False):
             part = owed[start:stop]
-            torch.testing.assert_close(t, 1.5 * part.abs().mean(), rtol=1e-6, atol=0)
+            torch.testing.assert_close(t, best_threshold(part), rtol=0, atol=0)
             expected = t * ((part >= t).float() - (part <= -t).float())
             assert torch.equal(sent[start:stop], expected)
-            assert 0.1 < float((expected != 0).float().mean()) < 0.4
+            assert 0.2 < float((expected != 0).float().mean()) < 0.6
         assert thresholds[2] > 0
         assert not sent[76:].any()
+
+
+@pytest.mark.parametrize("zeros", [0, 8])
+@pytest.mark.parametrize("distribution", [torch.distributions.Laplace, torch.distributions.Normal])
+def test_auto_leaves_the_least_that_a_threshold_can_leave_however_many_elements_are_zero(distribution, zeros):
+    torch.manual_seed(0)
+    r = torch.cat([distribution(0.0, 1e-3).sample((100_000,)), torch.zeros(zeros * 100_000)])
+
+    def left(t):
+        return float((r - t * ((r >= t).float() - (r <= -t).float())).square().sum())
+
+    least = min(left(t * 1e-3) for t in torch.arange(0.1, 4, 0.02).tolist())
+    assert left(best_threshold(r)) <= 1.001 * least
 
 
 @pytest.mark.parametrize("threshold", ["auto", 0.5])

@@ -6,14 +6,16 @@ from tests.reference.workers import Workers
 
 
 class KVStoreTwoBit(Workers):
-    """`threshold` is a number, as in MXNet, or "auto": 1.5 times the mean magnitude of what is owed of a tensor."""
+    """`threshold` is a number, as in MXNet, or "auto": half the square root of 2, times the mean square of what
+    is owed of a tensor, over its mean magnitude."""
 
     def __init__(self, *args, threshold, **options):
         super().__init__(*args, **options)
         self.threshold = threshold
 
     def quantise(self, v):
-        t = np.float32(1.5) * np.abs(v).mean() if self.threshold == "auto" else np.float32(self.threshold)
+        auto = self.threshold == "auto"
+        t = np.float32(np.sqrt(2) / 2 * np.square(v).mean() / np.abs(v).mean() if auto else self.threshold)
         sent = np.zeros_like(v)
         for i, r in np.ndenumerate(v):
             if r >= t:
