@@ -47,7 +47,7 @@ class Result:
     dense_bytes: int
     last_ratio: float  # of dense bytes to those sent, in the last step
     steps: int
-    step_ms: float | None  # the sum of the phases' medians; None where it was not kept
+    step_ms: float | None  # the sum of the phases' medians; None where it can't be compared: emptied by hand in the CSV
     machine: str
 
     @property
@@ -133,6 +133,7 @@ def accuracy(results: Sequence[Result]) -> str:
 
 def row(method: str, results: Sequence[Result]) -> list[str]:
     """A line of the table of a network; its time is the quickest seed's, as what else a machine does only adds."""
+    times = [each.step_ms for each in results if each.step_ms]
     return [
         f"`{method}`",
         accuracy(results),
@@ -140,7 +141,7 @@ def row(method: str, results: Sequence[Result]) -> list[str]:
         human(mean(each.bytes_sent for each in results)),
         f"{mean(each.dense_bytes / each.bytes_sent for each in results):.3g}",
         "rounds" if method == "dga" else f"{results[0].last_ratio:.3g}",
-        f"{min(each.step_ms for each in results if each.step_ms):.0f}",
+        f"{min(times):.0f}" if times else "—",
     ]
 
 

@@ -23,6 +23,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
 
+
 def packed_bytes(n: int) -> int:
     """Bytes of n codes: 16 in each 4-byte word."""
     return (n + 15) // 16 * 4
@@ -70,8 +71,8 @@ class TwoBit(Codec):
     Source: MXNet, src/kvstore/gradient_compression.
 
     Args:
-        threshold: "auto" (`best_threshold` of each tensor, at each step), or a number above 0: MXNet's rule, in units of
-            the gradient; MXNet's own default, 0.5, is meant for gradients summed over a batch.
+        threshold: "auto" (`best_threshold` of each tensor, at each step), or a number above 0: MXNet's rule, in units
+            of the gradient; MXNet's own default, 0.5, is meant for gradients summed over a batch.
         warmup_epochs: dense epochs before the quantisation begins (MXNet has none, and trains the worse for it).
 
     Raises:
