@@ -38,11 +38,11 @@ def best_threshold(r: torch.Tensor) -> torch.Tensor:
     by t a step, so that most of r would stay for dozens of steps.
     """
     pieces = [r[start:stop] for start, stop in cut(0, r.numel(), r.device)]
-    first = torch.stack([piece.abs().sum() for piece in pieces]).sum()
-    second = torch.stack([piece.dot(piece) for piece in pieces]).sum()
-    # A tensor of zeros has no such t, and at 0 every element would send ±0.
-    tiny = torch.finfo(torch.float32).tiny
-    return torch.clamp(0.5**0.5 * second / torch.clamp(first, min=tiny), min=tiny)
+    tiny = torch.finfo(torch.float32).tiny  # a tensor of zeros has no such t, and at 0 every element would send ±0
+    mean = torch.clamp(torch.stack([piece.abs().sum() for piece in pieces]).sum() / r.numel(), min=tiny)
+    # Squared in units of their mean: gradients of 1e-20 or 1e20 would be squared to 0 or infinity.
+    squares = torch.stack([(piece / mean).square_().sum() for piece in pieces]).sum()
+    return torch.clamp(0.5**0.5 * mean * (squares / r.numel()), min=tiny)
 
 
 def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
