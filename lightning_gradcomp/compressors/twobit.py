@@ -34,8 +34,8 @@ def best_threshold(r: torch.Tensor) -> torch.Tensor:
 
     The part of E[r²] that is sent is ∫ (2t|r| - t²) over |r| ≥ t. For a Laplace distribution of scale b it is greatest
     at t = √2 · b, and Σr² / Σ|r| is 2b; a normal distribution's best t is within a hundredth of the same formula.
-    Elements that are 0 don't change t, unlike a mean magnitude, which many of them drive to 0: what is above t leaves
-    by t a step, so that most of r would stay for dozens of steps.
+    Elements that are 0 don't change t, unlike a mean magnitude, which many of them drive towards 0: what is above t
+    leaves by t a step, so that most of r would stay for dozens of steps.
     """
     pieces = [r[start:stop] for start, stop in cut(0, r.numel(), r.device)]
     tiny = torch.finfo(torch.float32).tiny  # a tensor of zeros has no such t, and at 0 every element would send ±0

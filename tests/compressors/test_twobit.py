@@ -117,7 +117,7 @@ def test_auto_is_found_for_each_tensor_at_each_step_and_travels_along():
         thresholds = worker.payload[:12].view(torch.float32)
         for t, (start, stop) in zip(thresholds[:2], layout.bounds, strict=False):
             part = owed[start:stop]
-            torch.testing.assert_close(t, best_threshold(part), rtol=0, atol=0)
+            torch.testing.assert_close(t, part.square().sum() / (2**0.5 * part.abs().sum()), rtol=1e-6, atol=0)
             expected = t * ((part >= t).float() - (part <= -t).float())
             assert torch.equal(sent[start:stop], expected)
             assert 0.2 < float((expected != 0).float().mean()) < 0.6
