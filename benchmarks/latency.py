@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
-from benchmarks.methods import compressor, forward_backward, network
+from benchmarks.methods import compressor, forward_backward, network, sgd
 from lightning_gradcomp import DelayedAverager
 
 
@@ -49,7 +49,7 @@ class Method:
 
     def __init__(self, name: str, model: nn.Module, period: int) -> None:
         self.model = DistributedDataParallel(model) if name == "ddp" else model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        self.optimizer = sgd(model)
         kind, _, codec = name.partition(":")
         self.averager: DelayedAverager | None = None
         if kind in ("local", "dga", "auto"):

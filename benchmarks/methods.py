@@ -35,13 +35,18 @@ def network(name: str) -> torch.nn.Module:
     return torchvision.models.get_model(model, num_classes=10) if source else build(name, channels=3, classes=10)
 
 
-def stepper(method: str, model: torch.nn.Module) -> Step:
-    """How `method` trains `model`: "compute", "ddp", a hook of torch's, or a compressor.
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """With momentum."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def stepper(method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Step:
+    """How `method` trains `model`: "compute", "ddp", a hook of torch's, a compressor; by SGD if no optimizer is given.
 
     With options after a colon, and after an @ a topology: "dgc:sparsity=0.99@two_phase". Steps are then those of the
     strategies; without a topology, those of a `GradientAverager` alone.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = optimizer or sgd(model)
     if method in ("compute", "ddp", "fp16_hook", "powersgd_hook"):
         wrapped = model if method == "compute" else with_hook(method, model)
 

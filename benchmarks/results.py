@@ -4,7 +4,8 @@
     python -m benchmarks.results runs
 
 The CSV has a line for each run, and keeps those of earlier runs: all of them together take some five hours. A run
-takes the line of an earlier one of the same network, method and seed.
+takes the line of an earlier one of the same network, method and seed. Times are those of docs/run_times.csv
+(`benchmarks.run_times`): those of runs of several days can't be compared.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, run_times
 from lightning_gradcomp.app.sizes import human
 
 Key = tuple[str, str]
 """Network and method."""
 
-ORDER = ("none", "fp16", "bf16", "dgc", "gradient_dropping", "powersgd", "onebit", "terngrad", "twobit", "dga")
+ORDER = run_times.METHODS
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
 HEAD = ["method", "accuracy, %", "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
 DOCS = Path(__file__).parents[1] / "docs"
@@ -47,7 +48,6 @@ class Result:
     dense_bytes: int
     last_ratio: float  # of dense bytes to those sent, in the last step
     steps: int
-    step_ms: float | None  # the sum of the phases' medians; None where it can't be compared: emptied by hand in the CSV
     machine: str
 
     @property
@@ -82,7 +82,6 @@ def result(summary: dict[str, Any]) -> Result:
         dense_bytes=cost["dense_bytes"],
         last_ratio=cost["last_step"]["ratio"],
         steps=cost["steps"],
-        step_ms=round(sum(cost["milliseconds"].values()), 1),
         machine=f"{summary['cpu_cores']} cores of {summary['processor']}, torch {summary['packages']['torch']}",
     )
 
@@ -101,7 +100,6 @@ def read_csv() -> list[Result]:
                 dense_bytes=int(line["dense_bytes"]),
                 last_ratio=float(line["last_ratio"]),
                 steps=int(line["steps"]),
-                step_ms=float(line["step_ms"]) if line["step_ms"] else None,
                 machine=line["machine"],
             )
             for line in csv.DictReader(file)
@@ -131,9 +129,8 @@ def accuracy(results: Sequence[Result]) -> str:
     return f"{mean(accuracies):.2f}{spread} ({len(accuracies)})"
 
 
-def row(method: str, results: Sequence[Result]) -> list[str]:
-    """A line of the table of a network; its time is the quickest seed's, as what else a machine does only adds."""
-    times = [each.step_ms for each in results if each.step_ms]
+def row(method: str, results: Sequence[Result], step_ms: Sequence[float]) -> list[str]:
+    """A line of the table of a network."""
     return [
         f"`{method}`",
         accuracy(results),
@@ -141,16 +138,16 @@ def row(method: str, results: Sequence[Result]) -> list[str]:
         human(mean(each.bytes_sent for each in results)),
         f"{mean(each.dense_bytes / each.bytes_sent for each in results):.3g}",
         "rounds" if method == "dga" else f"{results[0].last_ratio:.3g}",
-        f"{min(times):.0f}" if times else "—",
+        f"{median(step_ms):.0f}",
     ]
 
 
 def tables(results: Sequence[Result]) -> str:
     """A table for each network: docs/results.md."""
-    found = grouped(results)
+    found, times = grouped(results), run_times.read_csv()
     parts = [f"Measured on {'; '.join(sorted({each.machine for each in results}))}."]
     for model, title in TITLES.items():
-        rows = [row(method, found[model, method]) for method in ORDER if (model, method) in found]
+        rows = [row(m, found[model, m], times[model, m]) for m in ORDER if (model, m) in found]
         parts.append(f"### {title}\n\n{report.table(HEAD, rows)}")
     return "\n\n".join(parts)
 
@@ -182,8 +179,8 @@ def filled(page: Path, results: Sequence[Result]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="a folder; runs are found however deep they lie in it")
-    new = map(result, summaries(parser.parse_args().runs))
+    parser.add_argument("runs", type=Path, nargs="*", help="folders; runs are found however deep they lie in them")
+    new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
     by_run = {(each.model, each.method, each.seed): each for each in [*read_csv(), *new]}
     results = [by_run[run] for run in sorted(by_run)]
     write_csv(results)
