@@ -45,11 +45,14 @@ class Method:
         name: as above.
         model: trained from here on.
         period: K.
+        optimizer: SGD, where none is given.
     """
 
-    def __init__(self, name: str, model: nn.Module, period: int) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, period: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         self.model = DistributedDataParallel(model) if name == "ddp" else model
-        self.optimizer = sgd(model)
+        self.optimizer = optimizer or sgd(model)
         kind, _, codec = name.partition(":")
         self.averager: DelayedAverager | None = None
         if kind in ("local", "dga", "auto"):

@@ -13,16 +13,14 @@ import argparse
 import csv
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks import report
-from benchmarks.methods import forward_backward, sgd, stepper
-from lightning_gradcomp import DelayedAverager
+from benchmarks.latency import Method
+from benchmarks.methods import Step, stepper
 from lightning_gradcomp.app.models import build
 
 CSV = Path(__file__).parents[1] / "docs" / "run_times.csv"
@@ -34,23 +32,14 @@ ROUND = 8
 """Steps of a turn: a round of delayed averages, so that each step bears its share of it."""
 
 
-def trainer(model: str, method: str) -> Callable[[torch.Tensor, torch.Tensor], object]:
+def trainer(model: str, method: str) -> Step:
     """A step of `model` as the strategies make it."""
     torch.manual_seed(0)  # the same weights on every rank
     network = build(model, channels=1, classes=10, size=8)
-    optimizer = torch.optim.AdamW(network.parameters()) if model == "swin_mini" else sgd(network)
-    return delayed(network, optimizer) if method == "dga" else stepper(f"{method}@all_gather", network, optimizer)
-
-
-def delayed(network: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A step of delayed averages."""
-    averager = DelayedAverager(network, optimizer, "none", period=ROUND, delay=ROUND)
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        forward_backward(network, images, labels)
-        averager.step()
-
-    return step
+    optimizer = torch.optim.AdamW(network.parameters()) if model == "swin_mini" else None
+    if method == "dga":
+        return Method(method, network, ROUND, optimizer).step
+    return stepper(f"{method}@all_gather", network, optimizer)
 
 
 def measure(model: str, turns: int) -> dict[str, list[float]]:
