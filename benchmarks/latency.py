@@ -85,7 +85,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         torch.manual_seed(0)
         model = small() if arguments.model == "small" else network(arguments.model)
         methods[name] = Method(name, model, arguments.period)
-        while (averager := methods[name].averager) and averager.pace.measuring:
+        while (averager := methods[name].averager) and averager.round_schedule.measuring:
             methods[name].step(images, labels)
     turns: dict[str, list[float]] = {name: [] for name in methods}
     before = {name: method.sent for name, method in methods.items()}

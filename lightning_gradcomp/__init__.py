@@ -17,7 +17,7 @@ from lightning_gradcomp.compressors import (
     TernGrad,
     TwoBit,
 )
-from lightning_gradcomp.outer import Nesterov
+from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.registry import entries, register
 
 _BESIDE_PYTHON = Path(sys.argv[0]).parent == Path(sys.executable).parent and Path(sys.argv[0]).stem == "gradcomp"
@@ -26,7 +26,8 @@ _AS_COMMAND = _BESIDE_PYTHON or sys.orig_argv[1:3] == ["-m", "lightning_gradcomp
 # The command line composes and checks a run, and a process of its own trains it. It answers without torch and
 # Lightning, whose import takes seconds.
 if not _AS_COMMAND:
-    from lightning_gradcomp.averaging import DelayedAverager, GradientAverager, Stats
+    from lightning_gradcomp.averaging import GradientAverager, Stats
+    from lightning_gradcomp.local_sgd.averager import DelayedAverager
     from lightning_gradcomp.plugin import (
         CommunicationMonitor,
         CompressedDDPStrategy,

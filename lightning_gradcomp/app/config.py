@@ -16,8 +16,8 @@ from lightning_gradcomp.app.options.logger import LOGGERS, Logger
 from lightning_gradcomp.app.options.training import OPTIMIZERS, SGD, Model, Optimizer, Trainer
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.outer import Nesterov
-from lightning_gradcomp.pace import Pace
+from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
+from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.registry import entries
 from lightning_gradcomp.routes import route
 
@@ -43,7 +43,7 @@ class DGA(Strategy):
     outer_momentum: float
 
     def __post_init__(self) -> None:
-        Pace(self.period, self.delay)  # refuses
+        RoundSchedule(self.period, self.delay)  # refuses
         self.outer()
 
     def outer(self) -> Nesterov | None:

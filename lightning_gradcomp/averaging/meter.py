@@ -1,4 +1,4 @@
-"""What steps cost: bytes over the wire, seconds by phase; and what rounds cost, whose averages come later."""
+"""What steps cost: bytes over the wire, seconds by phase."""
 
 from __future__ import annotations
 
@@ -62,42 +62,3 @@ class Totals:
     def ratio(self) -> float:
         """Dense traffic over the traffic of all steps; 1 where nothing is exchanged."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
-
-
-@dataclass
-class DelayedStats:
-    """What one rank's rounds have cost so far.
-
-    Args:
-        rounds: averages that have arrived; those of drains are not in it.
-        bytes_sent: bytes that left this rank, drains included, but for buffers that rank 0 hands on in them.
-        dense_bytes: what a dense fp32 ring all-reduce of the gradients at every step would have sent.
-        stall_seconds: host time spent waiting for averages and in drains.
-        late_rounds: averages that were still on their way at the step where they were due.
-        steps_under_way: ends of steps that the latest average has seen on its way.
-        sparsity: of the latest average, as in `Stats`.
-        apart: how far ranks' weights were from what all agreed on when they sent the last round but one, as a root mean
-            square over the ranks and a share of the weights' length.
-    """
-
-    rounds: int = 0
-    bytes_sent: int = 0
-    dense_bytes: int = 0
-    stall_seconds: float = 0.0
-    late_rounds: int = 0
-    steps_under_way: int = 0
-    sparsity: float = 0.0
-    apart: float = 0.0
-
-    @property
-    def ratio(self) -> float:
-        """Dense traffic of all steps over the traffic of their rounds; 1 where nothing is exchanged."""
-        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
-
-    def since(self, earlier: DelayedStats) -> Stats:
-        """What was booked after `earlier`, as that of one step: the wait is its exchange."""
-        sent = self.bytes_sent - earlier.bytes_sent
-        stats = Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=self.dense_bytes - earlier.dense_bytes)
-        stats.sparsity = self.sparsity
-        stats.seconds["exchange"] = self.stall_seconds - earlier.stall_seconds
-        return stats

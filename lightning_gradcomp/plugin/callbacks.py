@@ -11,9 +11,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_gradcomp.averaging import DelayedAverager, GradientAverager, Stats
-from lightning_gradcomp.averaging.meter import DelayedStats, Totals
+from lightning_gradcomp.averaging import GradientAverager, Stats
+from lightning_gradcomp.averaging.meter import Totals
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.local_sgd.averager import DelayedAverager
+from lightning_gradcomp.local_sgd.stats import DelayedStats
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
@@ -44,11 +46,11 @@ class CommunicationMonitor(Callback):
     (topology="two_phase") are not in it. It takes two passes over the model, so only the steps that go to a logger
     have it; dense steps, the steps of topology="auto"'s trial and compressors that remember nothing have none.
 
-    With delayed averages bytes are booked where a round arrives, the ratio is that of all steps so far, exchange is how
-    long the step waited for the network, and three more are logged: `dga/steps_under_way`, ends of steps that the
-    latest average has seen on its way; `dga/late_rounds`, averages so far that a step had to wait for; and `dga/apart`,
-    how far the ranks were apart, as a share of the weights' length. What rounds leave out is not weighed: each drain
-    averages it.
+    With delayed averaging the bytes of a round are logged at the step that applies its average, the ratio is that of
+    all steps so far, and exchange is the time that the step waited for the network. Three more metrics are logged:
+    `dga/overlapped_steps`, steps that ended while the latest exchange was running; `dga/late_rounds`, averages so far
+    that a step had to wait for; and `dga/consensus_distance`, the distance between the ranks' weights and their
+    average, over the norm of the weights. There is no `memory/residual_to_gradient`: each drain averages the residual.
 
     Raises:
         ValueError: a strategy of others, before training starts.
@@ -139,7 +141,7 @@ class CommunicationMonitor(Callback):
                 return None, {}
             before, now = self._booked, replace(averager.stats)
             self._booked, self._steps_seen = now, averager.steps
-            names = ("steps_under_way", "late_rounds", "apart")
+            names = ("overlapped_steps", "late_rounds", "consensus_distance")
             return now.since(before), {f"dga/{name}": float(getattr(now, name)) for name in names}
         if averager.stats is self._seen:
             return None, {}

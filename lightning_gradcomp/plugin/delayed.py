@@ -17,12 +17,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_gradcomp.averaging import DelayedAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.outer import Nesterov
-from lightning_gradcomp.pace import Pace
+from lightning_gradcomp.local_sgd.averager import DelayedAverager
+from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
+from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import launch, sigterm
 from lightning_gradcomp.plugin.named_faults import DDPWithNamedFaults
 from lightning_gradcomp.plugin.refusals import check_batches, check_callbacks
@@ -69,7 +69,7 @@ class DelayedStrategy(DDPWithNamedFaults):
         if self._ddp_kwargs:
             raise refusal("DelayedStrategy(...)", ", ".join(self._ddp_kwargs), "no options of DDP, which is not used")
         self.compressor: Compressor = build(compressor)
-        Pace(period, delay)  # refuses
+        RoundSchedule(period, delay)  # refuses
         self.rule = {"period": period, "delay": delay, "outer": outer, "stale_only": stale_only}
         """Options of `DelayedAverager`."""
         self.averager: DelayedAverager | None = None
@@ -154,10 +154,10 @@ class DelayedStrategy(DDPWithNamedFaults):
         assert self.averager is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self.averager.epoch = trainer.current_epoch
-        measuring = self.averager.pace.measuring
+        measuring = self.averager.round_schedule.measuring
         with self.averager.stepping():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if measuring and not self.averager.pace.measuring:
+        if measuring and not self.averager.round_schedule.measuring:
             rank_zero_info(self.averager.describe())
         ends = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
         if ends or self.averager.flagged:
@@ -189,7 +189,7 @@ class DelayedStrategy(DDPWithNamedFaults):
         After an interruption, without the others: what all ranks agreed on last.
         """
         if self.averager is not None and self._interrupted:
-            if self.averager.rest():
+            if self.averager.reset_to_last_average():
                 rank_zero_warn(
                     "Interrupted: this checkpoint holds the latest average; each rank's steps since are lost."
                 )

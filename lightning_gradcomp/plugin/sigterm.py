@@ -17,7 +17,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.averaging import DelayedAverager, GradientAverager
+from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.local_sgd.averager import DelayedAverager
 
 log = logging.getLogger(__name__)
 Averager = GradientAverager | DelayedAverager

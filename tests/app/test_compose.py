@@ -13,7 +13,7 @@ from lightning_gradcomp.app.options.data import Digits
 from lightning_gradcomp.app.options.training import SGD, AdamW
 from lightning_gradcomp.app.trainer import strategy
 from lightning_gradcomp.compressors import DGC, NoCompression
-from lightning_gradcomp.outer import Nesterov
+from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.plugin import CompressedDDPStrategy, DelayedStrategy
 from lightning_gradcomp.registry import entries
 

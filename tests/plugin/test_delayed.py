@@ -39,14 +39,14 @@ def test_a_run_that_goes_on_in_the_middle_of_a_round_is_the_straight_one_to_the_
 
 def test_the_monitor_shows_what_rounds_cost(outcome):
     summary, logged = outcome["monitor"]["summary"], outcome["monitor"]["logged"]
-    assert {"comm/bytes_sent", "comm/ratio_N2", "time/exchange_ms", "dga/apart", "dga/late_rounds"} <= set(logged)
+    assert {"comm/bytes_sent", "comm/ratio_N2", "time/exchange_ms", "dga/consensus_distance", "dga/late_rounds"} <= set(logged)
     rounds = summary["rounds"]
     assert (rounds["period"], rounds["delay"], rounds["rounds"]) == (8, 8, 2)
     assert summary["steps"] == 20
     assert 0 < summary["bytes_sent"] < summary["dense_bytes"] / 2
     assert summary["totals"]["bytes_sent"] == rounds["bytes_sent"] == summary["bytes_sent"]
     assert "memory/residual_to_gradient" not in logged
-    assert rounds["apart"] > 0 and rounds["stall_seconds"] > 0
+    assert rounds["consensus_distance"] > 0 and rounds["stall_seconds"] > 0
 
 
 def test_waiting_in_a_training_step_is_told_once(outcome):

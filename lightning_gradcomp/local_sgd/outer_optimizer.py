@@ -1,4 +1,4 @@
-"""What the ranks' common weights do with the mean update of a round: follow it, or step on it. Needs no torch."""
+"""The outer optimizer: how the anchor follows the mean update of a round. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class Nesterov:
             raise refusal("Nesterov.momentum", self.momentum, "0 <= momentum < 1")
 
 
-PLAIN = Nesterov(lr=1.0, momentum=0.0)
-"""No outer optimizer: the mean update is added."""
+PLAIN_AVERAGING = Nesterov(lr=1.0, momentum=0.0)
+"""No outer optimizer: the mean update is added to the anchor."""

@@ -1,0 +1,157 @@
+"""The anchor: the weights that all ranks agree on, while each rank trains its own copy of the model.
+
+Zhu, Lin, Lu, Lin, Han: Delayed Gradient Averaging: Tolerate the Communication Latency for Federated Learning, NeurIPS
+2021. Rank j sends the sum G_j of the gradients of its last K steps and continues to train. D steps later it replaces
+its own gradients by the mean: w_j -= lr · (mean G - G_j). Here the ranks send the update U_j, what the optimizer has
+added to the weights in the round: w_j += mean U - U_j. Both are the same for SGD at a constant learning rate. With
+momentum, Adam, clipping, learning rate schedules or skipped steps only updates cancel exactly.
+
+The anchor z is bitwise the same on all ranks: the start plus every mean update that was applied. A rank takes a
+snapshot s of its weights w when it sends U = s - z. When mean U arrives, z += mean U and w = z + (w - s), the anchor
+plus the local steps since the snapshot. With D = 0 that is w = z.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_gradcomp.errors import refusal
+
+
+class Anchor(nn.Module):
+    """z as a module: fp32 parameters with the model's names. Their gradients are the pseudo-gradients -U.
+
+    So a torch optimizer can step it, and a GradientAverager can average it.
+
+    Args:
+        model: z starts as a copy of its parameters.
+        stale_only: keep local steps out of the model's weights until they come back in an average.
+
+    Raises:
+        ValueError: a parameter of more than 32 bits.
+    """
+
+    def __init__(self, model: nn.Module, *, stale_only: bool = False) -> None:
+        super().__init__()
+        self.stale_only = stale_only
+        live = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
+        for name, parameter in live.items():
+            if parameter.itemsize > 4:
+                raise refusal(f"parameter {name!r}", parameter.dtype, "16 or 32 bits: updates are sent in fp32")
+            path, _, last = name.rpartition(".")
+            _submodule(self, path).register_parameter(last, nn.Parameter(parameter.detach().float().clone()))
+        self._all_pairs = [(z, live[name]) for name, z in self.named_parameters()]
+        self._snapshot: list[torch.Tensor] = []
+        """The weights when the pending update was sent."""
+        self._withheld: list[torch.Tensor] = []
+        """With `stale_only`: the sum of the local steps since the last update was sent."""
+        self.refresh_trainable()
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of an update: those of the trainable parameters."""
+        return sum(z.numel() for z, _ in self._pairs)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of updates."""
+        return self._all_pairs[0][0].device
+
+    @property
+    def trainable_changed(self) -> bool:
+        """Whether a parameter of the model was frozen or unfrozen since `refresh_trainable`."""
+        return any(z.requires_grad != w.requires_grad for z, w in self._all_pairs)
+
+    def refresh_trainable(self) -> None:
+        """Follow the parameters that are trainable now. No update may be pending."""
+        for z, w in self._all_pairs:
+            z.requires_grad_(w.requires_grad).grad = None
+        self._pairs = [(z, w) for z, w in self._all_pairs if w.requires_grad]
+        self._withheld = [torch.zeros_like(z) for z, _ in self._pairs] if self.stale_only else []
+
+    @torch.no_grad()
+    def copy_from_model(self) -> None:
+        """z = w. The model's weights must be the same on all ranks."""
+        for z, w in self._pairs:
+            z.copy_(w)
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """w = z."""
+        for z, w in self._pairs:
+            w.copy_(z)
+
+    @torch.no_grad()
+    def withhold_step(self) -> None:
+        """With `stale_only`, after an optimizer step: add it to the withheld update and undo it in the weights."""
+        if self.stale_only:
+            for withheld, (z, w) in zip(self._withheld, self._pairs, strict=True):
+                withheld.add_(w - z)
+            self.copy_to_model()
+
+    @torch.no_grad()
+    def set_pseudo_gradients(self) -> bool:
+        """Set the gradients of z to -U = z - w, the negated sum of the local steps since the last snapshot.
+
+        Returns:
+            Whether all of U is finite. Where it is not, U is 0 instead and the weights are reset to z.
+        """
+        if self.stale_only:
+            updates = [withheld.neg() for withheld in self._withheld]
+        else:
+            updates = [z - w for z, w in self._pairs]
+        finite = bool(torch.stack([update.isfinite().all() for update in updates]).all())
+        if not finite:
+            updates = [torch.zeros_like(update) for update in updates]
+            self.reset_model()
+        for (z, _), update in zip(self._pairs, updates, strict=True):
+            z.grad = update
+        return finite
+
+    @torch.no_grad()
+    def snapshot_model(self) -> None:
+        """Remember the weights whose update is sent now. Later steps belong to the next round."""
+        if self.stale_only:
+            for withheld in self._withheld:
+                withheld.zero_()
+        else:
+            self._snapshot = [w.detach().clone() for _, w in self._pairs]
+
+    @torch.no_grad()
+    def apply_average(self) -> float:
+        """w = z + (w - snapshot): replace the rank's own pending update by the average, which z holds already.
+
+        Returns:
+            L2 distance between the snapshot and z; 0 with `stale_only`.
+        """
+        if self.stale_only:
+            self.copy_to_model()
+            return 0.0
+        squares = []
+        for snapshot, (z, w) in zip(self._snapshot, self._pairs, strict=True):
+            squares.append((snapshot - z).square().sum())
+            w.copy_(z + (w - snapshot))  # in fp32, also for weights of 16 bits
+        self._snapshot = []
+        return float(torch.stack(squares).sum()) ** 0.5
+
+    @torch.no_grad()
+    def reset_model(self) -> None:
+        """w = z. Local steps that are not in z are dropped."""
+        self.copy_to_model()
+        self._snapshot = []
+        for withheld in self._withheld:
+            withheld.zero_()
+
+    def norm(self) -> float:
+        """L2 norm of z."""
+        return float(torch.stack([z.detach().square().sum() for z, _ in self._pairs]).sum()) ** 0.5
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    """The submodule of `module` at `path`; missing modules on the path are added."""
+    for part in path.split(".") if path else []:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    return module

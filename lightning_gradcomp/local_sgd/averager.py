@@ -1,0 +1,300 @@
+"""DelayedAverager: ranks step on their own gradients; averages of their updates are applied later, at fixed steps.
+
+A round is K steps. At the end of a round each rank sends its update, what its optimizer has added to the weights in the
+round, and continues to train. D steps after the end of the round the mean update replaces the rank's own. The exchange
+is hidden if it takes less than D steps; otherwise the step waits. The result does not depend on when a message arrives.
+D ≤ K, so that there is one exchange at a time. The update rule and its source are in `anchor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gradcomp.averaging.faults import TIMEOUT, explained
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.compressors.base import Compressor
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.local_sgd.anchor import Anchor
+from lightning_gradcomp.local_sgd.async_exchange import AsyncExchange
+from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
+from lightning_gradcomp.local_sgd.round_report import RoundReport
+from lightning_gradcomp.local_sgd.rounds import Rounds
+from lightning_gradcomp.local_sgd.schedule import RoundSchedule
+from lightning_gradcomp.local_sgd.stats import DelayedStats
+from lightning_gradcomp.local_sgd.sync import Buffers, broadcast, sync_buffers_and_moments, zero_nonfinite_state
+from lightning_gradcomp.registry import build
+
+
+class DelayedAverager:
+    """Local steps, and averages of the weights that are applied `delay` steps late: for links with a long delay.
+
+        averager = DelayedAverager(model, optimizer, period=8, delay=8)
+        loss.backward()
+        averager.step()     # = optimizer.step(); sends at the end of a round, applies the average `delay` steps later
+        averager.drain()    # before validation, checkpoints and the end: all ranks hold the average
+
+    `period=1, delay=0` is synchronous training, `delay=0` local SGD (FedAvg), `delay=0` with `outer` DiLoCo, and
+    `delay > 0` delayed gradient averaging. Between drains each rank has its own weights: don't evaluate or save them.
+
+    Args:
+        model: the bare module (not wrapped in DDP). All ranks start with rank 0's weights and buffers.
+        optimizer: any; its state is the rank's own between drains.
+        compressor: compresses the update of each round, with error feedback over rounds: an instance, or a name with
+            default options.
+        period: K, steps in a round, the same on all ranks.
+        delay: D, steps from the end of a round to the step that applies its average, 0 to `period`. "auto": as many as
+            hide the exchange, by the times measured in the first rounds; `period` is then the smallest K.
+        process_group: default: a new group of all ranks, so that no other collective waits for the exchange. Without
+            torch.distributed the world has one rank, and `step` is `optimizer.step()`.
+        outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
+        stale_only: apply averages only, not local steps. Weights are then the same on all ranks at every step, all
+            gradients of a round are taken at the same weights, and every update is applied late.
+        steps_per_epoch: for a compressor's warm-up that counts epochs.
+        epoch: the first epoch, for a caller that sets `averager.epoch` itself.
+
+    Raises:
+        ValueError: an invalid option, or a model that is not supported.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compressor: Compressor | str = "none",
+        *,
+        period: int = 8,
+        delay: int | str = 8,
+        process_group: dist.ProcessGroup | None = None,
+        outer: Nesterov | None = None,
+        stale_only: bool = False,
+        steps_per_epoch: int | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise refusal("DelayedAverager(model)", "DistributedDataParallel", "the module inside it")
+        self.model, self.optimizer = model, optimizer
+        self.compressor: Compressor = build(compressor)
+        self.round_schedule = RoundSchedule(period, delay)
+        self.outer, self.stale_only = outer or PLAIN_AVERAGING, stale_only
+        self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
+        if process_group is None and dist.is_initialized():
+            process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - of all ranks, so of this one
+        self.ranks = Ranks(process_group)
+        self.stats = DelayedStats()
+        """Costs so far."""
+        self.steps = 0
+        """Optimizer steps so far."""
+        self.flag = False
+        """A flag that is sent to the other ranks with the next round or drain."""
+        self.flags = [False] * self.ranks.world
+        """The flags of all ranks from the latest average or drain. They change at the same step on all ranks."""
+        self._pending: AsyncExchange[list[RoundReport]] | None = None
+        self._step_seconds: list[float] = []
+        self._distance = self._exchange_seconds = 0.0
+        self._step_ended: float | None = None
+        self._start()
+        if self.ranks.world > 1:
+            broadcast([*model.parameters(), *model.buffers()], self.ranks)
+        self._buffers = Buffers(model)
+
+    def _start(self, state: Mapping[str, Any] | None = None) -> None:
+        """Start from the model's weights and a state of the rounds, without a pending exchange."""
+        self._anchor = Anchor(self.model, stale_only=self.stale_only)
+        self._rounds = Rounds(self._anchor, self.compressor, self.ranks.group, self.outer, self._current_epoch())
+        if state:
+            self._rounds.load_shared_state(state)
+        self._steps_since_drain = self._steps_in_round = 0
+        self._samples_in_round = self._samples_since_drain = 0
+
+    def _current_epoch(self) -> int | None:
+        return self.epoch if self.steps_per_epoch is None else self.steps // self.steps_per_epoch
+
+    @property
+    def flagged(self) -> bool:
+        """Whether any of `flags` is set."""
+        return any(self.flags)
+
+    @property
+    def period(self) -> int:
+        """K, the current period in steps."""
+        return self.round_schedule.period
+
+    @property
+    def delay(self) -> int:
+        """D, the current delay in steps."""
+        return self.round_schedule.delay
+
+    def step(self, weight: int = 1) -> None:
+        """Step the optimizer. At the end of a round send the update; apply an average that is due.
+
+        Args:
+            weight: samples in this step, the weight of the update in averages. A rank without data calls `step(0)` as
+                often as the others call `step`: the optimizer does not step, and averages are applied.
+
+        Raises:
+            ValueError: a negative weight.
+            ExchangeFailed: the other ranks can't be reached.
+        """
+        with self.stepping(weight):
+            if weight:
+                self.optimizer.step()
+
+    @contextmanager
+    def stepping(self, weight: int = 1) -> Iterator[None]:
+        """As `step`, for a caller that steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`."""
+        if weight < 0:
+            raise refusal("weight", weight, "a number of samples, 0 or more")
+        if self.ranks.world == 1:
+            yield
+            self.steps += 1
+            self.flags = [self.flag]
+            return
+        if self._anchor.trainable_changed:
+            self.drain()
+            self._anchor.refresh_trainable()
+        if not self._steps_since_drain:
+            self._anchor.copy_from_model()  # the caller may have changed the weights, the same on all ranks
+            self._step_ended = None
+        yield
+        self.steps += 1
+        self._steps_since_drain += 1
+        self._steps_in_round += 1
+        self._samples_in_round += weight
+        self._samples_since_drain += weight
+        now = perf_counter()
+        if self._step_ended is not None:
+            self._step_seconds.append(now - self._step_ended)
+        self.stats.dense_bytes += self.ranks.dense_traffic(4 * self._anchor.num_elements)
+        self._anchor.withhold_step()
+        if self._pending:
+            self.stats.overlapped_steps += not self._pending.done
+            if self._steps_since_drain == self._pending.due or self._pending.failed:
+                self._apply_average()
+        if self._steps_in_round == self.period:
+            self._send_update()
+            if self.delay == 0:
+                self._apply_average()
+        self._step_ended = perf_counter()
+
+    def _end_round(self) -> tuple[RoundReport, bool]:
+        """Set the anchor's pseudo-gradients. Returns this rank's report, and whether the update is finite."""
+        finite = self._anchor.set_pseudo_gradients()
+        if not finite:
+            zero_nonfinite_state(self.optimizer)
+        step_seconds = median(self._step_seconds) if self._step_seconds else 0.0
+        samples = self._samples_in_round if finite else 0
+        report = RoundReport(samples, self.flag, self._distance, step_seconds, self._exchange_seconds)
+        self._samples_in_round = self._steps_in_round = 0
+        self._step_seconds = []
+        return report, finite
+
+    def _send_update(self) -> None:
+        """Start the exchange of the round that ends here."""
+        report, _ = self._end_round()
+        self._anchor.snapshot_model()
+        self._rounds.epoch = self._current_epoch()
+        exchange = partial(self._rounds.exchange, report, self.steps)
+        self._pending = AsyncExchange(exchange, self._steps_since_drain + self.delay, self._anchor.device)
+        self.stats.overlapped_steps = 0
+
+    def _apply_average(self) -> None:
+        """Wait for the pending exchange and apply its average."""
+        assert self._pending is not None
+        exchange, self._pending = self._pending, None
+        begin, stats = perf_counter(), self.stats
+        stats.late_rounds += self.delay > 0 and not exchange.done
+        reports = exchange.wait()
+        stats.stall_seconds += perf_counter() - begin
+        self._exchange_seconds = exchange.seconds
+        self._rounds.step_outer_optimizer()
+        self._distance = self._anchor.apply_average()
+        stats.rounds += 1
+        stats.bytes_sent += self._rounds.stats.bytes_sent
+        stats.sparsity = self._rounds.stats.sparsity
+        mean_square = sum(report.distance**2 for report in reports) / len(reports)
+        stats.consensus_distance = mean_square**0.5 / max(self._anchor.norm(), 1e-30)
+        self.flags = [report.flag for report in reports]
+        self.round_schedule.round_applied(reports)
+
+    def drain(self) -> None:
+        """Make the weights bitwise the same on all ranks. Collective; nothing happens if no step was made since.
+
+        Waits for the pending exchange and applies its average. Then averages the open round in fp32 without the outer
+        optimizer, with everything that compressed rounds have left out. Averages the floating-point buffers that are in
+        the `state_dict` and the optimizer's moments; copies other buffers from rank 0. The next round begins here.
+
+        Raises:
+            ExchangeFailed: the other ranks can't be reached.
+        """
+        if not self._steps_since_drain:
+            return
+        with explained(self.steps, "draining delayed averages", self.ranks.group):
+            if self._pending:
+                self._apply_average()
+            begin, finite = perf_counter(), True
+            if self._steps_in_round or not self._rounds.residual_empty:
+                report, finite = self._end_round()
+                self.flags = [each.flag for each in self._rounds.exchange_uncompressed(report, self.steps)]
+                self.stats.bytes_sent += self._rounds.stats.bytes_sent
+            self._anchor.reset_model()
+            self._rounds.reset_rank_state()
+            samples = self._samples_since_drain
+            sent = sync_buffers_and_moments(self.ranks, self._buffers, self.optimizer, samples, moments_valid=finite)
+            self.stats.bytes_sent += sent
+            self._steps_since_drain = self._samples_since_drain = 0
+            self.stats.stall_seconds += perf_counter() - begin
+        self.round_schedule.choose()
+
+    def reset_to_last_average(self) -> bool:
+        """Set the weights to the latest average, without communication. Local steps since then are lost.
+
+        For the checkpoint of an interrupted run, in which the other ranks may not answer.
+
+        Returns:
+            Whether there were such steps.
+        """
+        if self._steps_since_drain:
+            self._anchor.reset_model()
+        return self._steps_since_drain > 0
+
+    def describe(self) -> str:
+        """One line for the log."""
+        late = "without delay" if self.delay == 0 else f"applied {self.delay} steps later"
+        return (
+            f"Averages of {self._anchor.num_elements:,} updates ({type(self.compressor).__name__}) every {self.period} "
+            f"steps, {late}{' (measuring what the delay should be)' if self.round_schedule.measuring else ''}; "
+            f"N={self.ranks.world}."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, the same on all ranks. Collective: it drains first.
+
+        A run that continues from it, with the model's and the optimizer's state after the drain, is bitwise equal to
+        the run that made it. It may continue with another number of ranks.
+        """
+        self.drain()
+        schedule = self.round_schedule.state_dict()
+        return {"steps": self.steps, "rounds": self._rounds.shared_state(), "round_schedule": schedule}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state. Collective. Load the model's and the optimizer's first, the same on all ranks.
+
+        Raises:
+            ValueError: a tensor whose shape is not its parameter's.
+        """
+        if self._pending:
+            self._pending.wait()  # its result is dropped
+            self._pending = None
+        self.steps = state["steps"]
+        self.round_schedule.load_state_dict(state["round_schedule"])
+        self._start(state["rounds"])
+        self._buffers = Buffers(self.model)

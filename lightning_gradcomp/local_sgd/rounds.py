@@ -1,0 +1,117 @@
+"""Rounds: compressed averages of the ranks' updates. All use of GradientAverager's internals is in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.elastic import all_floating
+from lightning_gradcomp.averaging.faults import explained
+from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.local_sgd.anchor import Anchor
+from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
+from lightning_gradcomp.local_sgd.round_report import REPORT_BYTES, RoundReport, gather_reports, sample_weight
+
+
+class Rounds(GradientAverager):
+    """A GradientAverager whose model is the anchor, whose steps are rounds, and whose gradients are pseudo-gradients.
+
+    The optimizer is the outer one. A compressor that applies the momentum itself (DGC) applies the outer optimizer's;
+    the momentum of the user's optimizer is not affected.
+
+    Args:
+        anchor: the weights that all ranks agree on.
+        compressor: an instance, or a name with default options.
+        process_group: a group that nothing else uses.
+        outer: options of the outer optimizer.
+        epoch: the first epoch.
+    """
+
+    def __init__(
+        self,
+        anchor: Anchor,
+        compressor: Compressor | str,
+        process_group: dist.ProcessGroup | None,
+        outer: Nesterov,
+        epoch: int | None,
+    ) -> None:
+        self.anchor, momentum = anchor, outer.momentum
+        self.sgd = torch.optim.SGD(anchor.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
+        super().__init__(anchor, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
+
+    @property
+    def residual_empty(self) -> bool:
+        """Whether compressed rounds have left nothing for later rounds."""
+        return self._compression is None or self._compression.books.empty
+
+    def exchange(self, own: RoundReport, training_step: int) -> list[RoundReport]:
+        """Replace the anchor's gradients by their mean over all samples. Collective.
+
+        Args:
+            own: this rank's report.
+            training_step: optimizer steps so far, for error messages.
+
+        Returns:
+            The reports of all ranks.
+
+        Raises:
+            ExchangeFailed: the other ranks can't be reached.
+        """
+        with explained(training_step, f"averaging round {self.steps + 1}", self.ranks.group):
+            reports = gather_reports(self.ranks, own, self.anchor.device)
+            weight = sample_weight(own.samples, [report.samples for report in reports])
+            for z in self.anchor.parameters():
+                if z.grad is not None and weight != 1:
+                    z.grad.mul_(weight)
+            self._average(1.0)
+            self.stats.bytes_sent += self.ranks.gather_traffic(REPORT_BYTES)
+            return reports
+
+    def step_outer_optimizer(self) -> None:
+        """Step the anchor on the mean pseudo-gradient."""
+        with self.taken_over(self.sgd):
+            self.sgd.step()
+
+    def exchange_uncompressed(self, own: RoundReport, training_step: int) -> list[RoundReport]:
+        """Average the updates and everything that compressed rounds have left out, uncompressed. Collective.
+
+        The mean update is added to the anchor without the outer optimizer.
+
+        Returns:
+            The reports of all ranks.
+        """
+        schedule, self.schedule = self.schedule, None
+        reports = self.exchange(own, training_step)
+        self.schedule = schedule
+        with torch.no_grad():
+            for z in self.anchor.parameters():
+                if z.grad is not None:
+                    z.sub_(z.grad)
+        return reports
+
+    def shared_state(self) -> dict[str, Any]:
+        """The state that is the same on all ranks when the residual is empty: no random generators, for example."""
+        state = self.state_dict()
+        state["memory"] = {kind: parts for kind, parts in state["memory"].items() if all_floating(parts)}
+        velocities = {name: self.sgd.state[z].get("momentum_buffer") for name, z in self.anchor.named_parameters()}
+        return {**state, "outer": {name: v.clone() for name, v in velocities.items() if v is not None}}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `shared_state` returned on any rank.
+
+        Raises:
+            ValueError: a tensor whose shape is not its parameter's.
+        """
+        self.load_state_dict(state)
+        for name, z in self.anchor.named_parameters():
+            if name in state["outer"]:
+                self.sgd.state[z]["momentum_buffer"] = state["outer"][name].to(z, copy=True)
+
+    def reset_rank_state(self) -> None:
+        """Reset the state that differs between ranks, such as random generators."""
+        if isinstance(self.compressor, Lossy):
+            self.load_shared_state(self.shared_state())

@@ -1,0 +1,80 @@
+"""Period and delay of rounds: fixed, or chosen from measured times. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from lightning_gradcomp.errors import refusal
+
+if TYPE_CHECKING:
+    from lightning_gradcomp.local_sgd.round_report import RoundReport
+
+MAX_AUTO_DELAY = 64
+"""The largest delay, in steps, that "auto" chooses: accuracy falls as the delay grows (docs/latency.md)."""
+MARGIN = 1.2
+"""An exchange may take this many times its measured time before a step waits for it."""
+MEASURED_ROUNDS = 3
+"""Rounds that "auto" measures. The first also opens connections, and the last one's time is not reported yet."""
+
+
+def steps_to_hide(reports: Sequence[RoundReport]) -> int:
+    """Steps needed to hide an exchange, with the margin: the slowest exchange over the fastest rank's step time."""
+    step = min((report.step_seconds for report in reports if report.step_seconds > 0), default=1.0)
+    return min(max(ceil(MARGIN * max(report.exchange_seconds for report in reports) / step), 1), MAX_AUTO_DELAY)
+
+
+class RoundSchedule:
+    """Period K and delay D, both in steps.
+
+    With delay="auto" the first rounds are averaged without delay. D is then chosen from the times that all ranks have
+    measured, and is the same on all ranks. K is `period`, or D where D is larger. D is chosen again after each drain.
+
+    Args:
+        period: K, steps in a round.
+        delay: D, steps from the end of a round to the step that applies its average, 0 to `period`; or "auto".
+
+    Raises:
+        ValueError: other values.
+    """
+
+    def __init__(self, period: int, delay: int | str) -> None:
+        if not isinstance(period, int) or period < 1:
+            raise refusal("period", period, "a whole number of steps, 1 or more")
+        if delay != "auto" and (not isinstance(delay, int) or not 0 <= delay <= period):
+            raise refusal("delay", delay, f"0 to {period}, the period (one exchange at a time), or 'auto'")
+        self._min_period, self._auto = period, delay == "auto"
+        self.period, self.delay = period, 0 if isinstance(delay, str) else delay
+        self._rounds_to_measure = MEASURED_ROUNDS if self._auto else 0
+        self._reports: Sequence[RoundReport] = ()
+
+    def round_applied(self, reports: Sequence[RoundReport]) -> None:
+        """Record the reports of a round whose average was applied. No exchange is pending."""
+        self._reports = reports
+        if self._rounds_to_measure:
+            self._rounds_to_measure -= 1
+            if not self._rounds_to_measure:
+                self.choose()
+
+    @property
+    def measuring(self) -> bool:
+        """Whether "auto" has not chosen a delay yet."""
+        return self._rounds_to_measure > 0
+
+    def choose(self) -> None:
+        """With "auto", once all rounds to measure are done: set D and K from the latest reports."""
+        if self._auto and not self._rounds_to_measure and self._reports:
+            self.delay = steps_to_hide(self._reports)
+            self.period = max(self._min_period, self.delay)
+
+    def state_dict(self) -> dict[str, int]:
+        """Period, delay and the number of rounds still to measure."""
+        return {"period": self.period, "delay": self.delay, "rounds_to_measure": self._rounds_to_measure}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """With "auto", continue from a state. A fixed period and delay stay as they are."""
+        if self._auto:
+            self.period, self.delay = state["period"], state["delay"]
+            self._rounds_to_measure = state["rounds_to_measure"]
+            self._reports = ()

@@ -1,0 +1,169 @@
+"""Synchronisation of buffers and optimizer moments in a drain.
+
+Between drains the batch norm statistics and the optimizer moments of each rank follow its own data. A drain averages
+them, weighted by samples. What can't be averaged (counters, masks with infinities) is copied from rank 0.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gradcomp.averaging.ranks import Ranks, add
+from lightning_gradcomp.local_sgd.round_report import sample_weight
+
+
+def broadcast(tensors: list[torch.Tensor], ranks: Ranks) -> None:
+    """Copy rank 0's `tensors` to all ranks, in place, in one message. Collective."""
+    if tensors:
+        message = _to_bytes(tensors)
+        dist.broadcast(message, group=ranks.group, group_src=0)
+        _from_bytes(tensors, message)
+
+
+def _to_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The concatenated bytes of `tensors`: uint8 [sum of their bytes]."""
+    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+@torch.no_grad()
+def _from_bytes(tensors: list[torch.Tensor], message: torch.Tensor) -> None:
+    for tensor, part in zip(tensors, message.split([tensor.nbytes for tensor in tensors]), strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor | None], int]:
+    """The means of flat tensors over the samples of all ranks, by one sum. Collective.
+
+    Args:
+        ranks: each has the same number of parts, with the same lengths.
+        parts: (fp32 [n], samples of this rank). A tensor that is not finite has weight 0.
+
+    Returns:
+        The means, None where no rank has samples; bytes that this rank has sent.
+    """
+    counts = [n if bool(flat.isfinite().all()) else 0 for flat, n in parts]
+    own = torch.tensor(counts, device=parts[0][0].device)
+    table = ranks.gather(own.view(torch.uint8)).view(torch.int64).view(ranks.world, -1)
+    all_counts = table.T.tolist()
+    weights = [sample_weight(n, all_n) / ranks.world for n, all_n in zip(counts, all_counts, strict=True)]
+    pairs = zip(parts, weights, strict=True)
+    message = torch.cat([flat * weight if weight else torch.zeros_like(flat) for (flat, _), weight in pairs])
+    add(ranks.group, message)
+    found = zip(message.split([len(flat) for flat, _ in parts]), all_counts, strict=True)
+    sent = ranks.gather_traffic(own.nbytes) + ranks.add_traffic(message.nbytes, message.device)
+    return [mean if any(all_n) else None for mean, all_n in found], sent
+
+
+class Buffers:
+    """The model's buffers that are in its `state_dict`. All ranks must hold the same when this is made.
+
+    Finite floating-point buffers are averaged: the change since the last drain, so that a buffer that does not change
+    keeps its bits. The others are copied from rank 0.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        current = self._current()
+        self._averaged = [n for n, b in current.items() if b.is_floating_point() and bool(b.isfinite().all())]
+        self._start = {name: current[name].clone() for name in self._averaged}
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        saved = self.model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+
+    def not_averaged(self) -> list[torch.Tensor]:
+        """The buffers that are copied from rank 0."""
+        return [buffer for name, buffer in self._current().items() if name not in self._averaged]
+
+    def changes(self) -> torch.Tensor:
+        """The changes of the averaged buffers since the last drain: fp32 [n]."""
+        current = self._current()
+        return _flatten([current[name].float() - self._start[name].float() for name in self._averaged], self.model)
+
+    def set_changes(self, changes: torch.Tensor) -> None:
+        """Set the averaged buffers to their values after the last drain plus `changes`, fp32 [n]."""
+        current = self._current()
+        sizes = [self._start[name].numel() for name in self._averaged]
+        for name, change in zip(self._averaged, changes.split(sizes), strict=True):
+            current[name].copy_(self._start[name] + change.view(current[name].shape))
+            self._start[name] = current[name].clone()
+
+
+class OptimizerMoments:
+    """The optimizer state that has the shape of its parameter: SGD's momentum, Adam's moments."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._values = {
+            (number, kind): value
+            for number, parameter in enumerate(parameters)
+            for kind, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
+        }
+
+    def fingerprint(self) -> list[int]:
+        """The number of elements, and a checksum of the parameters and kinds of state."""
+        return [sum(value.numel() for value in self._values.values()), crc32(repr(list(self._values)).encode())]
+
+    def flatten(self, model: nn.Module) -> torch.Tensor:
+        """All values: fp32 [n] on the model's device."""
+        return _flatten([value.float() for value in self._values.values()], model)
+
+    def write(self, flat: torch.Tensor) -> None:
+        """Set all values from `flat`, fp32 [n], as `flatten` returns it."""
+        parts = flat.split([value.numel() for value in self._values.values()])
+        for value, part in zip(self._values.values(), parts, strict=True):
+            value.copy_(part.view(value.shape))
+
+
+def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
+    """The concatenated elements of fp32 `tensors`; a tensor of length 0 where there are none."""
+    empty = torch.zeros(0, device=next(model.parameters()).device)
+    return torch.cat([empty, *(tensor.reshape(-1) for tensor in tensors)])
+
+
+@torch.no_grad()
+def sync_buffers_and_moments(
+    ranks: Ranks, buffers: Buffers, optimizer: torch.optim.Optimizer, samples: int, *, moments_valid: bool
+) -> int:
+    """Make buffers and optimizer moments the same on all ranks. Collective.
+
+    Moments are averaged over the ranks whose optimizer has the same kinds of state as the rank with most elements. The
+    other ranks keep theirs.
+
+    Args:
+        ranks: all ranks.
+        buffers: of the model.
+        optimizer: its moments are averaged.
+        samples: of this rank since the last drain.
+        moments_valid: whether this rank's moments have a weight in the average.
+
+    Returns:
+        Bytes that this rank has sent, without the buffers that rank 0 broadcasts.
+    """
+    moments = OptimizerMoments(optimizer)
+    own = torch.tensor(moments.fingerprint(), device=next(buffers.model.parameters()).device)
+    fingerprints = ranks.gather(own.view(torch.uint8)).view(torch.int64).view(ranks.world, -1).tolist()
+    largest = max(fingerprints, key=lambda one: one[0])
+    matches = fingerprints[ranks.rank] == largest
+    flat = moments.flatten(buffers.model) if matches else own.new_zeros(largest[0], dtype=torch.float32)
+    moment_samples = samples if moments_valid and matches else 0
+    (mean_changes, mean_moments), sent = weighted_means(ranks, [(buffers.changes(), samples), (flat, moment_samples)])
+    if mean_changes is not None:
+        buffers.set_changes(mean_changes)
+    if mean_moments is not None and matches:
+        moments.write(mean_moments)
+    broadcast(buffers.not_averaged(), ranks)
+    return ranks.gather_traffic(own.nbytes) + sent
+
+
+def zero_nonfinite_state(optimizer: torch.optim.Optimizer) -> None:
+    """Replace NaN and infinities in the optimizer's state by 0: a NaN in a momentum would spoil every later step."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.nan_to_num_(0.0, 0.0, 0.0)
