@@ -16,7 +16,7 @@ class DelayedStats:
         bytes_sent: bytes that left this rank, including drains, without the buffers that rank 0 broadcasts in them.
         dense_bytes: bytes that a dense fp32 ring all-reduce of the gradients at every step would have sent.
         stall_seconds: host time spent waiting for averages and in drains.
-        late_rounds: averages that were not there at the step that applies them, so that the step waited.
+        late_rounds: averages whose exchange was not done when they were applied, at their step or in a drain.
         overlapped_steps: steps that ended while the latest exchange was running.
         sparsity: of the latest average, as in `Stats`.
         consensus_distance: root mean square over ranks of the L2 distance between a rank's weights and the average,

@@ -39,7 +39,8 @@ def test_a_run_that_goes_on_in_the_middle_of_a_round_is_the_straight_one_to_the_
 
 def test_the_monitor_shows_what_rounds_cost(outcome):
     summary, logged = outcome["monitor"]["summary"], outcome["monitor"]["logged"]
-    assert {"comm/bytes_sent", "comm/ratio_N2", "time/exchange_ms", "dga/consensus_distance", "dga/late_rounds"} <= set(logged)
+    assert {"comm/bytes_sent", "comm/ratio_N2", "time/exchange_ms"} <= set(logged)
+    assert {"dga/overlapped_steps", "dga/late_rounds", "dga/consensus_distance"} <= set(logged)
     rounds = summary["rounds"]
     assert (rounds["period"], rounds["delay"], rounds["rounds"]) == (8, 8, 2)
     assert summary["steps"] == 20

@@ -1,0 +1,132 @@
+"""Drains make weights, buffers and moments the same on all ranks; a reset drops local steps without communication."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.averaging.laws import EVERY
+from tests.averaging.workers import all_equal, conv_net, image_loss, weights
+from tests.local_sgd.training import CLOSE, run_ranks, set_up, train
+
+
+class Buffered(nn.Module):
+    """Batch norm, and buffers of all kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = conv_net()
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("table", torch.linspace(0, 1, 37) * 0.1)
+        self.register_buffer("index", torch.tensor([2**40 + 1, -3]))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        self.cache = torch.zeros(len(x))
+        return self.net(x)
+
+
+def test_a_drain_averages_buffers_and_moments():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "adamw", Buffered, period=4, delay=2)
+        train(model, optimizer, averager, rank, 6, image_loss)
+        own = model.net[1].running_var.clone(), optimizer.state[model.net[0].weight]["exp_avg_sq"].clone()
+        averager.drain()
+        after = model.net[1].running_var.clone(), optimizer.state[model.net[0].weight]["exp_avg_sq"].clone()
+        assert torch.equal(model.table, torch.linspace(0, 1, 37) * 0.1)
+        assert torch.equal(model.index, torch.tensor([2**40 + 1, -3]))
+        assert torch.equal(model.mask, torch.full((3, 3), -torch.inf).triu(1))
+        assert model.net[1].num_batches_tracked == 6
+        return own, after
+
+    results = run_ranks(3, work)
+    for number in range(2):
+        owns, afters = ([pair[side][number] for pair in results] for side in (0, 1))
+        assert all_equal(afters)
+        assert not all_equal(owns)
+        torch.testing.assert_close(afters[0], torch.stack(owns).mean(0), **CLOSE)
+
+
+def test_a_rank_without_any_batch_can_drain():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "adamw", conv_net, period=2, delay=1)
+        if rank == 0:
+            train(model, optimizer, averager, rank, 5, image_loss)
+        else:
+            for _ in range(5):
+                averager.step(0)
+        averager.drain()
+        return torch.cat([weights(model), model[1].running_var])
+
+    results = run_ranks(2, work)
+    assert all_equal(results)
+    assert not torch.equal(results[0][:-8], weights(conv_net()))
+
+
+def test_a_drain_replaces_buffers_that_are_not_finite():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "momentum", conv_net, period=4, delay=2)
+        train(model, optimizer, averager, rank, 3, image_loss)
+        if rank == 1:
+            model(torch.full((4, 3, 6, 6), torch.nan))
+            assert model[1].running_mean.isnan().all()
+        own = model[1].running_mean.clone()
+        averager.drain()
+        return model[1].running_mean.clone(), own
+
+    (got, own), (other, _) = run_ranks(2, work)
+    assert torch.equal(got, other)
+    torch.testing.assert_close(got, own)
+
+
+def test_a_second_drain_changes_nothing():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, period=4, delay=2, compressor=EVERY["gradient_dropping"]())
+        train(model, optimizer, averager, rank, 7)
+        averager.drain()
+        drained, sent = weights(model), averager.stats.bytes_sent
+        averager.drain()
+        assert averager.stats.bytes_sent == sent
+        assert torch.equal(weights(model), drained)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("stale_only", [False, True])
+def test_reset_to_last_average_needs_no_other_rank(stale_only):
+    """The weights become the latest average, which is the same on all ranks, while an exchange is pending."""
+
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, period=4, delay=3, stale_only=stale_only)
+        assert not averager.reset_to_last_average()
+        train(model, optimizer, averager, rank, 7)
+        before = weights(model)
+        train(model, optimizer, averager, rank, range(7, 10))
+        assert averager.reset_to_last_average()
+        return before, weights(model)
+
+    before, after = zip(*run_ranks(3, work), strict=True)
+    assert all_equal(after)
+    if stale_only:
+        assert torch.equal(before[0], after[0])
+    else:  # the average of steps 1 to 4, plus each rank's steps 5 to 7
+        assert not all_equal(before)
+
+
+def test_a_parameter_may_be_frozen_and_unfrozen():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, period=4, delay=2, compressor=EVERY["onebit"]())
+        train(model, optimizer, averager, rank, 6)
+        model.matrix.requires_grad_(False)
+        model.matrix.grad = None
+        frozen = weights_after(averager, model, optimizer, rank, range(6, 7))
+        assert torch.equal(frozen, weights_after(averager, model, optimizer, rank, range(7, 13)))
+        model.matrix.requires_grad_(True)
+        assert not torch.equal(frozen, weights_after(averager, model, optimizer, rank, range(13, 16)))
+        averager.drain()
+        return weights(model)
+
+    def weights_after(averager, model, optimizer, rank, steps):
+        train(model, optimizer, averager, rank, steps)
+        return model.matrix.detach().clone()
+
+    assert all_equal(run_ranks(2, work))

@@ -1,0 +1,174 @@
+"""The update rule: equal to the papers' rules, exact sums for any optimizer, the same weights on all ranks."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_gradcomp import DelayedAverager, Nesterov
+from tests.averaging.workers import (
+    Table,
+    all_equal,
+    backward,
+    bowl_gradient,
+    bowl_loss,
+    conv_net,
+    image_loss,
+    train_ddp,
+    weights,
+)
+from tests.local_sgd.training import CLOSE, OPTIMIZERS, run_ranks, set_up, train
+from tests.reference.delayed import PaperDGA, PaperDiLoCo
+
+
+def gradients(names, shapes, flats, step):
+    """The flat gradient of every worker at its own weights."""
+    found = []
+    for rank, flat in enumerate(flats):
+        parts = np.split(flat, np.cumsum([np.prod(s) for s in shapes])[:-1])
+        named = {n: part.reshape(s) for n, part, s in zip(names, parts, shapes, strict=True)}
+        found.append(np.concatenate([g.reshape(-1) for g in bowl_gradient(named, rank, step).values()]))
+    return found
+
+
+def follow(reference, steps):
+    """The weights of all workers of `reference` after each of the steps: fp64 [steps, workers, n]."""
+    table = dict(Table().named_parameters())
+    names, shapes = list(table), [tuple(p.shape) for p in table.values()]
+    history = []
+    for step in range(steps):
+        reference.step(gradients(names, shapes, reference.weights, step))
+        history.append(np.stack([w.copy() for w in reference.weights]))
+    return np.stack(history)
+
+
+def weights_at_each_step(world, steps, optimizer, **options):
+    """The weights of all ranks that use a DelayedAverager, after each step: fp32 [steps, workers, n]."""
+
+    def work(rank, group):
+        model, made, averager = set_up(group, optimizer, **options)
+        history = []
+        for step in range(steps):
+            train(model, made, averager, rank, range(step, step + 1))
+            history.append(weights(model))
+        return torch.stack(history)
+
+    return torch.stack(run_ranks(world, work), 1)
+
+
+@pytest.mark.parametrize(("period", "delay"), [(1, 1), (4, 0), (4, 1), (4, 4), (5, 3)])
+def test_plain_sgd_follows_the_dga_paper(period, delay):
+    got = weights_at_each_step(3, 22, "sgd", period=period, delay=delay)
+    expected = follow(PaperDGA(weights(Table()), 3, lr=0.02, period=period, delay=delay), 22)
+    torch.testing.assert_close(got.double(), torch.from_numpy(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov"])
+def test_period_1_and_delay_0_is_ddp(optimizer):
+    def work(rank, group):
+        model, made, averager = set_up(group, optimizer, conv_net, period=1, delay=0)
+        train(model, made, averager, rank, 30, image_loss)
+        other = conv_net()
+        train_ddp(other, OPTIMIZERS[optimizer](other.parameters()), group, rank, 30, broadcast_buffers=False)
+        torch.testing.assert_close(weights(model), weights(other), rtol=1e-5, atol=1e-6)
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
+def test_an_outer_optimizer_without_delay_is_diloco():
+    got = weights_at_each_step(2, 20, "sgd", period=4, delay=0, outer=Nesterov(lr=0.7, momentum=0.9))
+    reference = PaperDiLoCo(weights(Table()), 2, lr=0.02, period=4, outer_lr=0.7, outer_momentum=0.9)
+    torch.testing.assert_close(got.double(), torch.from_numpy(follow(reference, 20)), **CLOSE)
+
+
+def test_outer_lr_1_without_momentum_is_plain_averaging():
+    plain = weights_at_each_step(2, 12, "adamw", period=4, delay=2)
+    assert torch.equal(plain, weights_at_each_step(2, 12, "adamw", period=4, delay=2, outer=Nesterov(1.0, 0.0)))
+    assert not torch.equal(plain, weights_at_each_step(2, 12, "adamw", period=4, delay=2, outer=Nesterov(1.0, 0.5)))
+
+
+def hard_training(group, rank, optimizer, steps, **options):
+    """With clipping, a learning rate schedule, and steps that one rank skips, as a loss scaler would.
+
+    Returns:
+        What each optimizer step added, fp64 [steps, n]; the weights after each step; the drained weights.
+    """
+    model, made, averager = set_up(group, optimizer, **options)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(made, steps)
+    updates, history = [], []
+    for step in range(steps):
+        backward(model, made, rank, step, bowl_loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        with averager.stepping():
+            before = weights(model).double()
+            if not (rank == 1 and step % 5 == 2):
+                made.step()
+            updates.append(weights(model).double() - before)
+        scheduler.step()
+        history.append(weights(model))
+    averager.drain()
+    return torch.stack(updates), torch.stack(history), weights(model)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("period", "delay"), [(4, 3), (3, 3), (1, 1)])
+def test_ranks_differ_only_by_their_latest_local_steps(optimizer, period, delay):
+    """Updates that were applied are the same on all ranks, and the mean over ranks is exact, for every optimizer."""
+    steps = 60
+    results = run_ranks(3, lambda rank, group: hard_training(group, rank, optimizer, steps, period=period, delay=delay))
+    updates, history, drained = (torch.stack(parts) for parts in zip(*results, strict=True))
+    shadow = weights(Table()).double() + updates.mean(0).cumsum(0)
+    assert float(updates[0].sub(updates[2]).norm()) > 0.1
+    torch.testing.assert_close(history.double().mean(0), shadow, **CLOSE)
+    for t in (1, 2, 7, 30, 59, 60):
+        arrived = max(t - delay, 0) // period * period
+        own = updates[:, arrived:t].sum(1)
+        apart = history[:, t - 1].double() - history[:, t - 1].double().mean(0)
+        torch.testing.assert_close(apart, own - own.mean(0), **CLOSE)
+    torch.testing.assert_close(drained[0].double(), shadow[-1], **CLOSE)
+    assert all_equal(drained)
+
+
+@pytest.mark.parametrize(("period", "delay"), [(1, 1), (4, 2)])
+def test_stale_only_keeps_ranks_equal_at_every_step(period, delay):
+    def work(rank, group):
+        return hard_training(group, rank, "adamw", 20, period=period, delay=delay, stale_only=True)
+
+    updates, history, drained = (torch.stack(parts) for parts in zip(*run_ranks(3, work), strict=True))
+    sums = weights(Table()).double() + updates.mean(0).cumsum(0)
+    for t in range(1, 21):
+        assert all_equal(history[:, t - 1])
+        arrived = max(t - delay, 0) // period * period
+        expected = sums[arrived - 1] if arrived else weights(Table()).double()
+        torch.testing.assert_close(history[0, t - 1].double(), expected, **CLOSE)
+    assert all_equal(drained)
+    torch.testing.assert_close(drained[0].double(), sums[-1], **CLOSE)
+
+
+def test_all_ranks_start_with_rank_0s_model():
+    def work(rank, group):
+        model = conv_net()
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.add_(rank + 1)
+        DelayedAverager(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group)
+        assert model[1].num_batches_tracked == 1
+        return torch.cat([weights(model), model[1].running_mean])
+
+    results = run_ranks(2, work)
+    assert all_equal(results)
+    assert torch.equal(results[0][:-8], weights(conv_net()) + 1)
+
+
+def test_a_world_of_one_is_bitwise_the_optimizer():
+    model, made, averager = set_up(None, "adamw", period=2, delay=1)
+    train(model, made, averager, 0, 7)
+    averager.drain()
+    alone = Table()
+    optimizer = OPTIMIZERS["adamw"](alone.parameters())
+    for step in range(7):
+        backward(alone, optimizer, 0, step, bowl_loss)
+        optimizer.step()
+    assert torch.equal(weights(model), weights(alone))
+    assert averager.steps == 7
