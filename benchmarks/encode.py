@@ -24,11 +24,11 @@ from matplotlib.axes import Axes
 import lightning_gradcomp as lgc
 from benchmarks import report
 from benchmarks.methods import compressor
-from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.routes import Route
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.averaging.topology import Topology
 
 TENSORS = 20
 

@@ -19,10 +19,10 @@ from matplotlib.axes import Axes
 import lightning_gradcomp as lgc
 from benchmarks import report, started
 from benchmarks.methods import compressor, network
-from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
-from lightning_gradcomp.routes import Route
+from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
+from lightning_gradcomp.averaging.topology import Topology
 
 CHOICES = ("all_gather", "two_phase", "server")
 

@@ -22,12 +22,12 @@ from matplotlib.axes import Axes
 import lightning_gradcomp as lgc
 from benchmarks import report
 from lightning_gradcomp.app.models import build
-from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
-from lightning_gradcomp.compressors.selection import count, count_each
+from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
+from lightning_gradcomp.compressors.kernels.topk import count, count_each
 from lightning_gradcomp.compressors.wire import index_bytes
-from lightning_gradcomp.routes import Route
+from lightning_gradcomp.averaging.topology import Topology
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "ResNet-18, 32x32, 10 classes": lambda: build("resnet18", channels=3, classes=10),

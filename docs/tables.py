@@ -13,10 +13,10 @@ import torch
 
 from lightning_gradcomp import Compressor, Lossy, entries
 from lightning_gradcomp.app.models import build
-from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
-from lightning_gradcomp.routes import Route
+from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
+from lightning_gradcomp.averaging.topology import Topology
 
 PAGE = Path(__file__).with_name("compressors.md")
 MARKED = re.compile(r"(<!-- methods -->\n).*?(\n<!-- end -->)", re.DOTALL)

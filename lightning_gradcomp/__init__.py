@@ -8,17 +8,24 @@ from lightning_gradcomp.compressors import (
     DGC,
     FP16,
     Codec,
+    Collectives,
     Compressor,
     GradientDropping,
     Lossy,
     NoCompression,
     OneBit,
     PowerSGD,
+    TensorCodec,
     TernGrad,
     TwoBit,
 )
+from lightning_gradcomp.compressors.decoded import Chunked, Dense, Sparse
+from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
+from lightning_gradcomp.compressors.kernels.topk import topk
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
-from lightning_gradcomp.registry import entries, register
+from lightning_gradcomp.registry import entries, load_entry_points, register
 
 _BESIDE_PYTHON = Path(sys.argv[0]).parent == Path(sys.executable).parent and Path(sys.argv[0]).stem == "gradcomp"
 _AS_COMMAND = _BESIDE_PYTHON or sys.orig_argv[1:3] == ["-m", "lightning_gradcomp"]
@@ -40,24 +47,37 @@ __all__ = [
     "BF16",
     "DGC",
     "FP16",
+    "Chunked",
     "Codec",
+    "Collectives",
     "CommunicationMonitor",
     "CompressedDDPStrategy",
     "CompressedFabricStrategy",
     "Compressor",
     "DelayedAverager",
     "DelayedStrategy",
+    "Dense",
     "GradientAverager",
     "GradientDropping",
+    "Layout",
     "Lossy",
     "Nesterov",
     "NoCompression",
     "OneBit",
     "PowerSGD",
+    "Residual",
+    "Sparse",
     "SparsityWarmup",
+    "State",
     "Stats",
+    "TensorCodec",
     "TernGrad",
     "TwoBit",
     "entries",
+    "pack_bits",
     "register",
+    "topk",
+    "unpack_bits",
 ]
+
+load_entry_points()

@@ -1,12 +1,16 @@
 """One table of compressors: name -> class. Lightning, Fabric, Hydra, the docs and the law tests all read it.
 
-A compressor is a keyword-only dataclass of options with `@register("name")` above it; nothing else has to know of it.
+A compressor is a keyword-only dataclass of options with `@register("name")` above it. A package elsewhere publishes its
+own by an entry point of the group "lightning_gradcomp.compressors" that names the module in which they are registered.
 """
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from lightning_gradcomp.errors import refusal
@@ -14,6 +18,8 @@ from lightning_gradcomp.errors import refusal
 _TABLE: dict[str, Entry] = {}
 _LISTENERS: list[Callable[[Entry], None]] = []
 C = TypeVar("C", bound=type)
+GROUP = "lightning_gradcomp.compressors"
+"""Entry points of this group name modules that register compressors."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,9 @@ def register(name: str, *, strategy: str | None = None) -> Callable[[C], C]:
     """
 
     def add(cls: C) -> C:
-        if name in _TABLE:
+        known = _TABLE.get(name)
+        again = known and (known.cls.__module__, known.cls.__qualname__) == (cls.__module__, cls.__qualname__)
+        if known and not again:  # a notebook's cell may run twice
             raise refusal("@register", name, f"a name that is free; taken: {', '.join(sorted(_TABLE))}")
         _TABLE[name] = Entry(name, strategy or name, cls)
         for listener in _LISTENERS:
@@ -52,12 +60,23 @@ def register(name: str, *, strategy: str | None = None) -> Callable[[C], C]:
     return add
 
 
+def load_entry_points() -> None:
+    """Import the modules that installed packages publish in `GROUP`. One that fails is named in a warning."""
+    for point in entry_points(group=GROUP):
+        try:
+            importlib.import_module(point.module)
+        except Exception as error:  # whatever a package raises, the others go on
+            package = point.dist.name if point.dist else point.module
+            what = f"{point.module}: {type(error).__name__}: {error}"
+            warnings.warn(f"compressors of {package} are not available: importing {what}", stacklevel=2)
+
+
 def entries() -> list[Entry]:
     """Every registered compressor, by name."""
     return [_TABLE[name] for name in sorted(_TABLE)]
 
 
-def tell(listener: Callable[[Entry], None]) -> None:
+def notify(listener: Callable[[Entry], None]) -> None:
     """Call `listener` for every compressor that is registered, now or later."""
     _LISTENERS.append(listener)
     for entry in entries():

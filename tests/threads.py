@@ -19,9 +19,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from lightning_gradcomp.averaging import nodes
+from lightning_gradcomp.averaging import workers
 
-GATHERS = ("all_gather_into_tensor", "all_to_all_single")
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""torch 2.14 has renamed it."""
+GATHERS = (ALL_GATHER, "all_to_all_single")
 """Either of which brings every rank's message to every rank."""
 
 _joined: dict[tuple[int, float], dict[int, dist.ProcessGroup]] = {}
@@ -33,13 +35,13 @@ _divided: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Proces
 _stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 """Where the ranks of a group have met."""
 
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single")
+COLLECTIVES = ("all_reduce", ALL_GATHER, "all_gather", "reduce_scatter_tensor", "all_to_all_single")
 
 
 def short_sum(world: int, num_bytes: int) -> list[tuple[str, int]]:
     """What ranks hand to collectives to add up a short vector of fp32, as `checked_collectives` logs it."""
     if world == 2:
-        return [("all_gather_into_tensor", num_bytes)]
+        return [(ALL_GATHER, num_bytes)]
     return [("all_to_all_single", 4 * -(-num_bytes // (4 * world)))] * 2
 
 
@@ -125,7 +127,7 @@ def subgroups(timeout: float = 60) -> Iterator[None]:
             known[tuple(members)] = _group(own, members.index(group.rank()), len(members), timeout)
         return known[tuple(members)]
 
-    with mock.patch.object(nodes, "subgroup", subgroup):
+    with mock.patch.object(workers, "subgroup", subgroup):
         yield
 
 

@@ -19,7 +19,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.registry import entries
-from lightning_gradcomp.routes import route
+from lightning_gradcomp.averaging.topology import resolve
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,7 +116,7 @@ class Run:
                     raise refusal(f"augment.{option} with data={name}", got, "none: these images stay as they are")
 
     def _check_exchange(self) -> None:
-        route(self.topology, self.inside, self.residual_device, self.compressor)  # refuses
+        resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises
         if type(self.strategy) is DGA:
             one_of("topology with strategy=dga", self.topology, ("auto", "all_gather"))
             for option in ("inside", "residual_device"):

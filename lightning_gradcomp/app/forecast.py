@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging import cost
-from lightning_gradcomp.averaging.compression import Compression
+from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.cost import Link, Work
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
+from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
-from lightning_gradcomp.routes import TOPOLOGIES, Route, topologies_for
+from lightning_gradcomp.averaging.topology import TOPOLOGIES, Route, topologies_for
 
 RING = "ring"
 """How dense gradients travel."""

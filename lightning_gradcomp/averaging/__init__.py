@@ -1,7 +1,7 @@
-"""How gradients travel, and when they arrive: torch.distributed, no Lightning."""
+"""How gradients travel: torch.distributed, no Lightning."""
 
 from lightning_gradcomp.averaging.averager import GradientAverager
-from lightning_gradcomp.averaging.elastic import mean_state
-from lightning_gradcomp.averaging.meter import Stats
+from lightning_gradcomp.averaging.checkpoint_state import mean_state
+from lightning_gradcomp.averaging.stats import Stats
 
 __all__ = ["GradientAverager", "Stats", "mean_state"]

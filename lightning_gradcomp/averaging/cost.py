@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM, dense_traffic
+from lightning_gradcomp.averaging.workers import SHORT, SHORT_SUM, dense_traffic
 
 HIDES = 0.6
 """Share of backward behind which DDP hides its exchange: the first bucket of 25 MiB has to be full before it begins."""

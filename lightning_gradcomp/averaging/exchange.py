@@ -1,80 +1,100 @@
-"""One step's communication: collectives that carry what every rank must know of every other along with the payload."""
+"""One step's communication: collectives that carry what all ranks must know of each other along with the payload."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
 import torch
 
-from lightning_gradcomp.averaging.message import Frame
-from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.ranks import Ranks, add
-from lightning_gradcomp.compressors.incoming import all_finite
-from lightning_gradcomp.compressors.sent import Mean
+from lightning_gradcomp.averaging.framing import Frame
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.workers import Ranks, add
+from lightning_gradcomp.compressors.base import PayloadCodec
+from lightning_gradcomp.compressors.decoded import Decoded, mean_of
+from lightning_gradcomp.compressors.layout import Layout, Shard
 
 
 class Exchange:
-    """One step's communication.
+    """One step's `Collectives`, by topology="all_gather": every worker's payload goes to every worker.
 
-    Once the payload has travelled, `dense_mean` is that of all ranks, and `agreed` tells what they know of each other;
-    `dense_sent` is what the others have read of this rank's uncompressed gradients.
+    The first `gather` or `mean` also carries the uncompressed gradients and the flags. After `finish`, `dense_mean` is
+    the mean of all workers' uncompressed gradients, `agreed` says what they know of each other, and `dense_sent` is
+    what the others have decoded of this worker's.
 
     Args:
         ranks: who exchanges.
+        step: steps so far.
         dense: uncompressed gradients, fp32 [d].
-        finite: whether this rank's gradient is, 0-d bool.
-        present: per parameter, whether this rank has something to add to its average; and a flag of the caller's.
-        stats: where bytes and seconds are booked.
-        mean: a buffer for the average of what is compressed, fp32 [n], kept from step to step.
-        dense_values: how the uncompressed gradients are written in a gather.
+        dense_values: how they are written in a gather.
+        finite: whether this worker's gradient is, 0-d bool.
+        present: per parameter, whether this worker has a gradient; and a flag of the caller's.
+        stats: where bytes and seconds are recorded.
+        buffer: returns a buffer for the average of what is compressed, fp32 [n], kept from step to step.
     """
+
+    shards: Sequence[Shard] | None = None
+    dense_pull = False
 
     def __init__(
         self,
         ranks: Ranks,
+        step: int,
         dense: torch.Tensor,
+        dense_values: str,
         finite: torch.Tensor,
         present: list[bool],
         stats: Stats,
-        mean: torch.Tensor,
-        dense_values: str,
+        buffer: Callable[[], torch.Tensor],
     ) -> None:
-        self._values = dense_values
-        self.buffer = mean
-        """For the average, fp32 [n], with anything in it. A new one at each step would take more time."""
-        self.ranks, self.stats, self._dense = ranks, stats, dense
-        self._finite, self._present = finite.view(1), _flags(present, dense.device)
+        self.ranks, self.workers, self.worker, self.step = ranks, ranks.workers, ranks.worker, step
+        self.stats, self.buffer = stats, buffer
+        self._dense, self._dense_values = dense, dense_values
+        self._finite, self._present = finite.view(1), to_flags(present, dense.device)
         self.dense_mean = self.dense_sent = dense
         self._carried = False
+        """Whether the uncompressed gradients and the flags have travelled."""
 
-    @property
-    def flags(self) -> torch.Tensor:
-        """Whether this worker's gradient is finite, and what it has: bool."""
-        return torch.cat([self._finite, self._present])
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Adds the time spent inside to phase `name`."""
+        return self.stats.phase(name)
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """Every worker's payload (uint8 [p], one length) in their order; the rest of the message comes with it."""
-        with self.stats.phase("compress"):
-            flags = self.flags
-            frame = Frame(self._dense.numel(), self._values, payload.numel(), flags.numel())
+        """The payloads (uint8 [p]) of all workers, in order."""
+        if self._carried:
+            with self.phase("exchange"):
+                rows = self.ranks.gather(payload)
+            self._record(self.ranks.gather_traffic(payload.numel()))
+            return list(rows)
+        with self.phase("compress"):
+            flags = self._flags
+            frame = Frame(self._dense.numel(), self._dense_values, payload.numel(), flags.numel())
             dense = frame.pack_dense(self._dense)
             self.dense_sent = frame.read_dense(dense)
             message = frame.pack(dense, payload, flags)
-        with self.stats.phase("exchange"):
-            messages = self.ranks.gather(message)
-        self._book(self.ranks.gather_traffic(message.numel()))
-        with self.stats.phase("decompress"):
-            self.dense_mean = mean_of_rows([frame.read_dense(row) for row in messages])
-            self._hear([frame.read_flags(row) for row in messages])
-        return [frame.read_payload(row) for row in messages]
+        with self.phase("exchange"):
+            rows = self.ranks.gather(message)
+        self._record(self.ranks.gather_traffic(message.numel()))
+        with self.phase("decompress"):
+            self.dense_mean = mean_of_rows([frame.read_dense(row) for row in rows])
+            self._combine([frame.read_flags(row) for row in rows])
+        self._carried = True
+        return [frame.read_payload(row) for row in rows]
 
-    def _hear(self, everyones: list[torch.Tensor]) -> None:
-        """What the ranks' flags come to: finite if all are, present if any is."""
-        flags = torch.stack(everyones)
+    @property
+    def _flags(self) -> torch.Tensor:
+        """Whether this worker's gradient is finite, and which parameters have one: bool."""
+        return torch.cat([self._finite, self._present])
+
+    def _combine(self, rows: list[torch.Tensor]) -> None:
+        """Finite if all workers' gradients are, present if any worker's is."""
+        flags = torch.stack(rows)
         self._finite, self._present = flags[:, :1].all(0), flags[:, 1:].any(0)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean of `flat` (fp32 [n]) over the ranks; the rest of the message travels with the first call."""
-        with self.stats.phase("exchange"):
-            # not finite: 1, so that it adds up to something; a sum of "finite" would have to be compared with N
+        """The mean of `flat` (fp32 [m]) over the workers."""
+        with self.phase("exchange"):
+            # not finite: 1, so that the sum says something; a sum of "finite" would have to be compared with N
             rest = [] if self._carried else [self._dense, torch.cat([~self._finite, self._present]).float()]
             parts = [flat, *rest]
             total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
@@ -82,82 +102,99 @@ class Exchange:
             if rest:
                 self.dense_mean, flags = means
                 self._finite, self._present, self._carried = flags[:1] == 0, flags[1:] > 0, True
-            self._book(self.ranks.add_traffic(total.nbytes, total.device))
+            self._record(self.ranks.add_traffic(total.nbytes, total.device))
             return mean
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of each of `values` (fp32 [m]) over the ranks. Carries nothing else."""
-        with self.stats.phase("exchange"):
-            self._book(self.ranks.maximum_traffic(values.nbytes))
+        """The largest of each of `values` (fp32 [m]) over the workers. Carries nothing else."""
+        with self.phase("exchange"):
+            self._record(self.ranks.maximum_traffic(values.nbytes))
             return self.ranks.maximum(values)
 
-    def agreed(self, mean: Mean) -> tuple[bool, list[bool]]:
+    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For topologies with shards."""
+        raise NotImplementedError("scatter: topology='all_gather' has no shards")
+
+    def gather_shards(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """For topologies with shards."""
+        raise NotImplementedError("gather_shards: topology='all_gather' has no shards")
+
+    def mean_of_payloads(self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[Decoded, Decoded]:
+        """Encodes `flat`, gathers payloads, decodes and adds them in the workers' order: (mean, what this one sent)."""
+        with self.phase("compress"):
+            payload, sent = codec.encode(flat, layout)
+        payloads = self.gather(payload)
+        with self.phase("decompress"):
+            rows = enumerate(payloads)
+            decoded = [sent if worker == self.worker else codec.decode(row, layout) for worker, row in rows]
+            return mean_of(decoded, layout.n, self.buffer), sent
+
+    def finish(self) -> None:
+        """Sends the uncompressed gradients and the flags, if no message has carried them."""
+        if not self._carried:
+            self.gather(self._dense.new_empty(0, dtype=torch.uint8))
+
+    def agreed(self, mean: Decoded) -> tuple[bool, list[bool]]:
         """What all ranks know, now that they have the same mean.
 
         Returns:
-            Whether every rank's gradient and the mean are finite; per parameter, and for the flag, whether any rank
-            has something.
+            Whether every worker's gradient and the mean are finite; per parameter, and for the caller's flag, whether
+            any worker has one.
         """
-        good, *anywhere = read(torch.cat([self._finite & all_finite(mean.values), self._present]))
+        good, *anywhere = read_flags(torch.cat([self._finite & mean.finite(), self._present]))
         return good, anywhere
 
-    def _book(self, sent: int, received: int | None = None) -> None:
+    def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent
         self.stats.bytes_received += sent if received is None else received
 
 
 def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """The mean of what ranks sent (fp32 [d] each), added in rank order."""
+    """The mean of fp32 [d] each, added in order."""
     mean = torch.zeros_like(rows[0])
     for row in rows:
         mean += row
     return mean.div_(len(rows))
 
 
-def read(flags: torch.Tensor) -> list[bool]:
+def read_flags(flags: torch.Tensor) -> list[bool]:
     """The `flags` as Python's: the one place in a compressed step where the host waits for a GPU."""
     return flags.tolist()
 
 
-def _flags(marks: list[bool], device: torch.device) -> torch.Tensor:
-    """`marks` on the device, bool. To wait for the copy would be to wait for all that a GPU was asked before."""
-    return torch.tensor(marks, dtype=torch.bool).to(device, non_blocking=True)
+def to_flags(flags: list[bool], device: torch.device) -> torch.Tensor:
+    """`flags` on the device, bool. Waiting for the copy would be waiting for everything queued on a GPU."""
+    return torch.tensor(flags, dtype=torch.bool).to(device, non_blocking=True)
 
 
 def all_reduce_mean(
     ranks: Ranks,
     tensors: list[torch.Tensor],
     present: list[bool],
-    wire: torch.dtype = torch.float32,
+    wire_dtype: torch.dtype = torch.float32,
     saturate: bool = True,
 ) -> tuple[list[torch.Tensor], list[bool]]:
-    """The means of flat `tensors` over the ranks, in one all-reduce that also tells what is `present` on any rank."""
-    flags = _flags(present, tensors[0].device).float()
-    *means, anywhere = all_reduce(ranks, [*tensors, flags], wire, saturate)
-    return means, read(anywhere > 0)
-
-
-def all_reduce(
-    ranks: Ranks, parts: list[torch.Tensor], wire: torch.dtype = torch.float32, saturate: bool = True
-) -> list[torch.Tensor]:
-    """The means of the flat `parts` over the ranks, fp32, in one all-reduce."""
+    """The means of flat `tensors` over the ranks, fp32, in one all-reduce that also says what is `present` anywhere."""
+    flags = to_flags(present, tensors[0].device).float()
+    parts = [*tensors, flags]
     buffer = torch.cat(parts)
     if ranks.world > 1:
-        buffer = share(buffer, ranks.world, wire, saturate)
+        buffer = share(buffer, ranks.world, wire_dtype, saturate)
         add(ranks.group, buffer)
-    return list(buffer.float().split([part.numel() for part in parts]))
+    *means, anywhere = buffer.float().split([part.numel() for part in parts])
+    return means, read_flags(anywhere > 0)
 
 
-def share(values: torch.Tensor, world: int, wire: torch.dtype, saturate: bool) -> torch.Tensor:
-    """What a rank adds to the mean of `values` over `world` ranks: a world-th of them, as `wire`.
+def share(values: torch.Tensor, world: int, wire_dtype: torch.dtype, saturate: bool) -> torch.Tensor:
+    """What a rank adds to the mean of `values` over `world` ranks: values / world, as `wire_dtype`.
 
-    With `saturate`, finite elements that are too large for a 16-bit wire become the largest that `world` ranks can add;
+    With `saturate`, finite elements that are too large for 16 bits become the largest that `world` ranks can add;
     infinities and NaN stay what they are. Under a loss scale they must not: the scaler has to see the overflow.
     """
     part = values / world
-    if saturate and wire != torch.float32:
-        largest = torch.tensor(torch.finfo(wire).max / world).to(wire)
-        if float(largest) * world > torch.finfo(wire).max:  # rounded up
-            largest = (largest.view(torch.int16) - 1).view(wire)
+    if saturate and wire_dtype != torch.float32:
+        largest = torch.tensor(torch.finfo(wire_dtype).max / world).to(wire_dtype)
+        if float(largest) * world > torch.finfo(wire_dtype).max:  # rounded up
+            largest = (largest.view(torch.int16) - 1).view(wire_dtype)
         part = torch.where(part.isfinite(), part.clamp(-float(largest), float(largest)), part)
-    return part.to(wire)
+    return part.to(wire_dtype)

@@ -1,4 +1,4 @@
-"""The gradients of a model's trainable parameters as one flat fp32 buffer: the compressed ones, then the dense ones."""
+"""The gradients of a model's trainable parameters as flat fp32 buffers: of the compressed ones, and of the dense ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.compressors import Compressor
-from lightning_gradcomp.compressors.incoming import Incoming
+from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense, Sparse
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.sent import Mean, Sparse
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.errors import refusal
 
 
@@ -45,14 +45,30 @@ class Gradients:
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
         self.compressed: list[nn.Parameter] = [p for _, p in taken]
         self.dense: list[nn.Parameter] = [p for _, p in left]
-        device = named[0][1].device if named else torch.device("cpu")
-        self.flat = torch.zeros(self.layout.n + self.dense_layout.n, device=device)
-        self.compressed_flat, self.dense_flat = self.flat[: self.layout.n], self.flat[self.layout.n :]
-        self._views = self.layout.views(self.compressed_flat) + self.dense_layout.views(self.dense_flat)
+        self.device = named[0][1].device if named else torch.device("cpu")
+        self.compressed_flat = torch.zeros(self.layout.n, device=self.device)
+        """A buffer for the gradients of `compressed`, fp32 [n]; a step may exchange it for another."""
+        self.dense_flat = torch.zeros(self.dense_layout.n, device=self.device)
+        """The same for those of `dense`."""
 
     def trainable_now(self) -> list[bool]:
         """Which of the model's parameters require a gradient at this moment."""
         return [parameter.requires_grad for _, parameter in self._every]
+
+    @property
+    def n(self) -> int:
+        """Elements of all parameters."""
+        return self.layout.n + self.dense_layout.n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients in fp32."""
+        return 4 * self.n
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """Both buffers."""
+        return [self.compressed_flat, self.dense_flat]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,34 +111,49 @@ class Gradients:
         return [parameter.grad is not None for parameter in self.parameters]
 
     def collect(self, scale: float) -> None:
-        """Fill `flat` with every `p.grad` / scale, 0 where there is none."""
-        _fill(self._views, self.parameters, scale)
+        """Fill the buffers with every `p.grad` / scale, 0 where there is none."""
+        _fill(self.layout.views(self.compressed_flat), self.compressed, scale)
+        self.collect_dense(scale)
 
     def collect_dense(self, scale: float) -> None:
         """As `collect`, of the dense ones alone."""
-        _fill(self._views[len(self.compressed) :], self.dense, scale)
+        _fill(self.dense_layout.views(self.dense_flat), self.dense, scale)
 
-    def incoming(self, scale: float) -> Incoming:
+    def local_gradient(self, scale: float) -> LocalGradient:
         """The compressed ones, as they are in `p.grad`."""
         parts = [None if p.grad is None else p.grad.reshape(-1) for p in self.compressed]
-        return Incoming(parts, self.layout, self.compressed_flat, scale)
+        return LocalGradient(parts, self.layout, self.device, scale)
 
-    def assign(self, compressed: Mean, dense: torch.Tensor, present: list[bool], scale: float) -> None:
-        """Write the flat averages · scale into `p.grad` wherever `present`, making a gradient where there is none."""
+    def assign(self, compressed: Decoded, dense: torch.Tensor, present: list[bool], scale: float) -> None:
+        """Write the averages · scale into `p.grad` wherever `present`, making a gradient where there is none."""
         few, many = present[: len(self.compressed)], present[len(self.compressed) :]
         if isinstance(compressed, Sparse):
             self._scatter(compressed, few, scale)
-        else:
+        elif isinstance(compressed, Dense):
             _write(self.layout.views(compressed.values), self.compressed, few, scale)
+        else:
+            self._write_tensors(compressed, few, scale)
         _write(self.dense_layout.views(dense), self.dense, many, scale)
+
+    def fill(self, value: float, present: list[bool]) -> None:
+        """Let every `p.grad` that is `present` be `value`."""
+        for parameter, wanted in zip(self.parameters, present, strict=True):
+            if wanted:
+                parameter.grad = torch.full_like(parameter, value)
+
+    def _write_tensors(self, mean: Chunked, present: list[bool], scale: float) -> None:
+        """`_write` of a mean whose chunks are the tensors: they are computed one by one, without a buffer for all."""
+        for number, (parameter, wanted) in enumerate(zip(self.compressed, present, strict=True)):
+            if wanted:
+                _write([mean.values(number).view(parameter.shape)], [parameter], [True], scale)
 
     def _scatter(self, mean: Sparse, present: list[bool], scale: float) -> None:
         """`_write` for an average that is 0 nearly everywhere: the copy of a flat one would cost more than all else."""
         bounds = torch.tensor([0, *(stop for _, stop in self.layout.bounds)], device=mean.indices.device)
         cuts = pairwise(torch.searchsorted(mean.indices, bounds).tolist())
         values = mean.values if scale == 1 else mean.values * scale
-        pieces = zip(self.compressed, present, self.layout.bounds, cuts, strict=True)
-        for parameter, wanted, (start, _), (begin, end) in pieces:
+        tensors = zip(self.compressed, present, self.layout.bounds, cuts, strict=True)
+        for parameter, wanted, (start, _), (begin, end) in tensors:
             if wanted:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
                 places, entries = mean.indices[begin:end] - start, values[begin:end].to(grad.dtype)

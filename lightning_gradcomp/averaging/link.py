@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging.cost import Link, Work
-from lightning_gradcomp.averaging.exchange import Exchange
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.step import CompressedStep
+from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.averaging.workers import Ranks, all_gather_single, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
-from lightning_gradcomp.compressors.incoming import Incoming
-from lightning_gradcomp.compressors.memory import Momentum
 
 SMALLEST, LARGEST = 1 << 16, 1 << 24
 """Bytes of the first and of the largest message that the bandwidth is measured with."""
@@ -56,7 +55,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     def gather(size: int) -> tuple[float, float]:
         own = torch.zeros(2 * size // world, dtype=torch.uint8, device=device)  # as many bytes travel as in the ring
         everyones = own.repeat(world)
-        return timed(partial(dist.all_gather_into_tensor, everyones, own, group=group), device)
+        return timed(partial(all_gather_single, everyones, own, group), device)
 
     def beyond(collective: Callable[[int], tuple[float, float]], size: int, repeats: int) -> tuple[float, float]:
         """Seconds that a message of this size takes beyond a short one, and the share in which the processor works."""
@@ -76,36 +75,37 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 def measure_work(compressor: Compressor, gradients: Gradients, group: dist.ProcessGroup | None = None) -> Work:
     """What compressing and decompressing these gradients takes on the ranks of `group` (None: on this one alone).
 
-    Steps are made as in training, but on random numbers, and nothing is sent: the other ranks' payloads are copies of
+    Steps are made as in training, but on random numbers, and nothing is sent: the other workers' payloads are copies of
     this one's. In fp32, without weight decay. Every `p.grad` stays as it was. Collective where there is a group.
 
     Args:
         gradients: of the model, laid out for this compressor.
     """
-    device = gradients.flat.device
+    device = gradients.device
     if isinstance(compressor, Lossy) and gradients.compressed:
         both = [_step_seconds(compressor, gradients, others) for others in (0, OTHERS)]
         # each step waits for the rank that is the slowest in it
         alone, among = (median(slowest(times, group, device)) for times in both)
         return Work(alone, max(among - alone, 0.0) / OTHERS)
-    if isinstance(compressor, Lossy) or compressor.wire == torch.float32:
+    if isinstance(compressor, Lossy) or compressor.wire_dtype == torch.float32:
         return Work(0.0, 0.0)
-    flat = gradients.flat
-    times = [timed(lambda: flat.to(compressor.wire).float(), device)[0] for _ in range(1 + REPEATS)]
+    flat = torch.randn(gradients.n, device=device)
+    times = [timed(lambda: flat.to(compressor.wire_dtype).float(), device)[0] for _ in range(1 + REPEATS)]
     return Work(median(slowest(times[1:], group, device)), 0.0)
 
 
-class Echo(Exchange):
-    """An exchange with ranks that send what this one sends, at once."""
+class EchoRanks(Ranks):
+    """Workers that send what this one sends, at once."""
 
-    def __init__(self, buffer: torch.Tensor, others: int) -> None:
-        self.buffer, self.stats, self.ranks, self._others = buffer, Stats(), Ranks(None), others
+    def __init__(self, others: int) -> None:
+        super().__init__(None)
+        self.world = 1 + others
 
-    def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        return [payload] * (1 + self._others)
+    def gather(self, message: torch.Tensor) -> torch.Tensor:
+        return message.repeat(self.world, 1)
 
-    def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.clone()
+    def add(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.mul_(self.world)
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
@@ -113,25 +113,22 @@ class Echo(Exchange):
 
 def _step_seconds(compressor: Lossy, gradients: Gradients, others: int) -> list[float]:
     """Of a few compressed steps among `others` that send the same; the first is not counted."""
-    layout, device = gradients.layout, gradients.flat.device
-    memory = compressor.memory(layout, device, 0)
-    echo = Echo(torch.empty(layout.n, device=device), others)
-    local = torch.randn(layout.n, generator=torch.Generator(device).manual_seed(0), device=device)
-    rules, moving = [Momentum(momentum=0.9)] * len(layout.names), set(layout.names)
-    wanted = [True] * len(gradients.compressed) + [False] * len(gradients.dense)
+    sgd = torch.optim.SGD(gradients.compressed, lr=0.0, momentum=0.9)
+    step = CompressedStep(compressor, gradients, EchoRanks(others), Topology(), sgd)
+    generator = torch.Generator(gradients.device).manual_seed(0)
+    local = [torch.randn(p.shape, generator=generator, device=gradients.device).to(p) for p in gradients.compressed]
     kept = [parameter.grad for parameter in gradients.compressed]
-    for parameter in gradients.compressed:
-        parameter.grad = None
+    final = compressor.at(compressor.final_sparsity)
 
-    def step() -> None:
-        incoming = Incoming.of(local, layout)
-        outgoing = memory.compensate(incoming, rules, moving)
-        mean, sent = compressor.average(outgoing, layout, 1 - compressor.final_sparsity, echo, memory)
-        memory.forget(sent)
-        memory.commit(moving)
-        gradients.assign(mean, gradients.dense_flat, wanted, 1.0)
+    def prepare() -> None:
+        for parameter, gradient in zip(gradients.compressed, local, strict=True):
+            parameter.grad = gradient.clone()
 
-    times = [timed(step, device)[0] for _ in range(1 + REPEATS)]
+    times = []
+    for number in range(1 + REPEATS):
+        prepare()
+        call = partial(step.compressed, final, "all_gather", number, 1.0, Stats(), False)
+        times.append(timed(call, gradients.device)[0])
     for parameter, grad in zip(gradients.compressed, kept, strict=True):
         parameter.grad = grad
     return times[1:]

@@ -1,7 +1,7 @@
 """What is sent, and what is remembered. Importing this package registers every compressor."""
 
-from lightning_gradcomp.compressors.base import Codec, Compressor, Lossy
-from lightning_gradcomp.compressors.baselines import BF16, FP16, NoCompression
+from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, Lossy, TensorCodec
+from lightning_gradcomp.compressors.dense import BF16, FP16, NoCompression
 from lightning_gradcomp.compressors.dgc import DGC
 from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
 from lightning_gradcomp.compressors.onebit import OneBit
@@ -14,12 +14,14 @@ __all__ = [
     "DGC",
     "FP16",
     "Codec",
+    "Collectives",
     "Compressor",
     "GradientDropping",
     "Lossy",
     "NoCompression",
     "OneBit",
     "PowerSGD",
+    "TensorCodec",
     "TernGrad",
     "TwoBit",
 ]

@@ -1,29 +1,34 @@
-"""What every compressor is: options that check themselves, which tensors it takes, how it averages them."""
+"""What a compressor is: options that check themselves, which tensors it takes, how it averages them.
+
+Most methods need one class of this file: `TensorCodec` (what happens to one tensor), `Codec` (a choice among the
+elements of all tensors), or `Lossy` with an `average` of its own (sums instead of payloads).
+"""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.memory import Memory
+import torch
+
+from lightning_gradcomp.compressors.decoded import Chunked, Decoded
+from lightning_gradcomp.compressors.kernels.formats import check_format
+from lightning_gradcomp.compressors.kernels.rng import Draws
+from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
-from lightning_gradcomp.compressors.sent import Mean, Sent, mean_of, read_all
-from lightning_gradcomp.compressors.values import check_format
+from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.lazy import torch
-
-if TYPE_CHECKING:
-    from lightning_gradcomp.averaging.exchange import Exchange
-
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What docs/compressors.md says of a method beside what can be computed.
+    """A method's line in docs/compressors.md, beside what can be computed.
 
     Args:
         sends: what travels of a compressed tensor.
@@ -38,7 +43,62 @@ class Card:
     source: str = ""
 
 
-@dataclass(kw_only=True, slots=True)
+class Collectives(Protocol):
+    """What `Lossy.average` may exchange with the other workers. All but `phase` and `buffer` are collective calls.
+
+    The gradients that are not compressed, and what the workers have to know of each other, travel with the first
+    message, or after the last one where there was none. Messages have one length on all workers.
+    """
+
+    workers: int
+    """Their number, N."""
+    worker: int
+    """The number of this one."""
+    step: int
+    """Steps so far, the same on all of them."""
+    shards: Sequence[Shard] | None
+    """Who averages which part of the gradient: worker j the shard j. None: all payloads go to all workers."""
+    dense_pull: bool
+    """Whether the means of shards go back uncompressed (topology="server")."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Adds the time spent inside to "compress", "exchange" or "decompress"."""
+        ...
+
+    def buffer(self) -> torch.Tensor:
+        """fp32 [n] with any content, for the mean. Always the same."""
+        ...
+
+    def mean(self, flat: torch.Tensor) -> torch.Tensor:
+        """The mean of `flat` (fp32 [m]) over the workers, with the same bits on all."""
+        ...
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each of `values` (fp32 [m]) over the workers."""
+        ...
+
+    def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The payloads (uint8 [p]) of all workers, in order."""
+        ...
+
+    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sends payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
+        ...
+
+    def gather_shards(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The payloads of all shards, from the workers that own them; `lengths` are their bytes."""
+        ...
+
+    def mean_of_payloads(self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[Decoded, Decoded]:
+        """Encodes `flat`, exchanges payloads as the topology says, decodes and adds them in the workers' order.
+
+        Returns:
+            The mean, and what this worker sent.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
 class Compressor:
     """Options that all compressors share.
 
@@ -53,21 +113,22 @@ class Compressor:
     card: ClassVar[Card] = Card()
     """The method's line in the docs."""
     owns_momentum: ClassVar[bool] = False
-    """Whether momentum and weight decay of `torch.optim.SGD` are computed here, before the exchange."""
-
-    @property
-    def wire(self) -> torch.dtype:
-        """What dense steps send."""
-        return torch.float32
+    """Whether the optimizer's momentum and weight decay are computed here, before the exchange."""
 
     min_elements: int = 1024
     exclude: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.min_elements < 1:
-            raise refusal(f"{type(self).__name__}.min_elements", self.min_elements, "1 or more")
-        if isinstance(self.exclude, str):
-            raise refusal(f"{type(self).__name__}.exclude", self.exclude, "a list of patterns")
+        what = type(self).__name__
+        if not isinstance(self.min_elements, int) or self.min_elements < 1:
+            raise refusal(f"{what}.min_elements", self.min_elements, "a whole number from 1")
+        if isinstance(self.exclude, str) or not isinstance(self.exclude, Sequence):
+            raise refusal(f"{what}.exclude", self.exclude, "a list of patterns")
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which gradients travel in dense steps."""
+        return torch.float32
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the parameter `name` of this shape is compressed."""
@@ -82,21 +143,24 @@ class Compressor:
         """Sparsity as a function of (epoch, step), 0 in dense phases; None: always dense."""
         return None
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """ValueError for an optimizer that this compressor can't work with."""
+
     @property
     def clips(self) -> bool:
         """Whether `clip_local` does something."""
         return False
 
-    def clip_local(self, gradient: torch.Tensor, world: int) -> None:
-        """Clip a rank's whole gradient (flat, in place) before it is accumulated, on `world` ranks."""
+    def clip_local(self, gradient: Sequence[torch.Tensor], workers: int) -> None:
+        """Clip a worker's whole gradient (flat tensors, in place) before it is accumulated, on so many `workers`."""
 
     def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
         """Clip the averaged gradients of a dense step, which hold the loss scale `grad_scale`."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Lossy(Compressor, ABC):
-    """A compressor that sends less than everything, and has books for the rest.
+    """A compressor that sends less than everything.
 
     Args:
         warmup_epochs: epochs of dense training before the compression begins.
@@ -107,92 +171,308 @@ class Lossy(Compressor, ABC):
         ValueError: an option out of its range.
     """
 
+    not_sharded_because: ClassVar[str | None] = "the owner of a shard can't average it from the shard's messages alone"
+    """Why topologies with shards ("two_phase", "server") can't carry this method's messages; None where they can."""
+
     warmup_epochs: int = 0
     dense_values: str = "fp32"
 
     def __post_init__(self) -> None:
-        super(Lossy, self).__post_init__()
+        super().__post_init__()
         check_format(f"{type(self).__name__}.dense_values", self.dense_values)
-        if self.warmup_epochs < 0:
-            raise refusal(f"{type(self).__name__}.warmup_epochs", self.warmup_epochs, "0 or more")
+        if not isinstance(self.warmup_epochs, int) or self.warmup_epochs < 0:
+            raise refusal(f"{type(self).__name__}.warmup_epochs", self.warmup_epochs, "a whole number from 0")
 
     @property
     def final_sparsity(self) -> float:
-        """The sparsity once the warm-up is over; `COMPRESSED` where there is no such thing."""
+        """The sparsity once the warm-up is over; `COMPRESSED` for a method that has none."""
         return COMPRESSED
+
+    def at(self, sparsity: float) -> Lossy:
+        """The compressor in a step of this scheduled sparsity: itself, for a method that has none."""
+        return self
 
     def schedule(self) -> Schedule:
         """Dense while warming up, then compressed."""
         return Ramp((), self.final_sparsity, dense=self.warmup_epochs)
 
-    @abstractmethod
-    def memory(self, layout: Layout, device: torch.device, rank: int) -> Memory:
-        """Books for what is not sent of these parameters.
+    def state(self, layout: Layout, device: torch.device) -> State:
+        """What is remembered of these parameters between steps.
 
         Args:
             layout: the compressed parameters, in the flat buffer's order.
-            device: where the books lie.
-            rank: the worker's number, for what each has of its own (a random generator).
+            device: of the gradients.
         """
+        return Residual(layout, device)
 
     @abstractmethod
-    def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
-        """What a step exchanges, in order: ("gather", "mean" or "maximum", bytes of its payload)."""
+    def messages(self, layout: Layout) -> list[tuple[str, int]]:
+        """What a step exchanges without shards, in order: ("gather", "mean" or "maximum", bytes)."""
+
+    def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
+        """Bytes that a worker sends to the owner of a shard, and the owner to every worker."""
+        raise NotImplementedError(self.not_sharded_because)
 
     @abstractmethod
     def average(
-        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Any
-    ) -> tuple[Mean, Sent]:
-        """The average of what all ranks sent of their `flat`, bitwise the same on each, and what this rank sent.
+        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
+    ) -> tuple[Decoded, Decoded]:
+        """The average of what all workers send of their `flat`, bitwise the same on each, and what this one sent.
 
         Args:
-            flat: what should be sent, fp32 [n]; zeros where this rank's gradient is not finite.
-            density: 1 - sparsity of this step.
-            exchange: its collectives; one of them has to be used, since the uncompressed gradients travel with it.
-            memory: the books, to read; the caller keeps them.
+            flat: what should be sent, fp32 [n]; zeros where this worker's gradient is not finite.
+            layout: where each parameter is in it.
+            collectives: the other workers.
+            state: what `state` made. It is read here. What is written to it must be what `commit` puts in force.
 
         Returns:
-            The mean: `Everything` (values [n]) or `Sparse` (ascending int64 indices [k], values [k]), fp32. And what
-            this rank sent: one of these, or `Piecewise`.
+            The mean: `Dense` (values [n]), `Sparse` (ascending int64 indices [k], values [k]) or `Chunked` with
+            `is_finite`, fp32. And what this worker sent.
         """
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Codec(Lossy):
-    """A compressor whose payload every rank can decode by itself: `memory`, `payload_bytes`, `encode`, `decode`."""
+    """A compressor whose payload every rank can decode by itself: `payload_bytes`, `encode`, `decode`."""
+
+    not_sharded_because: ClassVar[str | None] = None
 
     @abstractmethod
-    def payload_bytes(self, layout: Layout, density: float) -> int:
-        """Length of what `encode` makes. It depends on nothing else, so it is the same on every rank."""
+    def payload_bytes(self, layout: Layout) -> int:
+        """Length of what `encode` returns. It depends on nothing else, so it is the same on every rank."""
 
     @abstractmethod
-    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sent]:
+    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
         """The payload of a flat tensor, and what it decodes to.
 
         Args:
             flat: what should be sent, fp32 [n], finite.
-            layout: where each parameter lies in it; with owners of parts, some rows of them.
-            density: 1 - sparsity of this step.
+            layout: where each parameter is in it; in a shard, some rows of them.
 
         Returns:
-            uint8 [payload_bytes(layout, density)], and what `decode` makes of it.
+            uint8 [payload_bytes(layout)], and what `decode` makes of it.
         """
 
     @abstractmethod
-    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sent:
-        """What a payload (uint8 [payload_bytes(layout, density)]) says, on every rank alike."""
+    def decode(self, payload: torch.Tensor, layout: Layout) -> Decoded:
+        """What a payload (uint8 [payload_bytes(layout)]) says, on every rank alike."""
 
-    def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
+    def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """One gather of payloads."""
-        return [("gather", self.payload_bytes(layout, density))]
+        return [("gather", self.payload_bytes(layout))]
+
+    def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
+        """A payload each way."""
+        length = self.payload_bytes(shard)
+        return length, length
 
     def average(
-        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Any
-    ) -> tuple[Mean, Sent]:
-        """Encode, gather, decode and add in rank order."""
-        with exchange.stats.phase("compress"):
-            payload, sent = self.encode(flat, layout, density)
-        payloads = exchange.gather(payload)
-        with exchange.stats.phase("decompress"):
-            everyones = read_all(payloads, exchange.ranks.worker, sent, lambda row: self.decode(row, layout, density))
-            return mean_of(everyones, exchange.buffer), sent
+        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
+    ) -> tuple[Decoded, Decoded]:
+        """Encode, exchange, decode and add."""
+        return collectives.mean_of_payloads(self, flat, layout)
+
+
+@dataclass(kw_only=True)
+class TensorCodec(Lossy):
+    """A compressor that is defined by what happens to one tensor: `encode` and `decode` are all that it needs.
+
+    Sizes come from encoding zeros once. Packing, error feedback, sums in the workers' order, shards and topologies come
+    from here.
+
+    Args:
+        error_feedback: remember what was not sent, and add it to the next gradient.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+
+    not_sharded_because: ClassVar[str | None] = None
+    random: ClassVar[bool] = False
+    """Whether `encode` or `decode` use `self.draws`, which are then a function of (`self.seed`, worker, step)."""
+    seed: ClassVar[int] = 0
+    draws: ClassVar[Draws]
+    """Set on a copy for each tensor and step, if `random`."""
+
+    error_feedback: bool = True
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor) -> torch.Tensor | Sequence[torch.Tensor]:
+        """The parts of x (fp32 [n], finite): one tensor or several, of any dtype. Sizes are a function of n alone."""
+
+    @abstractmethod
+    def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+        """fp32 [n] from the parts that `encode` returned, on every rank alike."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Elements at whose multiples a tensor's encoding can be cut; None where it can be decoded only whole.
+
+        With a number, decoding works on chunks that fit the processor's cache. Parts without a dimension then belong to
+        the whole tensor; the rows of all others run along it.
+        """
+        return None
+
+    def for_tensor(self, name: str, shape: tuple[int, ...]) -> TensorCodec:
+        """The codec for this parameter, or for rows of it: itself, unless its options follow from name or shape."""
+        return self
+
+    def state(self, layout: Layout, device: torch.device) -> State:
+        """A residual, with `error_feedback`."""
+        return Residual(layout, device) if self.error_feedback else State(layout, device)
+
+    def messages(self, layout: Layout) -> list[tuple[str, int]]:
+        """One gather of payloads."""
+        return [("gather", self._encodings.of(layout)[1])]
+
+    def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
+        """A payload each way."""
+        length = self._encodings.of(shard)[1]
+        return length, length
+
+    def average(
+        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
+    ) -> tuple[Decoded, Decoded]:
+        """Encode, exchange, decode and add."""
+        draws = Draws(self.seed, collectives.worker, collectives.step) if self.random else None
+        return collectives.mean_of_payloads(TensorPayloads(self, self._encodings, draws), flat, layout)
+
+    @cached_property
+    def _encodings(self) -> _Encodings:
+        return _Encodings(self)
+
+
+class PayloadCodec(Protocol):
+    """What `Collectives.mean_of_payloads` takes: a `Codec`, or a `TensorCodec`'s `TensorPayloads`."""
+
+    def payload_bytes(self, layout: Layout) -> int: ...
+
+    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]: ...
+
+    def decode(self, payload: torch.Tensor, layout: Layout) -> Decoded: ...
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part of a tensor's encoding: where it begins in the payload, and what it is."""
+
+    begin: int
+    shape: torch.Size
+    dtype: torch.dtype
+    rows_per_chunk: int
+
+    def read(self, payload: torch.Tensor) -> torch.Tensor:
+        length = self.shape.numel() * self.dtype.itemsize
+        return payload[self.begin : self.begin + length].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """How one tensor of a layout is written."""
+
+    name: str
+    start: int
+    stop: int
+    codec: TensorCodec
+    parts: list[_Part]
+
+
+class _Encodings:
+    """Where the parts of all tensors are in a payload: each begins at a multiple of 4 bytes."""
+
+    def __init__(self, codec: TensorCodec) -> None:
+        self._codec = codec
+        self._known: dict[Layout, tuple[list[_Encoding], int]] = {}
+
+    def of(self, layout: Layout) -> tuple[list[_Encoding], int]:
+        """The encodings of a layout's tensors, and the bytes of them all."""
+        if layout not in self._known:
+            self._known[layout] = self._lay_out(layout)
+        return self._known[layout]
+
+    def _lay_out(self, layout: Layout) -> tuple[list[_Encoding], int]:
+        encodings, end = [], 0
+        for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
+            codec = self._codec.for_tensor(name, shape)
+            per_chunk = _sample(codec, name, codec.chunk) if codec.chunk else None
+            parts = []
+            for number, part in enumerate(_sample(codec, name, stop - start)):
+                rows = per_chunk[number].shape[0] if per_chunk and part.dim() else 0
+                parts.append(_Part(end, part.shape, part.dtype, rows))
+                end += -(-part.nbytes // 4) * 4
+            encodings.append(_Encoding(name, start, stop, codec, parts))
+        return encodings, end
+
+
+def _sample(codec: TensorCodec, name: str, n: int) -> list[torch.Tensor]:
+    """What a codec makes of n zeros."""
+    return _parts(_with_draws(codec, name, Draws(0, 0, 0)).encode(torch.zeros(n)))
+
+
+def _parts(encoded: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [encoded] if isinstance(encoded, torch.Tensor) else list(encoded)
+
+
+def _with_draws(codec: TensorCodec, name: str, draws: Draws | None) -> Any:
+    if not codec.random or draws is None:
+        return codec
+    drawing: Any = copy.copy(codec)
+    drawing.draws = draws.of(name)
+    return drawing
+
+
+class TensorPayloads:
+    """The payloads that a `TensorCodec` makes of a flat buffer in one step: the parts of all tensors, end to end.
+
+    Args:
+        codec: whose payloads.
+        encodings: where parts are in them.
+        draws: this worker's, if the codec is random.
+    """
+
+    def __init__(self, codec: TensorCodec, encodings: _Encodings, draws: Draws | None) -> None:
+        self._codec, self._encodings, self._draws = codec, encodings, draws
+
+    def payload_bytes(self, layout: Layout) -> int:
+        """Bytes of a payload."""
+        return self._encodings.of(layout)[1]
+
+    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
+        """The payload (uint8) of a flat tensor (fp32 [n]), and what it decodes to."""
+        encodings, length = self._encodings.of(layout)
+        payload = torch.empty(length, dtype=torch.uint8, device=flat.device)
+        for one in encodings:
+            encoded = _with_draws(one.codec, one.name, self._draws).encode(flat[one.start : one.stop])
+            for place, part in zip(one.parts, _parts(encoded), strict=True):
+                if part.shape != place.shape or part.dtype != place.dtype:
+                    what, allowed = f"{type(one.codec).__name__}.encode({place.shape})", "sizes that follow from n alone"
+                    raise refusal(what, f"{part.dtype} {tuple(part.shape)}", allowed)
+                place.read(payload).copy_(part)
+        return payload, self.decode(payload, layout)
+
+    def decode(self, payload: torch.Tensor, layout: Layout) -> Chunked:
+        """What a payload says."""
+        places: list[tuple[int, int]] = []
+        pieces: list[tuple[Any, list[torch.Tensor]]] = []
+        for one in self._encodings.of(layout)[0]:
+            codec, n = _with_draws(one.codec, one.name, self._draws), one.stop - one.start
+            parts = [part.read(payload) for part in one.parts]
+            if not (size := codec.chunk):
+                places.append((one.start, one.stop))
+                pieces.append((codec, parts))
+                continue
+            for start, stop in chunks(0, n, payload.device, multiple=size):
+                first, last = start // size, -(-stop // size)
+                cut = [
+                    part[first * place.rows_per_chunk : last * place.rows_per_chunk] if part.dim() else part
+                    for part, place in zip(parts, one.parts, strict=True)
+                ]
+                places.append((one.start + start, one.start + stop))
+                pieces.append((codec, cut))
+
+        def values(number: int) -> torch.Tensor:
+            codec, parts = pieces[number]
+            start, stop = places[number]
+            return codec.decode(parts, stop - start)
+
+        return Chunked(places, values)

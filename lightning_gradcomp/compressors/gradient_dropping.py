@@ -1,31 +1,31 @@
 """Gradient dropping: Aji and Heafield, EMNLP 2017, arXiv 1704.05021.
 
 The largest entries of residual + gradient are sent, the others stay in the residual. The momentum is not corrected, so
-the optimizer is any: it sees the sparse average as its gradient. The paper finds one threshold for all parameters
+any optimizer will do: it sees the sparse average as its gradient. The paper finds one threshold for all parameters
 ("global") as good as one for each matrix where layer normalisation keeps their gradients at one scale, and worse
-without; it samples 0.1 % of the entries to guess it. Here the k largest are exact (see selection.py).
+without; it samples 0.1 % of the entries to guess it. Here the k largest are exact (kernels/topk.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
+
 from lightning_gradcomp.compressors.base import Card, Codec
+from lightning_gradcomp.compressors.decoded import Sparse
+from lightning_gradcomp.compressors.kernels.formats import check_format
+from lightning_gradcomp.compressors.kernels.sparse import pack_sparse, sparse_bytes, unpack_sparse
+from lightning_gradcomp.compressors.kernels.topk import count, count_each, topk, topk_each
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.memory import Residual
 from lightning_gradcomp.compressors.schedules import check_sparsity
-from lightning_gradcomp.compressors.selection import count, count_each, select, select_each
-from lightning_gradcomp.compressors.sent import Sparse
-from lightning_gradcomp.compressors.values import check_format
-from lightning_gradcomp.compressors.wire import pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.lazy import torch
 from lightning_gradcomp.registry import register
 
 
 @register("gradient_dropping")
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class GradientDropping(Codec):
     """Gradient dropping: the largest 1 % of residual + gradient; for any optimizer.
 
@@ -55,7 +55,7 @@ class GradientDropping(Codec):
     warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
-        super(GradientDropping, self).__post_init__()
+        super().__post_init__()
         check_sparsity("GradientDropping.sparsity", self.sparsity)
         check_format("GradientDropping.values", self.values)
         if self.scope not in ("global", "tensor"):
@@ -66,23 +66,24 @@ class GradientDropping(Codec):
         """`sparsity`."""
         return self.sparsity
 
-    def memory(self, layout: Layout, device: torch.device, rank: int) -> Residual:
-        """A residual of every compressed parameter."""
-        return Residual(layout, device)
+    def at(self, sparsity: float) -> GradientDropping:
+        """With this sparsity."""
+        return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
 
-    def _count(self, layout: Layout, density: float) -> int:
+    def _count(self, layout: Layout) -> int:
+        density = 1 - self.sparsity
         return count(layout.n, density) if self.scope == "global" else count_each(layout, density)
 
-    def payload_bytes(self, layout: Layout, density: float) -> int:
+    def payload_bytes(self, layout: Layout) -> int:
         """Values, then indices."""
-        return sparse_bytes(layout.n, self._count(layout, density), self.values)
+        return sparse_bytes(layout.n, self._count(layout), self.values)
 
-    def encode(self, flat: torch.Tensor, layout: Layout, density: float) -> tuple[torch.Tensor, Sparse]:
-        """The largest entries: as a payload (uint8), and as they were sent."""
-        one_for_all = self.scope == "global"
-        indices = select(flat, count(layout.n, density)) if one_for_all else select_each(flat, layout, density)
+    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Sparse]:
+        """The largest entries: as a payload (uint8), and as it decodes."""
+        whole = self.scope == "global"
+        indices = topk(flat, self._count(layout)) if whole else topk_each(flat, layout, 1 - self.sparsity)
         return pack_sparse(flat, indices, self.values)
 
-    def decode(self, payload: torch.Tensor, layout: Layout, density: float) -> Sparse:
-        """What a rank sent, from its payload."""
-        return unpack_sparse(payload, layout.n, self._count(layout, density), self.values)
+    def decode(self, payload: torch.Tensor, layout: Layout) -> Sparse:
+        """What a worker sent."""
+        return unpack_sparse(payload, layout.n, self._count(layout), self.values)

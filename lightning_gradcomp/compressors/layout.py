@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat buffers, and how those are cut. What is kept is keyed by parameter name."""
+"""Where each parameter is in the flat buffers, and how those are cut into chunks and shards."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from lightning_gradcomp.lazy import torch
+import torch
 
-IN_CACHE = 262_144
-"""Elements of a piece: 1 MiB. In smaller ones Python's calls cost more than a nearer cache saves."""
+CHUNK = 262_144
+"""Elements that are processed at a time on a CPU: 1 MiB. In smaller chunks Python's calls cost more than the cache saves."""
 
 
-def cut(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
-    """start to stop in pieces of about `IN_CACHE`, whose lengths but the last's are multiples; one piece on a GPU."""
-    size = max((IN_CACHE if device.type == "cpu" else stop - start) // multiple, 1) * multiple
+def chunks(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
+    """(start, stop) of chunks of about `CHUNK` elements; all but the last are multiples long. On a GPU a single chunk."""
+    size = max((CHUNK if device.type == "cpu" else stop - start) // multiple, 1) * multiple
     return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of a flat buffer: where it begins, and what lies in it, parameters or some rows of one."""
+class Shard:
+    """A contiguous part of a flat buffer: its first element, and the layout of what is in it (parameters, or rows)."""
 
     start: int
     layout: Layout
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This stretch of `flat`, sharing its memory."""
+        """This shard of `flat`, sharing its memory."""
         return flat[self.start : self.start + self.layout.n]
 
 
@@ -60,10 +60,10 @@ class Layout:
         stops = list(accumulate(self.sizes))
         return list(zip([0, *stops[:-1]], stops, strict=True)) if stops else []
 
-    def stretches(self, number: int) -> list[Stretch]:
-        """The buffer in `number` stretches as equal as cuts between rows allow; some may be empty."""
+    def shards(self, number: int) -> list[Shard]:
+        """The buffer in `number` shards as equal as cuts between rows allow; some may be empty."""
         cuts = [0, *(self._row_near(self.n * part // number) for part in range(1, number)), self.n]
-        return [Stretch(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
+        return [Shard(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
 
     def _row_near(self, place: int) -> int:
         """The place closest to `place` where a row of a parameter begins."""

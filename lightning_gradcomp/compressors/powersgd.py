@@ -4,9 +4,10 @@ Each gradient, seen as a matrix M [out, rest], travels as two thin factors: P = 
 Q = Mᵀ P, averaged. The result is P Qᵀ. Averages of factors are factors of the average, so both travel by all-reduce,
 packed into one each, and bytes don't grow with the number of ranks. Q of one step is the query of the next.
 
-The error that is fed back is local: M - P Q_localᵀ, as in the paper's Algorithm 2. The authors' code, and torch's hook,
-subtract the averaged P Qᵀ instead. Training is the same either way, but that error walks off at random: it keeps
-each rank's difference from the mean for ever.
+The error that is fed back is local: M - P Q_localᵀ, as in the paper's Algorithm 2 and in the authors' epfml/powersgd
+package, which subtracts the local factor before the all-reduce. The code of the paper's experiments (`RankKReducer`) and
+torch's hook subtract the averaged P Qᵀ instead. Training is the same either way, but their error is a random walk: it
+keeps each rank's difference from the mean for ever.
 """
 
 from __future__ import annotations
@@ -14,19 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from zlib import crc32
 
-from lightning_gradcomp.compressors.base import Card, Lossy
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.memory import Residual
-from lightning_gradcomp.compressors.sent import Everything, Piecewise
-from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.lazy import torch
-from lightning_gradcomp.registry import register
+import torch
 
-if TYPE_CHECKING:
-    from lightning_gradcomp.averaging.exchange import Exchange
+from lightning_gradcomp.compressors.base import Card, Collectives, Lossy
+from lightning_gradcomp.compressors.decoded import Chunked
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.state import Residual, StateDict
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.registry import register
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
@@ -45,20 +44,22 @@ def query(name: str, rows: int, rank: int, device: torch.device) -> torch.Tensor
     return torch.randn(rows, rank, generator=generator).to(device)
 
 
-class Factors(Residual):
+class PowerSGDState(Residual):
     """The residual, and the query Q of each matrix, the same on all ranks."""
 
     def __init__(self, layout: Layout, device: torch.device, rank: int) -> None:
         super().__init__(layout, device)
         rows = (prod(shape[1:]) for shape in layout.shapes)
         self.queries = [query(name, m, rank, device) for name, m in zip(layout.names, rows, strict=True)]
-        self.coming_queries = self.queries
+        self.next_queries = self.queries
+        """Those of the next step, once this one is committed."""
 
-    def commit(self, moved: Set[str] = frozenset()) -> None:
-        super().commit(moved)
-        self.queries = self.coming_queries
+    def commit(self, moved: Set[str], out: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self.layout.names, self.queries, self.next_queries, strict=True)
+        self.queries = self.next_queries = [new if name in moved else old for name, old, new in pairs]
+        return super().commit(moved, out)
 
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+    def state_dict(self) -> StateDict:
         queries = {name: q.clone() for name, q in zip(self.layout.names, self.queries, strict=True)}
         return {**super().state_dict(), "query": queries}
 
@@ -70,11 +71,11 @@ class Factors(Residual):
                 raise ValueError(f"query of {name!r}: got shape {tuple(saved.shape)}, allowed: {tuple(q.shape)}")
             queries.append(saved.to(self.device, copy=True))
         super().load_state_dict(state)
-        self.queries = self.coming_queries = queries
+        self.queries = self.next_queries = queries
 
 
 @register("powersgd")
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class PowerSGD(Lossy):
     """PowerSGD: low-rank factors, two all-reduces a step, error feedback; for any optimizer.
 
@@ -105,7 +106,7 @@ class PowerSGD(Lossy):
     warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
-        super(PowerSGD, self).__post_init__()
+        super().__post_init__()
         if not isinstance(self.rank, int) or self.rank < 1:
             raise refusal("PowerSGD.rank", self.rank, "a whole number from 1")
         if not 1 <= self.min_compression < float("inf"):
@@ -113,43 +114,46 @@ class PowerSGD(Lossy):
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """As for every compressor; and the factors must be `min_compression` times smaller than the matrix."""
-        if not super(PowerSGD, self).takes(name, shape):
+        if not super().takes(name, shape):
             return False
         out, rest = shape[0], prod(shape[1:])
         small = (out + rest) * self.rank * self.min_compression < out * rest
         return small and self.rank <= min(out, rest)
 
-    def memory(self, layout: Layout, device: torch.device, rank: int) -> Factors:
+    def state(self, layout: Layout, device: torch.device) -> PowerSGDState:
         """Residuals and queries."""
-        return Factors(layout, device, self.rank)
+        return PowerSGDState(layout, device, self.rank)
 
-    def messages(self, layout: Layout, density: float) -> list[tuple[str, int]]:
+    def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """All P's in one all-reduce, all Q's in another."""
         out = sum(shape[0] for shape in layout.shapes)
         rest = sum(prod(shape[1:]) for shape in layout.shapes)
         return [("mean", 4 * self.rank * out), ("mean", 4 * self.rank * rest)]
 
     def average(
-        self, flat: torch.Tensor, layout: Layout, density: float, exchange: Exchange, memory: Factors
-    ) -> tuple[Everything, Piecewise]:
-        """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P; the average is P Qᵀ, what was sent P Q_localᵀ."""
-        stats, r = exchange.stats, self.rank
+        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: PowerSGDState
+    ) -> tuple[Chunked, Chunked]:
+        """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P; the average is P Qᵀ, what was sent P Q_localᵀ.
+
+        Neither product is kept: they are computed a matrix at a time where they are needed.
+        """
+        r = self.rank
         matrices = [flat[a:b].view(shape[0], -1) for (a, b), shape in zip(layout.bounds, layout.shapes, strict=True)]
-        with stats.phase("compress"):
-            ps = [m @ q for m, q in zip(matrices, memory.queries, strict=True)]
-        packed = exchange.mean(torch.cat([p.reshape(-1) for p in ps]))
-        with stats.phase("compress"):
+        with collectives.phase("compress"):
+            ps = [m @ q for m, q in zip(matrices, state.queries, strict=True)]
+        packed = collectives.mean(torch.cat([p.reshape(-1) for p in ps]))
+        with collectives.phase("compress"):
             parts = packed.split([p.numel() for p in ps])
             ps = [orthonormal(part.view(-1, r)) for part in parts]
             local = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
-        packed = exchange.mean(torch.cat([q.reshape(-1) for q in local]))
-        with stats.phase("decompress"):
+        packed = collectives.mean(torch.cat([q.reshape(-1) for q in local]))
+        with collectives.phase("decompress"):
             qs = [part.view(-1, r) for part in packed.split([q.numel() for q in local])]
-            mean = exchange.buffer.zero_()
-            for (a, b), p, q in zip(layout.bounds, ps, qs, strict=True):
-                torch.mm(p, q.T, out=mean[a:b].view(p.shape[0], -1))
+            largest = [q.abs().max() for q in qs]
+            # |P Qᵀ| ≤ r · max|Q|, since no element of an orthonormal P is above 1.
+            finite = (torch.stack(largest) * r).isfinite().all() & torch.stack([p.isfinite().all() for p in ps]).all()
             if self.warm_start:
-                # Only the span matters. Kept at the gradient's scale, M Q would have the square of it, and under- or
-                # overflow for good.
-                memory.coming_queries = [q / torch.where(q.abs().max() > 0, q.abs().max(), 1) for q in qs]
-            return Everything(mean), Piecewise(layout.bounds, lambda i: (ps[i] @ local[i].T).view(-1))
+                # Only the span matters. At the gradient's scale M Q would have its square, and under- or overflow.
+                state.next_queries = [q / torch.where(m > 0, m, 1) for q, m in zip(qs, largest, strict=True)]
+        mean = Chunked(layout.bounds, lambda i: (ps[i] @ qs[i].T).view(-1), finite)
+        return mean, Chunked(layout.bounds, lambda i: (ps[i] @ local[i].T).view(-1))

@@ -1,6 +1,6 @@
 """Sparsity as a function of training progress. A schedule is any callable `(epoch, step) -> sparsity` in [0, 1).
 
-It must depend on its arguments alone: every rank asks it, more than once a step.
+It must depend on its arguments alone, so that all ranks get the same answer.
 
 Sparsity 0 means dense: everything is sent, by the fastest dense exchange there is.
 """
@@ -15,7 +15,7 @@ from lightning_gradcomp.errors import refusal
 Schedule = Callable[[int, int], float]
 
 COMPRESSED = 0.5
-"""What the schedule of a compressor without sparsity says where it is not dense: any value above 0 would do."""
+"""The "sparsity" of compressed phases for a compressor that has none: any value above 0 means compressed."""
 
 
 def exponential(sparsity: float, periods: int) -> list[float]:

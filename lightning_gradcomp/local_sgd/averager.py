@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
-from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
@@ -241,12 +241,11 @@ class DelayedAverager:
             if self._pending:
                 self._apply_average()
             begin, finite = perf_counter(), True
-            if self._steps_in_round or not self._rounds.residual_empty:
+            if self._steps_in_round or not self._rounds.settled:
                 report, finite = self._end_round()
                 self.flags = [each.flag for each in self._rounds.exchange_uncompressed(report, self.steps)]
                 self.stats.bytes_sent += self._rounds.stats.bytes_sent
             self._anchor.reset_model()
-            self._rounds.reset_rank_state()
             samples = self._samples_since_drain
             sent = sync_buffers_and_moments(self.ranks, self._buffers, self.optimizer, samples, moments_valid=finite)
             self.stats.bytes_sent += sent

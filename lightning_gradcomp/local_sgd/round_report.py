@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields
 
 import torch
 
-from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.workers import Ranks
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.averaging.elastic import all_floating
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.round_report import REPORT_BYTES, RoundReport, gather_reports, sample_weight
@@ -42,11 +41,6 @@ class Rounds(GradientAverager):
         self.anchor, momentum = anchor, outer.momentum
         self.sgd = torch.optim.SGD(anchor.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
         super().__init__(anchor, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
-
-    @property
-    def residual_empty(self) -> bool:
-        """Whether compressed rounds have left nothing for later rounds."""
-        return self._compression is None or self._compression.books.empty
 
     def exchange(self, own: RoundReport, training_step: int) -> list[RoundReport]:
         """Replace the anchor's gradients by their mean over all samples. Collective.
@@ -94,11 +88,9 @@ class Rounds(GradientAverager):
         return reports
 
     def shared_state(self) -> dict[str, Any]:
-        """The state that is the same on all ranks when the residual is empty: no random generators, for example."""
-        state = self.state_dict()
-        state["memory"] = {kind: parts for kind, parts in state["memory"].items() if all_floating(parts)}
+        """The state, the outer optimizer's included; the same on all ranks when the residual is empty."""
         velocities = {name: self.sgd.state[z].get("momentum_buffer") for name, z in self.anchor.named_parameters()}
-        return {**state, "outer": {name: v.clone() for name, v in velocities.items() if v is not None}}
+        return {**self.state_dict(), "outer": {name: v.clone() for name, v in velocities.items() if v is not None}}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `shared_state` returned on any rank.
@@ -110,8 +102,3 @@ class Rounds(GradientAverager):
         for name, z in self.anchor.named_parameters():
             if name in state["outer"]:
                 self.sgd.state[z]["momentum_buffer"] = state["outer"][name].to(z, copy=True)
-
-    def reset_rank_state(self) -> None:
-        """Reset the state that differs between ranks, such as random generators."""
-        if isinstance(self.compressor, Lossy):
-            self.load_shared_state(self.shared_state())

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging.ranks import Ranks, add
+from lightning_gradcomp.averaging.workers import Ranks, add
 from lightning_gradcomp.local_sgd.round_report import sample_weight
 
 

@@ -11,7 +11,7 @@ from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.fabric import CompressedFabricStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 from lightning_gradcomp.plugin.warmup import SparsityWarmup
-from lightning_gradcomp.registry import Entry, tell
+from lightning_gradcomp.registry import Entry, notify
 
 __all__ = [
     "CommunicationMonitor",
@@ -27,7 +27,7 @@ def _name_strategy(entry: Entry) -> None:
         registry.register(entry.strategy, cls, description=entry.description, override=True, compressor=entry.name)
 
 
-tell(_name_strategy)
+notify(_name_strategy)
 StrategyRegistry.register(
     "dga", DelayedStrategy, description=(DelayedStrategy.__doc__ or "").splitlines()[0], override=True
 )

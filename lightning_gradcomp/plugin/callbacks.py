@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gradcomp.averaging import GradientAverager, Stats
-from lightning_gradcomp.averaging.meter import Totals
+from lightning_gradcomp.averaging.stats import Totals
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.stats import DelayedStats
@@ -104,7 +104,7 @@ class CommunicationMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         averager = averager_of(trainer)
         if isinstance(averager, GradientAverager):
-            averager.weighs = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
+            averager.measures_residual = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
         self._begin = time.perf_counter()
 
     def on_train_batch_end(
@@ -116,7 +116,7 @@ class CommunicationMonitor(Callback):
         if stats is None:  # gradients are still accumulating
             return
         self._steps.append(stats)
-        self._compute.append(self._elapsed - sum(stats.seconds.values()) - stats.weighing_seconds)
+        self._compute.append(self._elapsed - sum(stats.seconds.values()) - stats.norm_seconds)
         self._elapsed = 0.0
         world, ratio = averager.ranks.world, averager.stats.ratio
         phases = {"compute": self._compute[-1], **stats.seconds}
@@ -168,8 +168,7 @@ class CommunicationMonitor(Callback):
             self._how = {"rounds": {"period": averager.period, "delay": averager.delay, **asdict(averager.stats)}}
         else:
             topology = "all_reduce" if averager.dense_step else averager.topology
-            trial = averager.trial.outcome if averager.trial else ""
-            self._how = {"topology": topology, "auto": averager.modelled, "trial": trial}
+            self._how = {"topology": topology, "auto": averager.autotune.outcome if averager.autotune else ""}
 
     def summary(self) -> dict[str, Any]:
         """Totals over the fit and the last step's bytes, of this rank, and the median milliseconds a step by phase.

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging import GradientAverager, mean_state
-from lightning_gradcomp.averaging.elastic import OWNED
+from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.sidecar import Sidecars
@@ -143,9 +143,9 @@ def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer
 def _size(state: State, averager: GradientAverager) -> int:
     """Bytes of what a rank remembers; the same on all, though an accumulation may lack gradients on some."""
     memory = state["memory"]
-    differ = ("accumulated", OWNED)
+    differ = ("accumulated", SHARD)
     rest = (part.nbytes for kind, parts in memory.items() if kind not in differ for part in parts.values())
-    return sum(rest) + averager.gradients.flat.nbytes * sum(kind in memory for kind in differ)
+    return sum(rest) + averager.gradients.nbytes * sum(kind in memory for kind in differ)
 
 
 def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
@@ -155,13 +155,13 @@ def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
     for kind in sorted(memory):
         # What is remembered has the same names on all ranks; what is accumulated, or owned, may lack some on some.
         named = {name: part.shape for name, part in memory[kind].items()}
-        shapes = averager.gradients.shapes if kind in ("accumulated", OWNED) else named
+        shapes = averager.gradients.shapes if kind in ("accumulated", SHARD) else named
         for name, shape in sorted(shapes.items()):
-            part = memory[kind].get(name, torch.zeros(shape)).to(averager.gradients.flat.device)
+            part = memory[kind].get(name, torch.zeros(shape)).to(averager.gradients.device)
             [flat], [anywhere] = all_reduce_mean(averager.ranks, [part.reshape(-1)], [name in memory[kind]])
             if anywhere:
-                mean[kind][name] = flat.view(shape).cpu() * (averager.ranks.workers if kind == OWNED else 1)
-    return {**state, "memory": mean, "owners": 1}
+                mean[kind][name] = flat.view(shape).cpu() * (averager.ranks.workers if kind == SHARD else 1)
+    return {**state, "memory": mean, "workers": 1}
 
 
 def _name(averager: GradientAverager) -> str:

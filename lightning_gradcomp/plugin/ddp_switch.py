@@ -58,7 +58,7 @@ class DDPSwitch:
                 raise refusal(what, "2", "1: add the losses up, or wrap all but the last call in no_sync()")
             self._unspent = False
         scaler = getattr(precision, "scaler", None)
-        self._wire, self._grad_scale = averager.compressor.wire, scaler.get_scale() if scaler else 1.0
+        self._wire, self._grad_scale = averager.compressor.wire_dtype, scaler.get_scale() if scaler else 1.0
         self._by_ddp = averager.dense_step and all(
             id(parameter) in self._known_to_ddp for parameter in self._ddp.parameters() if parameter.requires_grad
         )

@@ -16,7 +16,7 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
 from lightning_gradcomp.registry import build
-from lightning_gradcomp.routes import route
+from lightning_gradcomp.averaging.topology import resolve
 
 
 class CompressedFabricStrategy(DDPStrategy):
@@ -52,7 +52,7 @@ class CompressedFabricStrategy(DDPStrategy):
     ) -> None:
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
-        route(topology, inside, residual_device, self.compressor)  # refuses
+        resolve(topology, inside, residual_device, self.compressor)  # raises
         self._travel = {"topology": topology, "inside": inside, "residual_device": residual_device}
         self.steps_per_epoch = steps_per_epoch
         self.averager: GradientAverager | None = None

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_gradcomp.averaging.takeover import check_optimizer
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint import MODES
@@ -60,7 +59,7 @@ def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Op
     if compressor.owns_momentum and len(optimizers) > 1:
         raise refusal(f"optimizers with {type(compressor).__name__}", len(optimizers), "1, a torch.optim.SGD")
     for optimizer in optimizers:
-        check_optimizer(compressor, optimizer)
+        compressor.check_optimizer(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             check_gradients(compressor, optimizer, optimizer.param_groups[0]["max_eval"])
 

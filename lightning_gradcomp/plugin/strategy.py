@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.replicas import compare_replicas
 from lightning_gradcomp.compressors import Compressor
@@ -37,7 +38,7 @@ from lightning_gradcomp.plugin.refusals import (
 )
 from lightning_gradcomp.plugin.sidecar import Sidecars
 from lightning_gradcomp.registry import build
-from lightning_gradcomp.routes import route
+from lightning_gradcomp.averaging.topology import resolve
 
 
 class CompressedDDPStrategy(DDPWithNamedFaults):
@@ -85,7 +86,7 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self.checkpoint_state = checkpoint_state
         self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
         self.compressor: Compressor = build(compressor)
-        route(topology, inside, residual_device, self.compressor)  # refuses
+        resolve(topology, inside, residual_device, self.compressor)  # raises
         self._travel = {"topology": topology, "inside": inside, "residual_device": residual_device}
         self.averager: GradientAverager | None = None
         """Set while fitting."""
@@ -160,7 +161,7 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         """As `Strategy.backward`, with the averaging before the hooks that look at the gradients."""
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
-        pays = averager.trial and averager.trial.won
+        tuned = averager.autotune.outcome if averager.autotune else ""
         self._switch.before_backward(averager, precision)
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
@@ -169,8 +170,8 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self.post_backward(closure_loss)
         if self._switch.after_backward(averager):
             sigterm.heed(averager, module.trainer)
-        if averager.trial and averager.trial.won and not pays:
-            rank_zero_info(averager.trial.outcome)
+        if averager.autotune and averager.autotune.outcome != tuned and averager.autotune.choice != DENSE:
+            rank_zero_info(averager.autotune.outcome)
         return precision.post_backward(closure_loss, module)
 
     def optimizer_step(

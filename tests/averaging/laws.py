@@ -14,9 +14,7 @@ from torch import nn
 from lightning_gradcomp import registry
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.compressors import Lossy
-from lightning_gradcomp.compressors.incoming import Incoming
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.memory import Momentum
 from tests.averaging.workers import averaged, seeded
 from tests.threads import COLLECTIVES
 
@@ -55,12 +53,7 @@ def _cases():
 def _remembers(make):
     """Whether what is not sent is kept, as its state tells after a step."""
     compressor, layout = make(), Layout(("a",), ((40, 40),))
-    if not isinstance(compressor, Lossy):
-        return False
-    memory = compressor.memory(layout, torch.device("cpu"), 0)
-    memory.compensate(Incoming.of(torch.ones(layout.n), layout), [Momentum()], {"a"})
-    memory.commit({"a"})
-    return any(memory.state_dict().get(kind) for kind in KEPT)
+    return isinstance(compressor, Lossy) and compressor.state(layout, torch.device("cpu")).unsent is not None
 
 
 EVERY = _cases()
@@ -112,16 +105,16 @@ def kept(averager):
 
 def note_sent(averager):
     """A list that grows by name -> what this rank sent, at every step that counts."""
-    memory, layout, sent = averager.memory, averager.gradients.layout, []
-    forget = memory.forget
+    state, layout, sent = averager.state, averager.gradients.layout, []
+    subtract = state.subtract
 
-    def noting(what):
+    def noting(decoded):
         flat = torch.zeros(layout.n)
-        what.add_to(flat)
+        decoded.add_to(flat)
         sent.append(layout.split(flat.double()))
-        forget(what)
+        subtract(decoded)
 
-    memory.forget = noting
+    state.subtract = noting
     return sent
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lightning_gradcomp.compressors import GradientDropping, OneBit, PowerSGD, TernGrad, TwoBit
-from lightning_gradcomp.compressors.draws import HostGenerator
+from lightning_gradcomp.compressors.kernels.rng import HostGenerator
 from tests.averaging.workers import Table, averaged, bowl_gradient, bowl_loss, train
 from tests.reference.gradient_dropping import PaperGradientDropping
 from tests.reference.onebit import PaperOneBit

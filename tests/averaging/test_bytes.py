@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.schedules import Ramp, exponential
-from lightning_gradcomp.compressors.selection import count
+from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.wire import index_bytes
 from tests.averaging.workers import SHAPES, Table, averaged, backward, dgc, prescribed_loss
 from tests.threads import GATHERS, checked_collectives, run_ranks, short_sum

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_gradcomp.averaging import cost
 from lightning_gradcomp.averaging.cost import Link, Work, compressed_seconds, dense_seconds, exposed
-from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM
+from lightning_gradcomp.averaging.workers import SHORT, SHORT_SUM
 from tests.threads import short_sum
 
 LINK = Link(latency=1e-3, bandwidth=1e8)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.elastic import OWNED
+from lightning_gradcomp.averaging.checkpoint_state import OWNED
 from lightning_gradcomp.averaging.exact_owners import ExactOwners
-from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import TernGrad
 from tests.averaging.laws import note_sent

@@ -8,10 +8,10 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
-from lightning_gradcomp.averaging.elastic import OWNED
+from lightning_gradcomp.averaging.checkpoint_state import OWNED
 from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.routes import topologies_for
+from lightning_gradcomp.averaging.topology import topologies_for
 from tests.averaging.laws import KEPT, LOSSY, REMEMBERING
 from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
 from tests.threads import run_ranks, subgroups

@@ -5,7 +5,7 @@ import torch
 
 from lightning_gradcomp.compressors import DGC
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.selection import count
+from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.wire import index_bytes
 
 LAYOUTS = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gradcomp.compressors.sent import MERGING, NOTHING, Everything, Piecewise, Sparse, joined, mean_of
+from lightning_gradcomp.compressors.decoded import MERGING, NOTHING, Everything, Piecewise, Sparse, joined, mean_of
 from tests.compressors.books import normal
 
 

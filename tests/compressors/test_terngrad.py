@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.compressors import TernGrad
-from lightning_gradcomp.compressors.draws import HostGenerator
+from lightning_gradcomp.compressors.kernels.rng import HostGenerator
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import pack, scaler_of, table_of, ternarise, unpack
 from tests.averaging.laws import note_sent, recorded_bytes

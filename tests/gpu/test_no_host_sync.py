@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import exchange
-from lightning_gradcomp.averaging.meter import Stats
-from lightning_gradcomp.routes import Route, topologies_for
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.topology import Route, topologies_for
 from tests.gpu.worlds import CASES, Echo, Model, compression, draw_on_the_cpu, no_sum
 
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from lightning_gradcomp.compressors.incoming import Incoming
+from lightning_gradcomp.compressors.local_gradient import Incoming
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.memory import Momentum
+from lightning_gradcomp.compressors.state import Momentum
 from lightning_gradcomp.compressors.terngrad import scaler_of, ternarise
 
 

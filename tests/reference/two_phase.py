@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_gradcomp.compressors.incoming import Incoming
+from lightning_gradcomp.compressors.local_gradient import Incoming
 from lightning_gradcomp.compressors.layout import Layout
 
 

@@ -1,0 +1,70 @@
+"""A step's one message: the payload, the uncompressed gradients, and what all ranks must know of each other.
+
+    | dense gradients [d], padded to 4 bytes | payload, uint8 [p] | flags, 1 bit each | padded to 4 bytes |
+
+The first flag says that this rank's gradient is finite; the others, one a parameter, that it has something to add to
+it; the last is the caller's (a SIGTERM, say). Lengths follow from the layout and the density, so they are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
+from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where things are in a message. Parts begin at multiples of 4, so that fp32 is aligned, also after a gather.
+
+    Args:
+        dense: number of uncompressed gradients.
+        values: how they are written, "fp32", "bf16", "fp16" or "int8".
+        payload: its bytes.
+        flags: their number.
+    """
+
+    dense: int
+    values: str
+    payload: int
+    flags: int
+
+    @property
+    def _payload_at(self) -> int:
+        return _padded(value_bytes(self.dense, self.values))
+
+    @property
+    def length(self) -> int:
+        """Bytes of the message."""
+        return self._payload_at + _padded(self.payload + (self.flags + 7) // 8)
+
+    def pack(self, dense: torch.Tensor, payload: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        """The message, uint8 [length], from `pack_values`' bytes, the payload and bool flags."""
+        message, packed = payload.new_zeros(self.length), pack_bits(flags)
+        end = self._payload_at + self.payload
+        message[: dense.numel()], message[self._payload_at : end] = dense, payload
+        message[end : end + packed.numel()] = packed
+        return message
+
+    def pack_dense(self, dense: torch.Tensor) -> torch.Tensor:
+        """The uncompressed gradients (fp32 [dense]) as bytes."""
+        return pack_values(dense, self.values)
+
+    def read_dense(self, message: torch.Tensor) -> torch.Tensor:
+        """The uncompressed gradients: fp32 [dense]."""
+        return unpack_values(message[: value_bytes(self.dense, self.values)], self.dense, self.values)
+
+    def read_payload(self, message: torch.Tensor) -> torch.Tensor:
+        """The payload."""
+        return message[self._payload_at : self._payload_at + self.payload]
+
+    def read_flags(self, message: torch.Tensor) -> torch.Tensor:
+        """The flags: bool."""
+        return unpack_bits(message[self._payload_at + self.payload :], self.flags).bool()
+
+
+def _padded(length: int) -> int:
+    return -(-length // 4) * 4

@@ -1,0 +1,247 @@
+"""Topologies with shards: each worker averages one shard of the gradient, and sends the mean to all.
+
+"two_phase": payloads of a shard go to the worker that owns it. It decodes them, adds them in the workers' order,
+divides, compresses the mean again, and sends that to everyone. What the second compression leaves out stays in a
+residual of the owner's and is added to its next mean (error feedback on the server's side: DoubleSqueeze, Tang et al.
+2019, Algorithm 1). All workers decode the same bytes, so replicas are equal to the bit. A worker sends about twice its
+payload whatever the number of workers; in an all-gather, N - 1 times. With sparse payloads the second selection keeps
+the average as sparse as one worker's (as in Ok-Topk, Li and Hoefler 2022).
+
+Nothing is lost: applied so far + mean of the workers' states + the shards' residuals = mean of all gradients so far.
+
+"server" is MXNet's kvstore with its servers on the workers: the push is compressed; the pull is dense, written as
+`dense_values` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+
+import torch
+
+from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
+from lightning_gradcomp.averaging.framing import Frame
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.compressors.base import Lossy, PayloadCodec
+from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Dense, concatenate, mean_of
+from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
+from lightning_gradcomp.compressors.layout import Layout, Shard
+
+
+def split_dense(n: int, workers: int) -> list[int]:
+    """How many of n uncompressed elements each worker averages."""
+    whole, more = divmod(n, workers)
+    return [whole + (worker < more) for worker in range(workers)]
+
+
+def traffic(compressor: Lossy, layout: Layout, dense: int, flags: int, ranks: Ranks, *, dense_pull: bool) -> int:
+    """Bytes that the worker which sends the most sends in a step.
+
+    Args:
+        layout: what is compressed.
+        dense: number of uncompressed elements.
+        flags: number of flags.
+    """
+    push, pull = [], []
+    for shard, own in zip(layout.shards(ranks.workers), split_dense(dense, ranks.workers), strict=True):
+        there, back = compressor.shard_bytes(shard.layout, ranks.workers, dense_pull) if shard.layout.n else (0, 0)
+        back = value_bytes(shard.layout.n, compressor.dense_values) if dense_pull and shard.layout.n else back
+        push.append(Frame(own, compressor.dense_values, there, flags).length)
+        pull.append(Frame(own, "fp32", back, flags).length)
+    messages = compressor.messages(layout)
+    before = sum(ranks.maximum_traffic(length) for how, length in messages if how == "maximum")
+    fewest = push.index(min(push))
+    return before + ranks.scatter_traffic(push, fewest) + ranks.gather_traffic(max(pull))
+
+
+class DensePull:
+    """The payload of topology="server": the whole mean, in fp32 or what `dense_values` says."""
+
+    def __init__(self, values: str) -> None:
+        self._values = values
+
+    def payload_bytes(self, layout: Layout) -> int:
+        """Bytes of a payload."""
+        return value_bytes(layout.n, self._values)
+
+    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Dense]:
+        """The payload, and what it decodes to."""
+        packed = pack_values(flat, self._values)
+        return packed, self.decode(packed, layout)
+
+    def decode(self, payload: torch.Tensor, layout: Layout) -> Dense:
+        """All values."""
+        return Dense(unpack_values(payload, layout.n, self._values))
+
+
+class ShardResidual:
+    """What this worker remembers as the owner of a shard.
+
+    Args:
+        layout: all that is compressed.
+        ranks: the workers, which own a shard each.
+        device: of the residual.
+    """
+
+    buffers = ("residual",)
+
+    def __init__(self, layout: Layout, ranks: Ranks, device: torch.device) -> None:
+        self.layout, self._ranks, self.device = layout, ranks, device
+        self.shards = layout.shards(ranks.workers)
+        self.own = self.shards[ranks.worker]
+        self.residual = torch.zeros(self.own.layout.n, device=device)
+        self._next: torch.Tensor | None = None
+        self.used = False
+        """Whether owners may remember something; the same on all ranks."""
+
+    def add_to(self, mean: torch.Tensor) -> None:
+        """mean (fp32, of the own shard) += the residual."""
+        mean.add_(self.residual)
+
+    def subtract(self, mean: torch.Tensor, sent: Decoded) -> None:
+        """Keep what was not sent of `mean`, once the step is committed."""
+        self._next = mean.clone()
+        sent.subtract_from(self._next)
+
+    def commit(self, moved: Set[str]) -> None:
+        """Make the step count, for parameters that had a gradient on any rank."""
+        if self._next is None:  # the compressor's sums are exact
+            return
+        for name, (start, stop) in zip(self.own.layout.names, self.own.layout.bounds, strict=True):
+            if name not in moved:
+                self._next[start:stop] = self.residual[start:stop]
+        self.residual, self._next, self.used = self._next, None, True
+
+    def clear(self) -> None:
+        """Forget everything, after all of it was sent."""
+        self.residual.zero_()
+        self.used = False
+
+    def whole(self) -> torch.Tensor:
+        """The residual, where it is in the whole buffer: fp32 [n], 0 in other shards."""
+        flat = self.residual.new_zeros(self.layout.n)
+        self.own.of(flat).copy_(self.residual)
+        return flat
+
+    def move(self, device: torch.device) -> None:
+        """Keep the residual on `device` between steps."""
+        self.residual = self.residual.to(device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameter name -> tensor, 0 in rows of other shards; without the names that have no row in this one."""
+        parts = self.layout.split(self.whole())
+        return {name: parts[name] for name in self.own.layout.names}
+
+    def load_state_dict(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Replace everything by this shard's rows of a `state_dict`."""
+        self.residual = self.own.of(self.layout.join(parts, self.device)).clone()
+        self.used = True
+
+
+class ShardedExchange(Exchange):
+    """One step's `Collectives` by shards; the uncompressed gradients are divided among the workers too.
+
+    Args:
+        residual: what owners remember.
+        dense_pull: whether owners are servers.
+        others: as for `Exchange`.
+    """
+
+    def __init__(
+        self,
+        residual: ShardResidual,
+        dense_pull: bool,
+        ranks: Ranks,
+        step: int,
+        dense: torch.Tensor,
+        dense_values: str,
+        finite: torch.Tensor,
+        present: list[bool],
+        stats: Stats,
+        buffer: Callable[[], torch.Tensor],
+    ) -> None:
+        super().__init__(ranks, step, dense, dense_values, finite, present, stats, buffer)
+        self._residual, self.dense_pull = residual, dense_pull
+        self.shards: Sequence[Shard] = residual.shards
+        self._dense_sizes = split_dense(dense.numel(), ranks.workers)
+        self._scattered, self._shard_mean = False, dense[:0]
+
+    def _frames(self, values: str, lengths: Sequence[int], carry: bool) -> list[Frame]:
+        """Of a message for each shard; with `carry` it holds the shard's uncompressed gradients and the flags too."""
+        sizes, flags = (self._dense_sizes, self._flags.numel()) if carry else ([0] * self.workers, 0)
+        return [Frame(dense, values, length, flags) for dense, length in zip(sizes, lengths, strict=True)]
+
+    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sends payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
+        carry, self._scattered = not self._scattered, True
+        with self.phase("compress"):
+            frames = self._frames(self._dense_values, [payload.numel() for payload in payloads], carry)
+            flags = self._flags if carry else self._flags[:0]
+            parts = self._dense.split(self._dense_sizes) if carry else [self._dense[:0]] * self.workers
+            dense = [frame.pack_dense(part) for frame, part in zip(frames, parts, strict=True)]
+            messages = [frame.pack(d, p, flags) for frame, d, p in zip(frames, dense, payloads, strict=True)]
+        with self.phase("exchange"):
+            rows = self.ranks.scatter(messages)
+        lengths, own = [frame.length for frame in frames], frames[self.worker]
+        self._record(self.ranks.scatter_traffic(lengths, self.worker), self.ranks.gather_traffic(own.length))
+        if carry:
+            with self.phase("decompress"):
+                decoded = [frame.read_dense(part) for frame, part in zip(frames, dense, strict=True)]
+                self.dense_sent = torch.cat(decoded)
+                self._shard_mean = mean_of_rows([own.read_dense(row) for row in rows])
+                self._combine([own.read_flags(row) for row in rows])
+        return [own.read_payload(row) for row in rows]
+
+    def gather_shards(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The payloads of all shards, from the workers that own them; `lengths` are their bytes. After `scatter`."""
+        carry, self._carried = not self._carried, True
+        frames = self._frames("fp32", lengths, carry)
+        own, longest = frames[self.worker], max(frame.length for frame in frames)
+        with self.phase("compress"):
+            flags, dense = (self._flags, self._shard_mean) if carry else (self._flags[:0], self._shard_mean[:0])
+            message = own.pack(own.pack_dense(dense), payload, flags)
+            message = torch.nn.functional.pad(message, (0, longest - own.length))
+        with self.phase("exchange"):
+            rows = self.ranks.gather(message)
+        self._record(self.ranks.gather_traffic(longest))
+        if carry:
+            with self.phase("decompress"):
+                self.dense_mean = torch.cat([frame.read_dense(row) for frame, row in zip(frames, rows, strict=True)])
+                self._combine([frame.read_flags(row) for frame, row in zip(frames, rows, strict=True)])
+        return [frame.read_payload(row) for frame, row in zip(frames, rows, strict=True)]
+
+    def mean_of_payloads(self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[Decoded, Decoded]:
+        """Encodes each shard for its owner, averages the own shard, and encodes and gathers the means."""
+        shards, own = self.shards, self._residual.own.layout
+        pull = DensePull(self._dense_values) if self.dense_pull else codec
+        with self.phase("compress"):
+            pushed = [_encode(codec, shard.of(flat), shard.layout) for shard in shards]
+        rows = self.scatter([payload for payload, _ in pushed])
+        with self.phase("decompress"):
+            mean = flat.new_zeros(own.n)
+            for row in rows:
+                _decode(codec, row, own).add_to(mean)
+            mean.div_(len(rows))
+            self._residual.add_to(mean)
+        with self.phase("compress"):
+            payload, sent = _encode(pull, mean, own)
+            self._residual.subtract(mean, sent)
+        lengths = [pull.payload_bytes(shard.layout) if shard.layout.n else 0 for shard in shards]
+        payloads = self.gather_shards(payload, lengths)
+        with self.phase("decompress"):
+            means = [_decode(pull, row, shard.layout) for shard, row in zip(shards, payloads, strict=True)]
+            starts = [shard.start for shard in shards]
+            whole = mean_of([concatenate(means, starts)], layout.n, self.buffer)
+            return whole, concatenate([decoded for _, decoded in pushed], starts)
+
+
+# A shard is empty where there are more workers than rows.
+
+
+def _encode(codec: PayloadCodec, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
+    return codec.encode(own, layout) if len(own) else (own.new_empty(0, dtype=torch.uint8), EMPTY)
+
+
+def _decode(codec: PayloadCodec, payload: torch.Tensor, layout: Layout) -> Decoded:
+    return codec.decode(payload, layout) if layout.n else EMPTY

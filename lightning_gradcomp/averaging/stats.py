@@ -1,0 +1,101 @@
+"""What steps cost: bytes over the wire, seconds by phase."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_gradcomp.compressors.state import State
+
+
+@dataclass
+class Stats:
+    """One step of one rank.
+
+    Args:
+        bytes_sent: bytes of gradients that left this rank (traffic: the topology's factor of N is in it); with
+            inside="dense", those that left its node.
+        bytes_received: bytes that arrived.
+        dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent, on the same terms.
+        sparsity: what the schedule asked for, 0 in a dense step.
+        seconds: by phase: compress, exchange, decompress. Host clock.
+        residual_to_gradient: L2 norm of what was not sent after the step over that of the gradient in it, if it was asked
+            for and something is remembered.
+        norm_seconds: what that has taken.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    dense_bytes: int = 0
+    sparsity: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {"compress": 0.0, "exchange": 0.0, "decompress": 0.0})
+    residual_to_gradient: float | None = None
+    norm_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Dense traffic over this step's traffic; 1 where nothing is exchanged."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to phase `name`."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - begin
+
+
+@contextmanager
+def residual_to_gradient(
+    gradients: Sequence[torch.Tensor], state: State, stats: Stats, grad_scale: float
+) -> Iterator[None]:
+    """Around a compressed step: records `residual_to_gradient` in `stats`. Two passes over the model, on this rank alone.
+
+    A residual that error feedback keeps in check stays at some multiple of the gradient; one that grows without end,
+    while the gradient does not shrink, says that the compressor can't carry what training needs.
+
+    Args:
+        gradients: the rank's own, as backward has left them; the step may overwrite them.
+        state: of the same parameters. Where it is empty after the step, nothing is recorded.
+        grad_scale: the loss scale that is in the gradients.
+    """
+    begin = time.perf_counter()
+    gradient = norm(gradients) / grad_scale
+    stats.norm_seconds += time.perf_counter() - begin
+    yield
+    begin, unsent = time.perf_counter(), state.unsent
+    # A step that overflowed has left the state as it was, and no gradient to compare it with.
+    if unsent is not None and not state.empty and 0 < gradient < math.inf:
+        stats.residual_to_gradient = norm([unsent]) / gradient
+    stats.norm_seconds += time.perf_counter() - begin
+
+
+def norm(tensors: Sequence[torch.Tensor]) -> float:
+    """L2 norm of all of them as one vector, in fp32; of none, 0. Waits for a GPU."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+@dataclass
+class Totals:
+    """What one rank's fit has cost so far, with the fits that it goes on from.
+
+    Args:
+        bytes_sent: as in `Stats`, of all steps.
+        dense_bytes: likewise.
+        seconds: wall time.
+    """
+
+    bytes_sent: int = 0
+    dense_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Dense traffic over the traffic of all steps; 1 where nothing is exchanged."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0

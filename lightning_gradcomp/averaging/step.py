@@ -1,0 +1,247 @@
+"""One averaging step, top to bottom: collect, compensate, encode, exchange, decode, agree, commit, assign.
+
+There are three kinds. `dense`: everything is sent, nothing is remembered. `compressed`: what is not sent is remembered.
+`sparse_to_dense`: the first dense step after compressed ones sends all that is remembered too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_gradcomp.averaging import sharded
+from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean
+from lightning_gradcomp.averaging.framing import Frame
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.sharded import ShardedExchange
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.topology import SHARDED, Topology
+from lightning_gradcomp.averaging.worker_state import WorkerState
+from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.compressors.decoded import Dense, all_finite
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
+
+
+def dense(compressor: Compressor, gradients: Gradients, ranks: Ranks, grad_scale: float, flag: bool) -> bool:
+    """`p.grad` becomes the mean over the ranks, sent as the compressor's `wire_dtype`.
+
+    Returns:
+        Whether any rank's `flag` is set.
+    """
+    gradients.collect(1.0)
+    present, saturate = [*gradients.present, flag], grad_scale == 1
+    means, (*anywhere, flagged) = all_reduce_mean(ranks, gradients.flats, present, compressor.wire_dtype, saturate)
+    gradients.assign(Dense(means[0]), means[1], anywhere, 1.0)
+    return flagged
+
+
+class CompressedStep:
+    """The compressed steps of one model on one rank, and what is remembered between them.
+
+    Args:
+        compressor: what is sent and remembered.
+        gradients: the model's, laid out flat.
+        ranks: who exchanges.
+        topology: how messages travel.
+        optimizer: for a compressor that owns the momentum.
+    """
+
+    def __init__(
+        self,
+        compressor: Lossy,
+        gradients: Gradients,
+        ranks: Ranks,
+        topology: Topology,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.compressor, self.ranks, self.gradients = compressor, ranks, gradients
+        self.state = WorkerState(compressor, gradients, ranks, topology, optimizer)
+        self._buffer = torch.empty(0)
+        self._traffic: dict[tuple[str, float], int] = {}
+
+    def lay_out(self, gradients: Gradients) -> None:
+        """A parameter was frozen or unfrozen: go on with these gradients; what is remembered follows by name."""
+        self.state.lay_out(gradients)
+        self.gradients, self._buffer = gradients, torch.empty(0)
+        self._traffic.clear()
+
+    def compressed(
+        self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flag: bool
+    ) -> bool:
+        """`p.grad` becomes the average of what the workers send; what they don't send is remembered.
+
+        Where any rank's gradient is not finite, `p.grad` is NaN on all ranks, and all states stay as they were.
+
+        Args:
+            compressor: as it is in this step.
+            topology: how messages travel in it.
+            step: steps so far.
+            grad_scale: the loss scale that is in the gradients.
+            stats: where bytes and seconds are recorded.
+            flag: of the caller's, for the others to know.
+
+        Returns:
+            Whether any rank's `flag` is set.
+        """
+        gradients, state = self.gradients, self.state
+        state.use_topology(topology)
+        *present, flag = self._average_inside(grad_scale, flag, stats)
+        with stats.phase("compress"):
+            state.onload()
+            finite = self._compensate(grad_scale)
+            flat, uncompressed = gradients.flats
+            _fill_unless(finite, flat, 0.0)
+        exchange = self._exchange(step, uncompressed, finite, [*present, flag], stats)
+        mean, sent = compressor.average(flat, gradients.layout, exchange, state.compressed)
+        exchange.finish()
+        with stats.phase("decompress"):
+            good, (*anywhere, flagged) = exchange.agreed(mean)
+            if good:
+                state.compressed.subtract(sent)
+                state.dense.subtract(Dense(exchange.dense_sent))
+                self._commit(self._names(anywhere))
+                gradients.assign(mean, exchange.dense_mean, anywhere, grad_scale)
+            else:
+                gradients.fill(torch.nan, anywhere)
+            state.offload()
+        return flagged
+
+    def sparse_to_dense(self, grad_scale: float, stats: Stats, flag: bool) -> bool:
+        """Send all that is remembered with the gradients, and give the optimizer its momentum back.
+
+        Returns:
+            Whether any rank's `flag` is set.
+        """
+        gradients, state = self.gradients, self.state
+        *present, flag = self._average_inside(grad_scale, flag, stats)
+        with stats.phase("compress"):
+            state.onload()
+            finite = self._compensate(grad_scale)
+            if shard := state.remembering_shard:
+                gradients.compressed_flat.add_(shard.whole(), alpha=self.ranks.workers)
+            _fill_unless(finite, gradients.compressed_flat, torch.nan)
+        # What is remembered of a parameter is sent also where it has no gradient any more.
+        started = state.started
+        present = [has or name in started for has, name in zip(present, gradients.names, strict=True)]
+        own_momentum = state.compressed.next_momentum
+        flats = [*gradients.flats, *([] if own_momentum is None else [own_momentum])]
+        with stats.phase("exchange"):
+            [mean, mean_dense, *momentum], (*anywhere, flagged) = all_reduce_mean(self.ranks, flats, [*present, flag])
+        with stats.phase("decompress"):
+            if all_finite(mean) & all_finite(mean_dense):
+                for averaged in momentum:
+                    state.compressed.give_back_momentum(averaged, self._names(anywhere))
+                state.clear()
+            gradients.assign(Dense(mean), mean_dense, anywhere, grad_scale)
+            state.offload()
+        stats.bytes_sent = stats.bytes_received = self.ranks.dense_traffic(sum(flat.nbytes for flat in flats))
+        return flagged
+
+    def _average_inside(self, grad_scale: float, flag: bool, stats: Stats) -> list[bool]:
+        """Which gradients this worker has, and its flag. Several ranks are one worker: their mean is in the buffers."""
+        flags = [*self.gradients.present, flag]
+        if self.ranks.per_worker == 1:
+            return flags
+        self.gradients.collect(grad_scale)
+        with stats.phase("exchange"):
+            return self.ranks.average_inside(self.gradients.flats, flags)
+
+    def _compensate(self, grad_scale: float) -> torch.Tensor:
+        """Let the buffers hold what should be sent. Whether the gradients are finite: 0-d bool."""
+        gradients, state, alone = self.gradients, self.state, self.ranks.per_worker == 1
+        if alone and not self.compressor.clips:
+            gradients.collect_dense(grad_scale)
+            local = gradients.local_gradient(grad_scale)
+        else:
+            if alone:
+                gradients.collect(grad_scale)
+            self.compressor.clip_local(gradients.flats, self.ranks.workers)
+            local = LocalGradient.of(gradients.compressed_flat, gradients.layout)
+        local_dense = LocalGradient.of(gradients.dense_flat, gradients.dense_layout)
+        state.compressed.compensate(local, gradients.compressed_flat)
+        state.dense.compensate(local_dense, gradients.dense_flat)
+        return local.finite & local_dense.finite
+
+    def _exchange(
+        self, step: int, dense: torch.Tensor, finite: torch.Tensor, present: list[bool], stats: Stats
+    ) -> Exchange:
+        """This step's communication, as the topology says."""
+        arguments = self.ranks, step, dense, self.compressor.dense_values, finite, present, stats, self._mean_buffer
+        if shard := self.state.shard:
+            return ShardedExchange(shard, self.state.topology == "server", *arguments)
+        return Exchange(*arguments)
+
+    def _mean_buffer(self) -> torch.Tensor:
+        """For a mean that is not sparse, fp32 [n]. A new one at each step would take more time."""
+        if self._buffer.numel() != self.gradients.layout.n:
+            self._buffer = torch.empty_like(self.gradients.compressed_flat)
+        return self._buffer
+
+    def _commit(self, moved: set[str]) -> None:
+        gradients, state = self.gradients, self.state
+        gradients.compressed_flat = state.compressed.commit(moved, gradients.compressed_flat)
+        gradients.dense_flat = state.dense.commit(moved, gradients.dense_flat)
+        if state.shard:
+            state.shard.commit(moved)
+
+    def _names(self, marked: list[bool]) -> set[str]:
+        return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
+
+    def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
+        state, gradients = self.state.compressed, self.gradients
+        if state.empty or state.momentum is None:
+            return {}
+        [momentum], _ = all_reduce_mean(self.ranks, [state.momentum.to(gradients.device)], [])
+        views = gradients.layout.views(momentum)
+        named = zip(gradients.layout.names, gradients.compressed, views, strict=True)
+        return {parameter: view.clone() for name, parameter, view in named if name in state.started}
+
+    # What a step sends
+
+    def traffic(self, compressor: Lossy, topology: str) -> int:
+        """Bytes that a step of this compressor sends between workers; of the rank that sends the most."""
+        key = topology, getattr(compressor, "sparsity", 0.0)
+        if key not in self._traffic:
+            self._traffic[key] = self._count(compressor, topology)
+        return self._traffic[key]
+
+    def _count(self, compressor: Lossy, topology: str) -> int:
+        ranks, gradients, total = self.ranks, self.gradients, 0
+        if topology in SHARDED:
+            sizes = gradients.layout, gradients.dense_layout.n, 2 + len(gradients.parameters)
+            return sharded.traffic(compressor, *sizes, ranks, dense_pull=topology == "server")
+        for how, length in self.messages(compressor):
+            if how == "gather":
+                total += ranks.gather_traffic(length)
+            elif how == "mean":
+                total += ranks.add_traffic(length, gradients.device)
+            else:
+                total += ranks.maximum_traffic(length)
+        return total
+
+    def messages(self, compressor: Lossy) -> list[tuple[str, int]]:
+        """What a step exchanges without shards: as `Lossy.messages`, with all that travels along with a payload."""
+        dense, flags, messages = self.gradients.dense_layout.n, 2 + len(self.gradients.parameters), []
+        for how, payload in [*compressor.messages(self.gradients.layout), ("finish", 0)]:
+            frame = Frame(dense, compressor.dense_values, payload, flags)
+            if how == "maximum":
+                messages.append((how, payload))
+            elif how == "mean":
+                messages.append((how, payload + 4 * (dense + flags)))
+                dense = flags = 0  # they have travelled
+            elif flags:
+                messages.append(("gather", frame.length))
+                dense = flags = 0
+            elif how == "gather":
+                messages.append((how, payload))
+        return messages
+
+
+def _fill_unless(finite: torch.Tensor, flat: torch.Tensor, value: float) -> None:
+    """flat = value, unless `finite` (0-d bool)."""
+    if flat.is_cuda:  # to look at it would be to wait for it
+        flat.masked_fill_(~finite, value)
+    elif not finite:
+        flat.fill_(value)

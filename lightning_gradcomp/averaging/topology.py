@@ -1,0 +1,74 @@
+"""How messages travel: the options, which of them go together, and MXNet's kvstore names for some combinations.
+
+all_gather: exchange.py. two_phase and server: sharded.py. auto: autotune.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.errors import refusal
+
+TOPOLOGIES = ("auto", "all_gather", "two_phase", "server")
+SHARDED = ("two_phase", "server")
+INSIDE = ("compressed", "dense")
+RESIDUAL_DEVICES = ("device", "cpu")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How messages travel, and where what was not sent is kept.
+
+    Args:
+        name: "all_gather": every worker's payload goes to every worker. "two_phase": the gradient is divided into
+            shards; payloads go to the shards' owners, which send the means back, compressed again. "server": the same
+            with dense means. "auto": what a trial in the first steps finds quickest of these, or dense.
+        inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely, and are one.
+        residual_device: where what was not sent is kept between steps: on the gradients' "device", or in "cpu" memory.
+    """
+
+    name: str = "all_gather"
+    inside: str = "compressed"
+    residual_device: str = "device"
+
+
+KVSTORES: dict[str, Topology] = {
+    "device": Topology("server", "compressed", "device"),
+    "dist_sync": Topology("server", "dense", "cpu"),
+    "dist_sync_device": Topology("server", "dense", "device"),
+}
+"""What MXNet's kvstore types come to."""
+
+
+def resolve(topology: str, inside: str | None, residual_device: str | None, compressor: Compressor) -> Topology:
+    """The options as a `Topology`; None is the default, or what a kvstore's name says.
+
+    Raises:
+        ValueError: an unknown word, a kvstore's name beside an option that it stands for, or a topology that can't
+            carry this compressor's messages.
+    """
+    options = {"inside": (inside, INSIDE), "residual_device": (residual_device, RESIDUAL_DEVICES)}
+    for name, (got, allowed) in options.items():
+        if got is not None and got not in allowed:
+            raise refusal(name, got, _listed(allowed))
+        if got is not None and topology in KVSTORES:
+            raise refusal(f"{name} with topology={topology!r}", got, "none, since the kvstore's name says it")
+    if topology == "dist_async":
+        raise refusal("topology", topology, f"{_listed(KVSTORES)}: asynchronous push and pull are not built")
+    if topology not in (*TOPOLOGIES, *KVSTORES):
+        raise refusal("topology", topology, _listed((*TOPOLOGIES, *KVSTORES)))
+    chosen = KVSTORES.get(topology) or Topology(topology, inside or "compressed", residual_device or "device")
+    if chosen.name in SHARDED and (why := not_sharded_because(compressor)):
+        raise refusal(f"topology with {type(compressor).__name__}", topology, f"'auto' or 'all_gather': {why}")
+    return chosen
+
+
+def not_sharded_because(compressor: Compressor) -> str | None:
+    """Why a topology with shards can't carry this compressor's messages; None where it can."""
+    return compressor.not_sharded_because if isinstance(compressor, Lossy) else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

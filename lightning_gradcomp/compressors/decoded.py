@@ -1,0 +1,167 @@
+"""A payload after decoding: some entries of a flat buffer, all of them, or chunks that are decoded on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Some entries of a flat buffer: `indices` (int64, distinct, ascending) and their `values` (fp32), both [k]."""
+
+    indices: torch.Tensor
+    values: torch.Tensor
+
+    def add_to(self, flat: torch.Tensor) -> None:
+        """flat[indices] += values. Indices are distinct, so the result does not depend on any order."""
+        flat.index_add_(0, self.indices, self.values)
+
+    def subtract_from(self, flat: torch.Tensor) -> None:
+        """flat[indices] -= values."""
+        flat[self.indices] -= self.values
+
+    def zero(self, flat: torch.Tensor) -> None:
+        """flat[indices] = 0."""
+        flat[self.indices] = 0
+
+    def finite(self) -> torch.Tensor:
+        """Whether all values are: 0-d bool."""
+        return all_finite(self.values)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A value for each element of a flat buffer, fp32 [n]."""
+
+    values: torch.Tensor
+
+    def add_to(self, flat: torch.Tensor) -> None:
+        """flat += values."""
+        flat.add_(self.values)
+
+    def subtract_from(self, flat: torch.Tensor) -> None:
+        """flat -= values."""
+        flat.sub_(self.values)
+
+    def zero(self, flat: torch.Tensor) -> None:
+        """flat = 0."""
+        flat.zero_()
+
+    def finite(self) -> torch.Tensor:
+        """Whether all values are: 0-d bool."""
+        return all_finite(self.values)
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A value for each element of a flat buffer, decoded anew, a chunk at a time, whenever it is needed.
+
+    Decoding is quick, and so is adding a chunk that is still in the processor's cache; a second buffer as large as the
+    first would cost more than both.
+
+    Args:
+        chunks: (start, stop) of each chunk; together they cover the buffer.
+        values: from the number of a chunk to its values, fp32 [stop - start].
+        is_finite: whether all values are (0-d bool), for a mean, which is checked before it is applied.
+    """
+
+    chunks: Sequence[tuple[int, int]]
+    values: Callable[[int], torch.Tensor]
+    is_finite: torch.Tensor | None = None
+
+    def add_to(self, flat: torch.Tensor) -> None:
+        """flat += values."""
+        for number, (start, stop) in enumerate(self.chunks):
+            flat[start:stop].add_(self.values(number))
+
+    def subtract_from(self, flat: torch.Tensor) -> None:
+        """flat -= values."""
+        for number, (start, stop) in enumerate(self.chunks):
+            flat[start:stop].sub_(self.values(number))
+
+    def zero(self, flat: torch.Tensor) -> None:
+        """flat = 0."""
+        flat.zero_()
+
+    def finite(self) -> torch.Tensor:
+        """Whether all values are: 0-d bool."""
+        assert self.is_finite is not None
+        return self.is_finite
+
+
+Decoded = Sparse | Dense | Chunked
+
+EMPTY = Chunked((), lambda number: torch.empty(0))
+"""The decoded payload of no elements."""
+
+
+def concatenate(parts: Sequence[Decoded], starts: Sequence[int]) -> Sparse | Chunked:
+    """The decoded payloads of the shards of a buffer, which begin at `starts`, as one. All are sparse, or none is."""
+    sparse = [(part, start) for part, start in zip(parts, starts, strict=True) if isinstance(part, Sparse)]
+    if sparse:
+        indices = torch.cat([part.indices + start for part, start in sparse])
+        return Sparse(indices, torch.cat([part.values for part, _ in sparse]))
+    places: list[tuple[int, int]] = []
+    calls: list[Callable[[], torch.Tensor]] = []
+    for part, start in zip(parts, starts, strict=True):
+        if isinstance(part, Dense):
+            places.append((start, start + part.values.numel()))
+            calls.append(part.values.clone)
+            continue
+        assert isinstance(part, Chunked)
+        for number, (a, b) in enumerate(part.chunks):
+            places.append((a + start, b + start))
+            calls.append(partial(part.values, number))
+    return Chunked(places, lambda number: calls[number]())
+
+
+UNIQUE_COST = 80
+"""Finding the distinct ones among indices that several ranks sent takes as long for each as adding so many elements."""
+
+
+def mean_of(decoded: Sequence[Decoded], n: int, buffer: Callable[[], torch.Tensor]) -> Sparse | Dense:
+    """The mean of all workers' payloads, added in their order, so with the same bits on every rank.
+
+    Args:
+        decoded: one for each worker.
+        n: elements of the flat buffer.
+        buffer: returns fp32 [n] with any content, for a mean that is not sparse.
+    """
+    sparse = [one for one in decoded if isinstance(one, Sparse)]
+    few = sum(len(one.indices) for one in sparse) * UNIQUE_COST < n
+    if len(sparse) == len(decoded) and few and not sparse[0].values.is_cuda:  # a GPU's host would wait for the count
+        indices, places = torch.cat([one.indices for one in sparse]).unique(return_inverse=True)
+        values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in sparse]))
+        return Sparse(indices, values.div_(len(sparse)))
+    mean = buffer()
+    chunked = [one for one in decoded if isinstance(one, Chunked)]
+    if len(chunked) == len(decoded):  # all are cut alike: a chunk of all workers at a time, while it is in the cache
+        for number, (start, stop) in enumerate(chunked[0].chunks):
+            total = chunked[0].values(number)
+            for one in chunked[1:]:
+                total.add_(one.values(number))
+            torch.div(total, len(chunked), out=mean[start:stop])
+        return Dense(mean)
+    mean.zero_()
+    for one in decoded:
+        one.add_to(mean)
+    return Dense(mean.div_(len(decoded)))
+
+
+def probe(flat: torch.Tensor) -> torch.Tensor:
+    """A number (0-d) that is not finite where an element of `flat` is not. On a CPU a sum, which may also overflow.
+
+    The sum takes a CPU a third of the time of an exact answer. On a GPU it is exact, since a second look at an overflow
+    would make the host wait.
+    """
+    return torch.linalg.vector_norm(flat, torch.inf) if flat.is_cuda else flat.sum()
+
+
+def all_finite(flat: torch.Tensor) -> torch.Tensor:
+    """Whether `flat` has no NaN or infinity: 0-d bool, on its device."""
+    finite = probe(flat).isfinite()
+    return finite if flat.is_cuda or finite else flat.isfinite().all()

@@ -1,0 +1,67 @@
+"""Bits and bytes: packing, and table look-ups. numpy is several times faster than torch at these on a CPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """One byte from every eight of `bits` (bool or 0/1 uint8, any shape), first bit lowest: uint8 [ceil(n / 8)].
+
+    The last byte is filled with 0.
+    """
+    bits = bits.reshape(-1).view(torch.uint8)
+    if not bits.is_cuda:
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
+    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (padded << shifts).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, n: int) -> torch.Tensor:
+    """The first n bits of `packed` (uint8): 0/1, uint8 [n]."""
+    if not packed.is_cuda:
+        return torch.from_numpy(np.unpackbits(packed.numpy(), count=n, bitorder="little"))
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:n]
+
+
+def greater_equal(x: torch.Tensor, bound: torch.Tensor | float) -> torch.Tensor:
+    """x ≥ bound, element by element: bool, in the shape of x (fp32)."""
+    if x.is_cuda:
+        return x >= bound
+    return torch.from_numpy(np.greater_equal(x.numpy(), np.float32(bound)))
+
+
+def look_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """The rows of `table` (fp32 [256, w]) that the bytes `packed` (uint8 [m]) index, end to end: fp32 [m · w]."""
+    if packed.is_cuda:
+        return torch.nn.functional.embedding(packed.int(), table).view(-1)
+    rows = np.empty((packed.numel(), table.shape[1]), np.float32)
+    np.take(table.numpy(), packed.numpy(), axis=0, out=rows, mode="clip")  # "clip": no buffer in between
+    return torch.from_numpy(rows).view(-1)
+
+
+@cache
+def bit_table(device: torch.device) -> torch.Tensor:
+    """The eight bits of every byte, the lowest first: fp32 [256, 8]."""
+    return (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device) & 1).float()
+
+
+@cache
+def _every_second_bit() -> np.ndarray:
+    """For every byte, two bytes whose bits 7, 5, 3 and 1 are its own in turn, the highest first: uint16 [256]."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
+    return np.packbits(np.stack([bits, np.zeros_like(bits)], 2).reshape(256, 16), axis=1).view(np.uint16).ravel()
+
+
+def interleave(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The bits of two bool tensors [n] in turn, four of each in a byte, the first highest: uint8 [2 · ceil(n / 8)]."""
+    if first.is_cuda:
+        bits = torch.nn.functional.pad(torch.stack([first, second], 1).view(-1), (0, -2 * len(first) % 16)).view(-1, 8)
+        return (bits.byte() << torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+    high, low = (np.take(_every_second_bit(), np.packbits(bits.numpy())).view(np.uint8) for bits in (first, second))
+    return torch.from_numpy(high | low >> 1)

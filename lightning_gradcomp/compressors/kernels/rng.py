@@ -1,0 +1,79 @@
+"""Random draws that are a function of (seed, worker, step): there is no generator state to save.
+
+The global generators are never used. On a CPU torch takes 4 ns for a uniform number, more than all other arithmetic of
+a compressor together; 16 bits of numpy's SFC64 take 1 ns.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from zlib import crc32
+
+import numpy as np
+import torch
+
+ALL_WORKERS = -1
+
+
+def _seed(*numbers: int) -> int:
+    """A 63-bit seed from any whole numbers, by numpy's hash of entropy."""
+    entropy = [number % 2**64 for number in numbers]
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+
+
+class Draws:
+    """One worker's random draws in one step.
+
+    Args:
+        seed: the user's.
+        worker: who draws.
+        step: the number of the step.
+        tensor: name of the tensor, for draws that all workers share.
+    """
+
+    def __init__(self, seed: int, worker: int, step: int, tensor: str = "") -> None:
+        self._seed, self._worker, self._step, self._tensor = seed, worker, step, tensor
+
+    def of(self, tensor: str) -> Draws:
+        """The same worker's draws, continued, with those that are shared for another tensor."""
+        other = Draws(self._seed, self._worker, self._step, tensor)
+        vars(other)["_own"] = self._own
+        return other
+
+    @cached_property
+    def _own(self) -> dict[torch.device, torch.Generator]:
+        return {}
+
+    def own(self, device: torch.device) -> torch.Generator:
+        """This worker's generator for the step; each use continues where the last one ended."""
+        if device not in self._own:
+            seed = _seed(self._seed, self._worker, self._step)
+            self._own[device] = torch.Generator(device).manual_seed(seed)
+        return self._own[device]
+
+    def shared(self, device: torch.device) -> torch.Generator:
+        """A generator that begins alike on all workers for this step and tensor, when encoding and when decoding."""
+        seed = _seed(self._seed, ALL_WORKERS, self._step, crc32(self._tensor.encode()))
+        return torch.Generator(device).manual_seed(seed)
+
+
+class Uniform:
+    """A stream of uniform numbers that is a function of its key.
+
+    Args:
+        device: of the numbers; on a CPU they are the middles of 65,536 equal intervals.
+        key: seed, worker, step.
+    """
+
+    def __init__(self, device: torch.device, *key: int) -> None:
+        self._device, seed = device, _seed(*key)
+        self._bits = np.random.SFC64(seed)
+        self._generator = torch.Generator(device).manual_seed(seed) if device.type == "cuda" else None
+
+    def draw(self, n: int, begin: float) -> torch.Tensor:
+        """fp32 [n], uniform in (begin, begin + 1); `begin` is 0 or 1, for which that holds after rounding too."""
+        if self._generator:
+            draws = torch.rand(n, generator=self._generator, device=self._device)
+            return draws.clamp_(max=1 - 2**-23).add_(begin)
+        steps = self._bits.random_raw(-(-n // 4)).view(np.uint16)[:n].astype(np.float32)
+        return torch.from_numpy(steps).mul_(2**-16).add_(begin + 2**-17)

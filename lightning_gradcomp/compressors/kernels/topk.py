@@ -1,0 +1,89 @@
+"""Top-k: the k entries of a tensor that are largest in magnitude, exactly k of them.
+
+The DGC paper (Lin et al. 2018, §3.1 "hierarchical selection") samples 0.1-1 % of the tensor to estimate a threshold.
+Its authors' code searches exactly again where more than 1.3 k entries pass; between k and 1.3 k it keeps the first k in
+index order, and it may send 0.8 k. Here the sampled threshold is deliberately low: the few entries that pass contain
+the k largest, which an exact search among them then finds. Where fewer than k pass, the search runs on everything.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from lightning_gradcomp.compressors.layout import CHUNK, Layout
+
+SAMPLE_AT_LEAST = 65_536
+"""Shorter tensors are searched whole: a sample would cost as much."""
+
+
+def count(n: int, density: float) -> int:
+    """k = ceil(n · density), at least 1. Rounded first, since 1 - 0.999 is a little more than 0.001.
+
+    >>> count(2_359_296, 1 - 0.999), count(1000, 1 - 0.999), count(5, 0.001)
+    (2360, 1, 1)
+    """
+    return max(1, math.ceil(round(n * density, 6)))
+
+
+def topk_each(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
+    """Flat indices (int64, ascending) of the `count(size, density)` largest entries of each tensor of `layout`."""
+    return torch.cat([topk(flat[a:b], count(b - a, density)) + a for a, b in layout.bounds])
+
+
+def count_each(layout: Layout, density: float) -> int:
+    """Number of indices that `topk_each` returns."""
+    return sum(count(size, density) for size in layout.sizes)
+
+
+def topk(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices (int64, ascending) of the k entries of x (fp32 [n]) that are largest in magnitude."""
+    if x.is_cuda:
+        return torch.topk(x.abs(), k, sorted=False).indices.sort().values
+    entries = x.numpy()
+    return torch.from_numpy(sampled(entries, k) if len(entries) >= SAMPLE_AT_LEAST else exact(np.abs(entries), k))
+
+
+def sampled(x: np.ndarray, k: int) -> np.ndarray:
+    """`exact` of |x|, searched only among the entries above a threshold that a strided sample of 0.25 % suggests."""
+    stride = 401  # prime, so that it meets every row and column of a weight matrix
+    sample = np.abs(x[(k * 7) % stride :: stride])
+    expected = len(sample) * k / len(x)
+    rank = math.ceil(expected + 3 * math.sqrt(expected)) + 1  # three standard deviations low
+    if rank >= len(sample):
+        return exact(np.abs(x), k)
+    candidates = not_below(x, np.partition(sample, len(sample) - rank)[len(sample) - rank])
+    if not k <= len(candidates) <= len(x) // 4:
+        return exact(np.abs(x), k)
+    return candidates[exact(np.abs(x[candidates]), k)]
+
+
+def not_below(x: np.ndarray, threshold: np.floating) -> np.ndarray:
+    """Ascending indices where |x| ≥ threshold, a chunk at a time, which stays in the cache."""
+    magnitude, passes = np.empty(CHUNK, x.dtype), np.empty(CHUNK, bool)
+    found = []
+    for begin in range(0, len(x), CHUNK):
+        piece = x[begin : begin + CHUNK]
+        np.abs(piece, out=magnitude[: len(piece)])
+        np.greater_equal(magnitude[: len(piece)], threshold, out=passes[: len(piece)])
+        found.append(np.flatnonzero(passes[: len(piece)]) + begin)
+    return np.concatenate(found)
+
+
+def exact(magnitude: np.ndarray, k: int) -> np.ndarray:
+    """Ascending indices of the k largest of `magnitude` (1-D, not negative, no NaN).
+
+    Equal values at the threshold are taken at even distances, so that no part of a tensor is favoured.
+    """
+    if k >= len(magnitude):
+        return np.arange(len(magnitude))
+    threshold = np.partition(magnitude, len(magnitude) - k)[len(magnitude) - k]
+    above = np.flatnonzero(magnitude > threshold)
+    ties = np.flatnonzero(magnitude == threshold)
+    missing = k - len(above)
+    chosen = ties[np.arange(missing) * len(ties) // missing]
+    if len(chosen) == 1:  # nearly always
+        return np.insert(above, np.searchsorted(above, chosen), chosen)
+    return np.sort(np.concatenate([above, chosen]))

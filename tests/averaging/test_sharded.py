@@ -1,0 +1,307 @@
+"""topology="two_phase": the arithmetic of one process, whatever the number of ranks, and nothing is lost."""
+
+import re
+from copy import deepcopy
+from functools import cache, partial
+
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.averaging import mean_state
+from lightning_gradcomp.averaging.checkpoint_state import OWNED
+from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.averaging.two_phase import Owners
+from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.state import Momentum
+from tests.averaging.laws import KEPT, LOSSY, REMEMBERING
+from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.reference.two_phase import Workers
+from tests.threads import run_ranks
+
+TERNARY = {"terngrad": {}, "terngrad,error_feedback=True": {"error_feedback": True}}
+"""With one scaler for all ranks, whose owners are in test_exact_owners.py."""
+CODECS = {label: make for label, make in LOSSY.items() if isinstance(make(), Codec)}
+LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS}
+ADDING = {label: partial(LOSSY["terngrad"], **options) for label, options in TERNARY.items()}
+OWNED_SOMEHOW = {**CODECS, **ADDING}
+every = pytest.mark.parametrize("make", OWNED_SOMEHOW.values(), ids=OWNED_SOMEHOW)
+every_codec = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
+remembering = pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
+CUTS = {2: [9], 3: [6, 13], 4: [5, 9, 15], 8: [2, 5, 7, 9, 12, 15, 19]}
+"""Rows (10 of 36 elements, then 12 of 25) at which owners begin: those nearest to equal parts of 660 elements."""
+
+
+LARGE = ("dgc", "onebit", "terngrad")
+"""One that sends a few numbers of many, one that sends all in few bits, and one whose sums are exact."""
+
+
+def on(worlds, makes, large=LARGE):
+    """Every method on up to three ranks, with options that are not its defaults on three; on more, those in `large`."""
+
+    def wanted(world, label):
+        return world == 3 or ("," not in label and (world < 3 or label in large))
+
+    cases = {f"{w}-{label}": (w, make) for w in worlds for label, make in makes.items() if wanted(w, label)}
+    return pytest.mark.parametrize(("world", "make"), cases.values(), ids=cases)
+
+
+def begin(group, make, topology="two_phase", **options):
+    model = Table()
+    return model, *averaged(model, group, make(), topology=topology, **options)
+
+
+def flat_gradients(model):
+    return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)])
+
+
+@on([2, 3, 4], CODECS)
+@pytest.mark.parametrize("topology", ["two_phase", "server"])
+def test_it_is_the_simulation_in_one_process_to_the_bit(make, world, topology):
+    is_the_simulation(make, world, topology, 4)
+
+
+@on([8], CODECS, large=CODECS)
+def test_on_eight_ranks_too(make, world):
+    is_the_simulation(make, world, "two_phase", 3)
+
+
+def test_and_with_eight_servers():
+    is_the_simulation(CODECS["onebit"], 8, "server", 3)
+
+
+def is_the_simulation(make, world, topology, steps):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make, topology)
+        seen = []
+        for step in range(steps):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            own = flat_gradients(model).clone()
+            averager.average()
+            seen.append((own, flat_gradients(model).clone()))
+        return seen, averager.state_dict()["memory"]
+
+    ranks = run_ranks(world, work)
+    shapes = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
+    rule = Momentum(momentum=0.9) if make().owns_momentum else Momentum()
+    workers = Workers(make(), shapes, CUTS[world], [rule, rule], dense_pull=topology == "server")
+    for step in range(steps):
+        average = workers.step([seen[step][0] for seen, _ in ranks], 0.1)
+        for seen, _ in ranks:
+            assert torch.equal(seen[step][1], average)
+    for rank, (_, memory) in enumerate(ranks):
+        theirs = workers.memories[rank].state_dict()
+        assert same({kind: memory[kind] for kind in theirs}, theirs)
+    owned = sum(workers.layout.join(memory[OWNED], torch.device("cpu")) for _, memory in ranks)
+    assert torch.equal(owned, workers.residual)
+
+
+def kept(state):
+    """What a rank remembers, as a rank and as an owner."""
+    layout, cpu = Layout(("kernel", "matrix"), ((10, 4, 3, 3), (12, 25))), torch.device("cpu")
+    memory = state["memory"]
+    own = sum(layout.join(memory[kind], cpu).double() for kind in KEPT if kind in memory)
+    return own, layout.join(memory.get(OWNED, {}), cpu).double()
+
+
+class Ledger:
+    """Steps of one rank, without momentum; notes the gradients that it had, and the averages that came."""
+
+    def __init__(self, group, make, **options):
+        self.model, self.optimizer, self.averager = begin(group, make, momentum=0.0, **options)
+        self.had = self.came = 0
+
+    def go(self, rank, steps):
+        for step in steps:
+            backward(self.model, self.optimizer, rank, step, prescribed_loss)
+            self.had = self.had + flat_gradients(self.model).double()
+            self.averager.average()
+            self.came = self.came + flat_gradients(self.model).double()
+        return self.had, self.came, self.averager.state_dict()
+
+
+def balance(ledgers):
+    """(all that ranks had on average) - (all that came, and is remembered), which is to be 0; and its scale."""
+    had = sum(had for had, _, _ in ledgers) / len(ledgers)
+    ranks, owners = zip(*(kept(state) for _, _, state in ledgers), strict=True)
+    return had - ledgers[0][1] - sum(ranks) / len(ledgers) - sum(owners), had.abs().max()
+
+
+def assert_nothing_lost(difference, scale):
+    assert difference.abs().max() <= 1e-5 * scale
+
+
+@on([2, 3, 8], LOSSLESS)
+def test_nothing_is_lost(make, world):
+    ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(6)))
+    assert_nothing_lost(*balance(ledgers))
+    assert all(OWNED in state["memory"] for _, _, state in ledgers)
+    assert any(kept(state)[1].any() for _, _, state in ledgers)
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
+def test_servers_remember_what_their_format_rounds_off(values):
+    make = partial(lgc.OneBit, min_elements=40, warmup_epochs=0, dense_values=values)
+    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make, topology="server").go(rank, range(6)))
+    assert_nothing_lost(*balance(ledgers))
+    assert all(bool(kept(state)[1].any()) == (values != "fp32") for _, _, state in ledgers)
+
+
+@cache
+def four_ranks(make):
+    """Five steps' ledgers."""
+    return run_ranks(4, lambda rank, group: Ledger(group, make).go(rank, range(5)))
+
+
+CHANGES = {
+    f"{world}-{topology}-{label}": (make, world, topology)
+    for label, make in LOSSLESS.items()
+    for world, topology in [(3, "two_phase"), (2, "server"), (4, "all_gather")]
+    if world == 3 or "," not in label
+}
+
+
+@pytest.mark.parametrize(("make", "world", "topology"), CHANGES.values(), ids=CHANGES)
+def test_nothing_is_lost_where_ranks_or_the_topology_change(make, world, topology):
+    """Four ranks, then as many others, or other owners, or none."""
+    ledgers = four_ranks(make)
+    states = deepcopy([state for _, _, state in ledgers])
+    start = [mean_state(states)] * world if world != 4 else states
+
+    def go_on(rank, group):
+        ledger = Ledger(group, make, topology=topology)
+        ledger.averager.load_state_dict(start[rank])
+        return ledger.go(rank, range(5, 9))
+
+    before = sum(had for had, _, _ in ledgers) / 4 - ledgers[0][1]
+    difference, scale = balance(run_ranks(world, go_on))
+    assert_nothing_lost(before + difference, scale)
+
+
+@remembering
+def test_from_sparse_to_dense_everything_is_sent(make):
+    def work(rank, group):
+        ledger = Ledger(group, make, schedule=lambda epoch, step: 0.9 * (step < 6))
+        had, came, _ = ledger.go(rank, range(7))
+        assert ledger.averager.memory.empty and ledger.averager.dense_step
+        return had, came
+
+    ledgers = run_ranks(3, work)
+    mean = sum(had for had, _ in ledgers) / 3
+    torch.testing.assert_close(ledgers[0][1], mean, rtol=1e-5, atol=1e-5 * float(mean.abs().max()))
+
+
+@remembering
+def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded_comes_back_with_it(make):
+    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make).go(rank, range(4)))
+    states = [state for _, _, state in ledgers]
+
+    def go_on(rank, group):
+        ledger = Ledger(group, make)
+        ledger.model.kernel.requires_grad_(False)
+        backward(ledger.model, ledger.optimizer, rank, 0, prescribed_loss)
+        ledger.averager.average()
+        ledger.averager.load_state_dict(states[rank])
+        ledger.model.kernel.requires_grad_(True)
+        return ledger.go(rank, range(4, 8))
+
+    before = sum(had for had, _, _ in ledgers) / 3 - ledgers[0][1]
+    difference, scale = balance(run_ranks(3, go_on))
+    assert_nothing_lost(before + difference, scale)
+
+
+@every
+def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make)
+        train(model, optimizer, averager, rank, range(3), prescribed_loss)
+        model.kernel.requires_grad_(False)
+        frozen = model.kernel.clone()
+        train(model, optimizer, averager, rank, range(3, 6), prescribed_loss)
+        assert torch.equal(model.kernel, frozen)
+        model.kernel.requires_grad_(True)
+        train(model, optimizer, averager, rank, range(6, 9), prescribed_loss)
+        assert not torch.equal(model.kernel, frozen)
+        return weights(model)
+
+    assert all_equal(run_ranks(3, work))
+
+
+@on([2, 3], OWNED_SOMEHOW)
+def test_a_resumed_run_is_the_straight_one_to_the_bit(make, world):
+    def work(rank, group):
+        straight = begin(group, make)
+        train(*straight, rank, range(6), prescribed_loss)
+        first = begin(group, make)
+        train(*first, rank, range(3), prescribed_loss)
+        second = begin(group, make)
+        for part, other in zip(second, first, strict=True):
+            part.load_state_dict(other.state_dict())
+        train(*second, rank, range(3, 6), prescribed_loss)
+        assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
+        return torch.equal(weights(second[0]), weights(straight[0]))
+
+    assert all(run_ranks(world, work))
+
+
+@every
+def test_a_gradient_that_is_not_finite_leaves_all_memories_as_they_were(make):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make)
+        train(model, optimizer, averager, rank, range(3), prescribed_loss)
+        before = averager.state_dict()["memory"]
+        backward(model, optimizer, rank, 3, prescribed_loss)
+        if rank == 1:
+            model.matrix.grad[0, 0] = float("nan")
+        averager.average()
+        assert not model.kernel.grad.isfinite().any()
+        return same(averager.state_dict()["memory"], before)
+
+    assert all(run_ranks(3, work))
+
+
+@on(CUTS, OWNED_SOMEHOW)
+@pytest.mark.parametrize("topology", ["two_phase", "server"])
+def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topology):
+    def work(rank, group):
+        model, optimizer, averager = begin(group, make, topology)
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        averager.average()
+        return averager.stats.bytes_sent, averager.stats.bytes_received, averager.describe()
+
+    sent, received, said = zip(*run_ranks(world, work), strict=True)
+    assert f" {max(sent):,} bytes sent a step" in said[0]
+    assert sum(sent) == sum(received)
+
+
+@every_codec
+def test_bytes_do_not_grow_with_the_ranks(make):
+    """Two messages at most, but for what each of N parts costs by itself: a count and a scale rounded up."""
+    layout, codec = Layout(("a", "b"), ((512, 1024), (256, 512))), make()
+    payload = codec.payload_bytes(layout, 0.01)
+    for world in (2, 8, 64):
+        ranks = Ranks(None)
+        ranks.world = world
+        sent = Owners(codec, layout, 0, ranks, torch.device("cpu"), dense_pull=False).traffic(0.01, 8)
+        assert sent <= 2 * (payload * (world - 1) / world) * 1.2 + 40 * world
+
+
+@pytest.mark.parametrize(
+    ("compressor", "why"),
+    [
+        (lgc.PowerSGD(), "PowerSGD: got '{}', allowed: 'auto' or 'all_gather': an owner can't decode"),
+        (
+            lgc.TernGrad(share_scaler=False),
+            "TernGrad(share_scaler=False): got '{}', allowed: 'auto' or 'all_gather': only with one s",
+        ),
+    ],
+    ids=["powersgd", "terngrad with own scalers"],
+)
+@pytest.mark.parametrize("topology", ["two_phase", "server"])
+@pytest.mark.parametrize(
+    "make", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy, partial(lgc.GradientAverager, Table())]
+)
+def test_compressors_whose_parts_mean_nothing_alone_are_refused(make, topology, compressor, why):
+    with pytest.raises(ValueError, match=re.escape(f"topology with {why.format(topology)}")):
+        make(compressor, topology=topology)

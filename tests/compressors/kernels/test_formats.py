@@ -1,0 +1,59 @@
+"""Values as bytes: as long as said, as near as the format allows, and never infinite."""
+
+import pytest
+import torch
+
+from lightning_gradcomp.compressors import DGC, GradientDropping
+from lightning_gradcomp.compressors.kernels.formats import BYTES, GROUP, pack_values, unpack_values, value_bytes
+
+LENGTHS = [1, 2, 255, 256, 257, 1000]
+LARGEST = torch.finfo(torch.float32).max
+NEAR = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11}
+"""Half a unit in the last place, relative."""
+
+
+def written_and_read(v, values):
+    packed = pack_values(v, values)
+    assert packed.dtype == torch.uint8 and packed.numel() == value_bytes(v.numel(), values)
+    return unpack_values(packed, v.numel(), values)
+
+
+def some(k):
+    return torch.randn(k, generator=torch.Generator().manual_seed(k))
+
+
+@pytest.mark.parametrize("k", LENGTHS)
+@pytest.mark.parametrize("values", NEAR)
+def test_floats_come_back_as_near_as_they_can(values, k):
+    v = some(k)
+    assert ((written_and_read(v, values) - v).abs() <= NEAR[values] * v.abs()).all()
+
+
+@pytest.mark.parametrize("k", LENGTHS)
+def test_8_bits_are_within_half_a_step_of_their_groups_scale(k):
+    v = some(k)
+    v[: k // 2] *= 1000
+    read = written_and_read(v, "int8")
+    for group, got in zip(v.split(GROUP), read.split(GROUP), strict=True):
+        assert ((got - group).abs() <= group.abs().max() / 127 * 0.5001).all()
+
+
+@pytest.mark.parametrize("values", BYTES)
+def test_zeros_stay_zero_and_signs_stay(values):
+    v = torch.tensor([0.0, -1.0, 1.0, 0.0])
+    assert torch.equal(written_and_read(v, values), v)
+    assert torch.equal(written_and_read(torch.zeros(300), values), torch.zeros(300))
+
+
+@pytest.mark.parametrize("values", BYTES)
+def test_the_largest_and_the_smallest_numbers_stay_finite(values):
+    v = torch.tensor([LARGEST, -LARGEST, 1e5, 1e-45, -1e-40])
+    read = written_and_read(v, values)
+    assert read.isfinite().all()
+    assert (read[:2].sign() == v[:2].sign()).all()
+
+
+@pytest.mark.parametrize("cls", [DGC, GradientDropping])
+def test_a_format_that_is_not_known_is_refused(cls):
+    with pytest.raises(ValueError, match=rf"{cls.__name__}.values: got 'fp8', allowed: 'fp32', 'bf16', 'fp16', 'int8'"):
+        cls(values="fp8")
