@@ -23,36 +23,16 @@ from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors.base import Lossy, PayloadCodec
+from lightning_gradcomp.compressors.base import PayloadCodec
 from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Dense, concatenate, mean_of
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
-from lightning_gradcomp.compressors.layout import Layout, Shard
+from lightning_gradcomp.compressors.layout import Layout
 
 
 def split_dense(n: int, workers: int) -> list[int]:
     """How many of n uncompressed elements each worker averages."""
     whole, more = divmod(n, workers)
     return [whole + (worker < more) for worker in range(workers)]
-
-
-def traffic(compressor: Lossy, layout: Layout, dense: int, flags: int, ranks: Ranks, *, dense_pull: bool) -> int:
-    """Bytes that the worker which sends the most sends in a step.
-
-    Args:
-        layout: what is compressed.
-        dense: number of uncompressed elements.
-        flags: number of flags.
-    """
-    push, pull = [], []
-    for shard, own in zip(layout.shards(ranks.workers), split_dense(dense, ranks.workers), strict=True):
-        there, back = compressor.shard_bytes(shard.layout, ranks.workers, dense_pull) if shard.layout.n else (0, 0)
-        back = value_bytes(shard.layout.n, compressor.dense_values) if dense_pull and shard.layout.n else back
-        push.append(Frame(own, compressor.dense_values, there, flags).length)
-        pull.append(Frame(own, "fp32", back, flags).length)
-    messages = compressor.messages(layout)
-    before = sum(ranks.maximum_traffic(length) for how, length in messages if how == "maximum")
-    fewest = push.index(min(push))
-    return before + ranks.scatter_traffic(push, fewest) + ranks.gather_traffic(max(pull))
 
 
 class DensePull:
@@ -163,7 +143,7 @@ class ShardedExchange(Exchange):
     ) -> None:
         super().__init__(ranks, step, dense, dense_values, finite, present, stats, buffer)
         self._residual, self.dense_pull = residual, dense_pull
-        self.shards: Sequence[Shard] = residual.shards
+        self.shards = residual.shards
         self._dense_sizes = split_dense(dense.numel(), ranks.workers)
         self._scattered, self._shard_mean = False, dense[:0]
 
@@ -213,7 +193,7 @@ class ShardedExchange(Exchange):
 
     def mean_of_payloads(self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[Decoded, Decoded]:
         """Encodes each shard for its owner, averages the own shard, and encodes and gathers the means."""
-        shards, own = self.shards, self._residual.own.layout
+        shards, own = self._residual.shards, self._residual.own.layout
         pull = DensePull(self._dense_values) if self.dense_pull else codec
         with self.phase("compress"):
             pushed = [_encode(codec, shard.of(flat), shard.layout) for shard in shards]

@@ -114,7 +114,7 @@ class WorkerState:
             shard.clear()
 
     def lay_out(self, gradients: Gradients) -> None:
-        """A parameter was frozen or unfrozen: go on with these gradients. State follows by name; shards are cut anew."""
+        """A parameter was frozen or unfrozen: go on with these gradients. State follows by name."""
         self._dissolve_shards()
         state = self.state_dict()
         self._attach(gradients)

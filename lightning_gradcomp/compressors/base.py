@@ -19,12 +19,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded
-from lightning_gradcomp.compressors.kernels.formats import check_format
+from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import refusal
+
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
@@ -262,9 +263,9 @@ class Codec(Lossy):
         return [("gather", self.payload_bytes(layout))]
 
     def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """A payload each way."""
+        """A payload each way; uncompressed on its way back with `dense_pull`."""
         length = self.payload_bytes(shard)
-        return length, length
+        return length, value_bytes(shard.n, self.dense_values) if dense_pull else length
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
@@ -326,9 +327,9 @@ class TensorCodec(Lossy):
         return [("gather", self._encodings.of(layout)[1])]
 
     def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """A payload each way."""
+        """A payload each way; uncompressed on its way back with `dense_pull`."""
         length = self._encodings.of(shard)[1]
-        return length, length
+        return length, value_bytes(shard.n, self.dense_values) if dense_pull else length
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
@@ -445,7 +446,10 @@ class TensorPayloads:
             encoded = _with_draws(one.codec, one.name, self._draws).encode(flat[one.start : one.stop])
             for place, part in zip(one.parts, _parts(encoded), strict=True):
                 if part.shape != place.shape or part.dtype != place.dtype:
-                    what, allowed = f"{type(one.codec).__name__}.encode({place.shape})", "sizes that follow from n alone"
+                    what, allowed = (
+                        f"{type(one.codec).__name__}.encode({place.shape})",
+                        "sizes that follow from n alone",
+                    )
                     raise refusal(what, f"{part.dtype} {tuple(part.shape)}", allowed)
                 place.read(payload).copy_(part)
         return payload, self.decode(payload, layout)

@@ -5,9 +5,9 @@ Where the paper and its authors' code (github.com/synxlin/deep-gradient-compress
 - Local clipping. Paper: threshold x N^(-1/2), for gradients already divided by N. Code: no factor, not configured.
   Here: threshold x N^(1/2), the paper's rule for PyTorch's undivided gradients, on the whole local gradient, as
   vanilla clipping does (the paper doesn't say which norm; the code has one per tensor).
-- Selection. Paper: top-k of a sample gives the threshold, and an exact top-k where too many pass. Code: exact top-k above
-  1.3 k; between k and 1.3 k the first k in index order; it may send 0.8 k. Here: exactly the k largest, ties spread
-  evenly.
+- Selection. Paper: a sample gives the threshold, and an exact top-k follows where too many pass. Code: exact top-k
+  above 1.3 k; between k and 1.3 k the first k in index order; it may send 0.8 k. Here: exactly the k largest, ties
+  spread evenly.
 - Nesterov. Paper: corrected. Code: not wired to the gradients. Here: as torch.optim.SGD's.
 - Weight decay. Paper: silent. Code: a dense momentum of its own in the optimizer. Here: added to the local gradient,
   so that it is inside the momentum, at the strength it has in SGD; and no second buffer is needed.

@@ -40,7 +40,7 @@ def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def dequantise(bits: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
-    """low + bit · (high - low), for `bits` (fp32 [groups, size], each 0 or 1; overwritten) and `pair` (fp32 [groups, 2]).
+    """low + bit · (high - low), for bits (fp32 [groups, size], 0 or 1; overwritten) and `pair` (fp32 [groups, 2]).
 
     That is `high` but for its last bit, on every rank alike. torch.where takes ten times as long on a CPU.
     """

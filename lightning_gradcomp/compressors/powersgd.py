@@ -5,9 +5,9 @@ Q = Mᵀ P, averaged. The result is P Qᵀ. Averages of factors are factors of t
 packed into one each, and bytes don't grow with the number of ranks. Q of one step is the query of the next.
 
 The error that is fed back is local: M - P Q_localᵀ, as in the paper's Algorithm 2 and in the authors' epfml/powersgd
-package, which subtracts the local factor before the all-reduce. The code of the paper's experiments (`RankKReducer`) and
-torch's hook subtract the averaged P Qᵀ instead. Training is the same either way, but their error is a random walk: it
-keeps each rank's difference from the mean for ever.
+package, which subtracts the local factor before the all-reduce. The code of the paper's experiments (`RankKReducer`)
+and torch's hook subtract the averaged P Qᵀ instead. Training is the same either way, but their error is a random walk:
+it keeps each rank's difference from the mean for ever.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ the paper's rule, and five ternary digits in a byte, a fixed length of 1.6 bits 
 real gradients, most of which round to 0, the digits' zeroth-order entropy is 0.9 to 1.05 bits.
 
 It extends `Lossy` and not `TensorCodec`, since its scalers are agreed between the workers before anything is encoded,
-and since the owner of a shard adds up digits, not numbers: the sums of N workers' digits -1, 0, 1 are whole numbers from
--N to N, which go back exactly, as digits of base 2N + 1, log2(2N + 1) bits an element instead of 32 (§3). Nothing is
-rounded twice, and the mean is that of an all-gather. A parameter server (topology="server") sends the sums as fp32.
+and since the owner of a shard adds up digits, not numbers: the sums of N workers' digits -1, 0, 1 are whole numbers
+from -N to N, which go back exactly, as digits of base 2N + 1, log2(2N + 1) bits an element instead of 32 (§3). Nothing
+is rounded twice, and the mean is that of an all-gather. A parameter server (topology="server") sends the sums as fp32.
 
 What a worker draws is a function of (seed, worker, step).
 """

@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
+from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
 from lightning_gradcomp.registry import build
-from lightning_gradcomp.averaging.topology import resolve
 
 
 class CompressedFabricStrategy(DDPStrategy):

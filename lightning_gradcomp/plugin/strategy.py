@@ -22,6 +22,7 @@ from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.replicas import compare_replicas
+from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.plugin import buffers, launch, sigterm
 from lightning_gradcomp.plugin.checkpoint import RankStates, export_momentum, in_step
@@ -38,7 +39,6 @@ from lightning_gradcomp.plugin.refusals import (
 )
 from lightning_gradcomp.plugin.sidecar import Sidecars
 from lightning_gradcomp.registry import build
-from lightning_gradcomp.averaging.topology import resolve
 
 
 class CompressedDDPStrategy(DDPWithNamedFaults):
