@@ -85,10 +85,8 @@ def bytes_of_step(compressor: Compressor, model: nn.Module, topology: str, worke
         payload = gradients.n * compressor.wire_dtype.itemsize
         return Bytes(payload, dense_traffic(payload, workers), ())
     final = compressor.at(compressor.final_sparsity)
-    ranks = Ranks(None)
-    ranks.world = workers
     payload = sum(size for _, size in final.messages(gradients.layout))
-    return Bytes(payload, traffic(final, gradients, ranks, topology), tuple(messages(final, gradients)))
+    return Bytes(payload, traffic(final, gradients, Ranks(None, workers), topology), tuple(messages(final, gradients)))
 
 
 class Forecast:

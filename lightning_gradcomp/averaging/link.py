@@ -98,8 +98,7 @@ class EchoRanks(Ranks):
     """Workers that send what this one sends, at once."""
 
     def __init__(self, others: int) -> None:
-        super().__init__(None)
-        self.world = 1 + others
+        super().__init__(None, 1 + others)
 
     def gather(self, message: torch.Tensor) -> torch.Tensor:
         return message.repeat(self.world, 1)
