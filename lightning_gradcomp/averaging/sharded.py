@@ -1,11 +1,14 @@
 """Topologies with shards: each worker averages one shard of the gradient, and sends the mean to all.
 
 "two_phase": payloads of a shard go to the worker that owns it. It decodes them, adds them in the workers' order,
-divides, compresses the mean again, and sends that to everyone. What the second compression leaves out stays in a
-residual of the owner's and is added to its next mean (error feedback on the server's side: DoubleSqueeze, Tang et al.
-2019, Algorithm 1). All workers decode the same bytes, so replicas are equal to the bit. A worker sends about twice its
-payload whatever the number of workers; in an all-gather, N - 1 times. With sparse payloads the second selection keeps
-the average as sparse as one worker's (as in Ok-Topk, Li and Hoefler 2022).
+divides, compresses the mean again, and sends that to everyone. All workers decode the same bytes, so replicas are equal
+to the bit. A worker sends about twice its payload whatever the number of workers; in an all-gather, N - 1 times.
+
+What the second compression changes stays in a residual of the owner's and is added to its next mean (error feedback on
+the server's side: DoubleSqueeze, Tang et al. 2019, Algorithm 1). Sparse payloads are selected a second time, which
+keeps the average as sparse as one worker's. What that selection leaves out has not been applied, so it stays with the
+workers that sent it, and momentum factor masking does not touch it (as in Ok-Topk, Li and Hoefler 2022): DGC trains
+worse where the owner keeps it and the workers' momentum is stopped all the same.
 
 Nothing is lost: applied so far + mean of the workers' states + the shards' residuals = mean of all gradients so far.
 
@@ -24,7 +27,7 @@ from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import PayloadCodec
-from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Dense, concatenate, mean_of
+from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Dense, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 
@@ -80,9 +83,16 @@ class ShardResidual:
         mean.add_(self.residual)
 
     def subtract(self, mean: torch.Tensor, sent: Decoded) -> None:
-        """Keep what was not sent of `mean`, once the step is committed."""
-        self._next = mean.clone()
-        sent.subtract_from(self._next)
+        """Keep what the second compression changed of `mean`, once the step is committed.
+
+        Entries that a sparse payload leaves out keep their residual: the rest of their mean stays with the workers.
+        """
+        if isinstance(sent, Sparse):
+            self._next = self.residual.clone()
+            self._next[sent.indices] = mean[sent.indices] - sent.values
+        else:
+            self._next = mean.clone()
+            sent.subtract_from(self._next)
 
     def commit(self, moved: Set[str]) -> None:
         """Make the step count, for parameters that had a gradient on any rank."""
@@ -212,8 +222,10 @@ class ShardedExchange(Exchange):
         with self.phase("decompress"):
             means = [_decode(pull, row, shard.layout) for shard, row in zip(shards, payloads, strict=True)]
             starts = [shard.start for shard in shards]
-            whole = mean_of([concatenate(means, starts)], layout.n, self.buffer)
-            return whole, concatenate([decoded for _, decoded in pushed], starts)
+            applied, own_sent = concatenate(means, starts), concatenate([decoded for _, decoded in pushed], starts)
+            if isinstance(applied, Sparse) and isinstance(own_sent, Sparse):
+                own_sent = own_sent.only(torch.isin(own_sent.indices, applied.indices, assume_unique=True))
+            return mean_of([applied], layout.n, self.buffer), own_sent
 
 
 # A shard is empty where there are more workers than rows.

@@ -32,6 +32,21 @@ class Sparse:
         """Whether all values are: 0-d bool."""
         return all_finite(self.values)
 
+    def only(self, keep: torch.Tensor) -> KeptSparse:
+        """The entries for which `keep` (bool [k]) is set. Their number is not asked for: a GPU's host would wait."""
+        return KeptSparse(self.indices, torch.where(keep, self.values, 0), keep)
+
+
+@dataclass(frozen=True)
+class KeptSparse(Sparse):
+    """Those entries that `keep` (bool [k]) marks; the values of the others are 0."""
+
+    keep: torch.Tensor
+
+    def zero(self, flat: torch.Tensor) -> None:
+        """flat[indices] = 0 for the marked ones."""
+        flat[self.indices] = torch.where(self.keep, 0, flat[self.indices])
+
 
 @dataclass(frozen=True)
 class Dense:
