@@ -24,7 +24,7 @@ from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.state import Residual, State
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_whole, refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Compressor:
 
     def __post_init__(self) -> None:
         what = type(self).__name__
-        if not isinstance(self.min_elements, int) or self.min_elements < 1:
+        if not is_whole(self.min_elements) or self.min_elements < 1:
             raise refusal(f"{what}.min_elements", self.min_elements, "a whole number from 1")
         if isinstance(self.exclude, str) or not isinstance(self.exclude, Sequence):
             raise refusal(f"{what}.exclude", self.exclude, "a list of patterns")
@@ -181,7 +181,7 @@ class Lossy(Compressor, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_format(f"{type(self).__name__}.dense_values", self.dense_values)
-        if not isinstance(self.warmup_epochs, int) or self.warmup_epochs < 0:
+        if not is_whole(self.warmup_epochs) or self.warmup_epochs < 0:
             raise refusal(f"{type(self).__name__}.warmup_epochs", self.warmup_epochs, "a whole number from 0")
 
     @property

@@ -33,7 +33,7 @@ from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
 from lightning_gradcomp.compressors.state import SGDVelocity
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import entries, register
 
 
@@ -77,9 +77,9 @@ class DGC(Codec):
         super().__post_init__()
         check_sparsity("DGC.sparsity", self.sparsity)
         check_format("DGC.values", self.values)
-        if not isinstance(self.dense_epochs, int) or self.dense_epochs < 0:
+        if not is_whole(self.dense_epochs) or self.dense_epochs < 0:
             raise refusal("DGC.dense_epochs", self.dense_epochs, "a whole number from 0")
-        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             raise refusal("DGC.clip_norm", self.clip_norm, "None or a finite number above 0")
 
     @property

@@ -34,7 +34,7 @@ from lightning_gradcomp.compressors.kernels.bits import look_up
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
 from lightning_gradcomp.compressors.state import Residual, State
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
 DIGITS = 5
@@ -139,9 +139,9 @@ class TernGrad(Lossy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.clip_sigma < float("inf"):
+        if not is_number(self.clip_sigma) or self.clip_sigma < 0:
             raise refusal("TernGrad.clip_sigma", self.clip_sigma, "0 (off) or a finite number above it")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**32:
             raise refusal("TernGrad.seed", self.seed, "a whole number from 0 to 2^32 - 1")
 
     @property
