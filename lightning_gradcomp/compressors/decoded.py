@@ -125,7 +125,7 @@ def concatenate(parts: Sequence[Decoded], starts: Sequence[int]) -> Sparse | Chu
     for part, start in zip(parts, starts, strict=True):
         if isinstance(part, Dense):
             places.append((start, start + part.values.numel()))
-            calls.append(part.values.clone)
+            calls.append(partial(getattr, part, "values"))
             continue
         assert isinstance(part, Chunked)
         for number, (a, b) in enumerate(part.chunks):
@@ -156,10 +156,10 @@ def mean_of(decoded: Sequence[Decoded], n: int, buffer: Callable[[], torch.Tenso
     chunked = [one for one in decoded if isinstance(one, Chunked)]
     if len(chunked) == len(decoded):  # all are cut alike: a chunk of all workers at a time, while it is in the cache
         for number, (start, stop) in enumerate(chunked[0].chunks):
-            total = chunked[0].values(number)
+            total, part = chunked[0].values(number), mean[start:stop]  # what `values` returns may be a view of a payload
             for one in chunked[1:]:
-                total.add_(one.values(number))
-            torch.div(total, len(chunked), out=mean[start:stop])
+                total = torch.add(total, one.values(number), out=part)
+            torch.div(total, len(chunked), out=part)
         return Dense(mean)
     mean.zero_()
     for one in decoded:

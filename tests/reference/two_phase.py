@@ -2,23 +2,24 @@
 
 import torch
 
-from lightning_gradcomp.compressors.local_gradient import Incoming
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
+from tests.compressors.one_worker import CPU, payload_codec
 
 
 class Workers:
-    """Every worker's memory, and every owner's, of tensors laid end to end; `step` takes all workers' gradients.
+    """Every worker's state, and every owner's residual, of tensors laid end to end; `step` takes all gradients.
 
     Args:
-        compressor: a codec; encodes each owner's rows by themselves.
+        compressor: one that sends payloads; it encodes each owner's rows by themselves.
         shapes: name -> shape of what is compressed.
         cuts: places between owners, in rows from the first tensor's first to the last's last: N - 1 numbers.
-        rules: how SGD treats each tensor.
+        momentum: of SGD, for a compressor that owns the momentum.
         dense_pull: owners send their means as they are.
     """
 
-    def __init__(self, compressor, shapes, cuts, rules, *, dense_pull=False):
-        self.compressor, self.rules, self.dense_pull = compressor, rules, dense_pull
+    def __init__(self, compressor, shapes, cuts, momentum=0.0, *, dense_pull=False):
+        self.compressor, self.dense_pull, self.steps = compressor, dense_pull, 0
         self.layout = Layout(tuple(shapes), tuple(shapes.values()))
         rows = [(name, shape[1:]) for name, shape in shapes.items() for _ in range(shape[0])]
         self.owned = []
@@ -29,42 +30,49 @@ class Workers:
                 tuple((sum(own == name for own, _ in rows[begin:end]), *shapes[name][1:]) for name in names),
             )
             start = sum(torch.Size(row).numel() for _, row in rows[:begin])
-            self.owned.append((start, layout))
-        self.memories = [compressor.memory(self.layout, torch.device("cpu"), rank) for rank in range(len(self.owned))]
+            self.owned.append((slice(start, start + layout.n), layout))
+        parameters = [torch.zeros(shape) for shape in shapes.values()]
+        self.states = [compressor.state(self.layout, CPU) for _ in self.owned]
+        for state in self.states:
+            state.attach(torch.optim.SGD(parameters, lr=1.0, momentum=momentum), parameters)
         self.residual = torch.zeros(self.layout.n)
 
-    def step(self, gradients, density):
+    def step(self, gradients):
         """The average of flat gradients, one a worker."""
-        world = len(self.owned)
-        owed = [
-            memory.compensate(Incoming.of(g.clone(), self.layout), self.rules, set(self.layout.names)).clone()
-            for memory, g in zip(self.memories, gradients, strict=True)
-        ]
-        average = torch.zeros(self.layout.n)
-        for start, layout in self.owned:
-            if not layout.n:
-                continue
-            part = slice(start, start + layout.n)
-            mean = torch.zeros(layout.n)
-            for memory, flat in zip(self.memories, owed, strict=True):
-                _, sent = self.compressor.encode(flat[part], layout, density)
-                sent.add_to(mean)
-                sent.take_from(self.pending(memory)[part])
-                if hasattr(memory, "coming_momentum") and memory.masking:
-                    sent.zero(memory.coming_momentum[part])
-            mean = mean / world + self.residual[part]
+        codecs = [payload_codec(self.compressor, self.layout, worker, self.steps) for worker in range(len(gradients))]
+        sums = torch.zeros(self.layout.n)
+        for codec, state, gradient in zip(codecs, self.states, gradients, strict=True):
+            flat = torch.empty(self.layout.n)
+            state.compensate(LocalGradient.of(gradient.clone(), self.layout), flat)
+            sent = [(part, codec.encode(flat[part], own)[1]) for part, own in self.owned if own.n]
+            for part, decoded in sent:
+                decoded.add_to(sums[part])
+            state.subtract(_Shards(sent))
+            state.commit(set(self.layout.names), flat)
+        means, average = sums / len(gradients) + self.residual, torch.zeros(self.layout.n)
+        self.residual = torch.zeros(self.layout.n)
+        for codec, (part, own) in zip(codecs, self.owned, strict=True):
             if self.dense_pull:
-                average[part] = mean
-                continue
-            _, sent = self.compressor.encode(mean, layout, density)
-            sent.add_to(average[part])
-            sent.take_from(mean)
-            self.residual[part] = mean
-        for memory in self.memories:
-            memory.commit(set(self.layout.names))
+                average[part] = means[part]
+            elif own.n:
+                _, sent = codec.encode(means[part], own)
+                sent.add_to(average[part])
+                self.residual[part] = means[part]
+                sent.subtract_from(self.residual[part])
+        self.steps += 1
         return average
 
-    @staticmethod
-    def pending(memory):
-        """What the memory will hold of what is not sent."""
-        return memory._v if hasattr(memory, "_v") else memory._residual
+
+class _Shards:
+    """The decoded payloads of shards, as a state takes them."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def subtract_from(self, flat):
+        for part, decoded in self.parts:
+            decoded.subtract_from(flat[part])
+
+    def zero(self, flat):
+        for part, decoded in self.parts:
+            decoded.zero(flat[part])

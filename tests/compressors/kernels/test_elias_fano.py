@@ -1,11 +1,11 @@
-"""Indices as bytes: nothing is lost, and the length is known before."""
+"""Elias-Fano: indices are read back, and their length follows from n and k."""
 
 import math
 
 import pytest
 import torch
 
-from lightning_gradcomp.compressors.wire import index_bytes, pack_indices, unpack_indices
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes, pack_indices, unpack_indices
 
 SHAPES = [
     (1, 1),
@@ -39,7 +39,7 @@ def random_indices(n, k, seed=0):
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_indices_come_back_as_they_were(n, k):
+def test_indices_are_read_back(n, k):
     for seed in range(3):
         indices = random_indices(n, k, seed)
         assert indices.numel() == k
@@ -47,7 +47,7 @@ def test_indices_come_back_as_they_were(n, k):
 
 
 @pytest.mark.parametrize(("n", "k"), [(1000, 10), (1 << 25, 300), ((1 << 40) + 1, 300), (64, 60)])
-def test_indices_crowded_at_either_end_come_back_too(n, k):
+def test_indices_crowded_at_either_end_are_read_back(n, k):
     for indices in (torch.arange(k), torch.arange(n - k, n)):
         assert torch.equal(unpack_indices(pack_indices(indices, n), n, k), indices)
 
@@ -63,7 +63,7 @@ def test_every_subset_of_a_small_set_has_its_own_bytes():
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_the_length_is_the_elias_fano_formula_of_n_and_k_alone(n, k):
+def test_the_length_is_the_formula_of_n_and_k(n, k):
     low = math.floor(math.log2(n // k))
     expected = math.ceil(k * low / 8) + math.ceil((k + n // 2**low + 1) / 8)
     assert index_bytes(n, k) == expected
@@ -74,7 +74,7 @@ def test_the_length_is_the_elias_fano_formula_of_n_and_k_alone(n, k):
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01])
-def test_an_index_costs_within_six_percent_of_its_entropy(density):
+def test_an_index_costs_at_most_6_percent_above_its_entropy(density):
     n = 1 << 24
     k = round(n * density)
     p = k / n
@@ -84,7 +84,7 @@ def test_an_index_costs_within_six_percent_of_its_entropy(density):
 
 
 @pytest.mark.parametrize("n", [1 << 16, 1_000_003])
-def test_indices_never_cost_more_than_32_bits_each_nor_more_than_three_bits_an_element(n):
+def test_at_most_32_bits_an_index_and_3_bits_an_element(n):
     for k in (1 << power for power in range(4, 17)):
         assert index_bytes(n, k) <= 4 * k
         assert index_bytes(n, k) <= 3 * n / 8 + 2

@@ -1,4 +1,4 @@
-"""Values as bytes: as long as said, as near as the format allows, and never infinite."""
+"""Formats of values: the announced length, rounding within the format's precision, no infinities."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def some(k):
 
 @pytest.mark.parametrize("k", LENGTHS)
 @pytest.mark.parametrize("values", NEAR)
-def test_floats_come_back_as_near_as_they_can(values, k):
+def test_floats_are_rounded_to_the_nearest(values, k):
     v = some(k)
     assert ((written_and_read(v, values) - v).abs() <= NEAR[values] * v.abs()).all()
 
 
 @pytest.mark.parametrize("k", LENGTHS)
-def test_8_bits_are_within_half_a_step_of_their_groups_scale(k):
+def test_int8_is_within_half_a_step_of_its_groups_scale(k):
     v = some(k)
     v[: k // 2] *= 1000
     read = written_and_read(v, "int8")
@@ -46,7 +46,7 @@ def test_zeros_stay_zero_and_signs_stay(values):
 
 
 @pytest.mark.parametrize("values", BYTES)
-def test_the_largest_and_the_smallest_numbers_stay_finite(values):
+def test_the_largest_and_smallest_numbers_stay_finite(values):
     v = torch.tensor([LARGEST, -LARGEST, 1e5, 1e-45, -1e-40])
     read = written_and_read(v, values)
     assert read.isfinite().all()
@@ -54,6 +54,8 @@ def test_the_largest_and_the_smallest_numbers_stay_finite(values):
 
 
 @pytest.mark.parametrize("cls", [DGC, GradientDropping])
-def test_a_format_that_is_not_known_is_refused(cls):
-    with pytest.raises(ValueError, match=rf"{cls.__name__}.values: got 'fp8', allowed: 'fp32', 'bf16', 'fp16', 'int8'"):
-        cls(values="fp8")
+@pytest.mark.parametrize("option", ["values", "dense_values"])
+def test_an_unknown_format_is_refused(cls, option):
+    message = rf"{cls.__name__}.{option}: got 'fp8', allowed: 'fp32', 'bf16', 'fp16', 'int8'"
+    with pytest.raises(ValueError, match=message):
+        cls(**{option: "fp8"})

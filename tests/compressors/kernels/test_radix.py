@@ -1,4 +1,4 @@
-"""Digits of any base, as many in a 32-bit word as it has room for."""
+"""Digits of any base in 32-bit words, as many as fit."""
 
 from math import log2
 
@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gradcomp.compressors.kernels.radix import pack, packed_bytes, per_word, put_together, take_apart, unpack
-from lightning_gradcomp.compressors.layout import IN_CACHE
+from lightning_gradcomp.compressors.kernels.radix import combine, pack, packed_bytes, per_word, split, unpack
+from lightning_gradcomp.compressors.layout import CHUNK
 from tests.averaging.workers import seeded
 
 BASES = [2 * workers + 1 for workers in (1, 2, 3, 4, 5, 8, 16, 64, 127, 128, 1024, 40_000)]
 
 
 def digits_of(n, base):
-    """The largest digit first, so that a word may be full."""
+    """fp32 [n]. The first half are the largest digit, so that some words are full."""
     digits = torch.randint(0, base, (n,), generator=seeded(n, base)).float()
     digits[: n // 2] = base - 1
     return digits
@@ -32,8 +32,8 @@ def test_digits_are_read_back(n, base):
 
 
 @pytest.mark.parametrize("base", [5, 17])
-def test_pieces_that_fit_into_the_cache_make_no_difference_to_the_length(base):
-    n = 2 * IN_CACHE + 5
+def test_the_length_does_not_depend_on_chunks(base):
+    n = 2 * CHUNK + 5
     digits, out = digits_of(n, base), torch.empty(n)
     packed = pack(digits, base)
     assert packed.numel() == packed_bytes(n, base)
@@ -57,8 +57,8 @@ def test_bits_an_element():
 def test_a_gpus_words_are_those_of_a_cpu(n, base):
     """64 bits wide, with nothing in the upper half."""
     digits, length = digits_of(n, base), packed_bytes(n, base) // 4
-    words = put_together(digits.long(), base, torch.zeros(length, dtype=torch.long))
+    words = combine(digits.long(), base, torch.zeros(length, dtype=torch.long))
     assert words.tolist() == pack(digits, base).numpy().view(np.uint32).tolist()
     out = torch.empty(n)
-    take_apart(words, base, out)
+    split(words, base, out)
     assert torch.equal(out, digits)
