@@ -155,7 +155,7 @@ def span(q):
 
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
-def test_powersgds_steps_are_the_references_from_wherever_the_averager_is(world, rank):
+def test_each_powersgd_step_is_the_references(world, rank):
     compressor, twin_class, options = powersgd(rank)
     twin = None
     for step, ranks in zip(STEPS, averagers_stations(world, compressor), strict=True):

@@ -9,7 +9,7 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
-from lightning_gradcomp.averaging.checkpoint_state import OWNED
+from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.averaging.two_phase import Owners
 from lightning_gradcomp.compressors.base import Codec
@@ -93,7 +93,7 @@ def is_the_simulation(make, world, topology, steps):
     for rank, (_, memory) in enumerate(ranks):
         theirs = workers.memories[rank].state_dict()
         assert same({kind: memory[kind] for kind in theirs}, theirs)
-    owned = sum(workers.layout.join(memory[OWNED], torch.device("cpu")) for _, memory in ranks)
+    owned = sum(workers.layout.join(memory[SHARD], torch.device("cpu")) for _, memory in ranks)
     assert torch.equal(owned, workers.residual)
 
 
@@ -102,7 +102,7 @@ def kept(state):
     layout, cpu = Layout(("kernel", "matrix"), ((10, 4, 3, 3), (12, 25))), torch.device("cpu")
     memory = state["memory"]
     own = sum(layout.join(memory[kind], cpu).double() for kind in KEPT if kind in memory)
-    return own, layout.join(memory.get(OWNED, {}), cpu).double()
+    return own, layout.join(memory.get(SHARD, {}), cpu).double()
 
 
 class Ledger:
@@ -136,7 +136,7 @@ def assert_nothing_lost(difference, scale):
 def test_nothing_is_lost(make, world):
     ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(6)))
     assert_nothing_lost(*balance(ledgers))
-    assert all(OWNED in state["memory"] for _, _, state in ledgers)
+    assert all(SHARD in state["memory"] for _, _, state in ledgers)
     assert any(kept(state)[1].any() for _, _, state in ledgers)
 
 
@@ -184,7 +184,7 @@ def test_from_sparse_to_dense_everything_is_sent(make):
     def work(rank, group):
         ledger = Ledger(group, make, schedule=lambda epoch, step: 0.9 * (step < 6))
         had, came, _ = ledger.go(rank, range(7))
-        assert ledger.averager.memory.empty and ledger.averager.dense_step
+        assert ledger.averager.state.empty and ledger.averager.dense_step
         return had, came
 
     ledgers = run_ranks(3, work)
@@ -193,7 +193,7 @@ def test_from_sparse_to_dense_everything_is_sent(make):
 
 
 @remembering
-def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded_comes_back_with_it(make):
+def test_a_shard_residual_loaded_while_frozen_is_not_lost(make):
     ledgers = run_ranks(3, lambda rank, group: Ledger(group, make).go(rank, range(4)))
     states = [state for _, _, state in ledgers]
 
@@ -212,7 +212,7 @@ def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded
 
 
 @every
-def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
+def test_shards_are_cut_anew_when_a_parameter_is_frozen(make):
     def work(rank, group):
         model, optimizer, averager = begin(group, make)
         train(model, optimizer, averager, rank, range(3), prescribed_loss)
@@ -246,7 +246,7 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(make, world):
 
 
 @every
-def test_a_gradient_that_is_not_finite_leaves_all_memories_as_they_were(make):
+def test_a_gradient_that_is_not_finite_changes_no_state(make):
     def work(rank, group):
         model, optimizer, averager = begin(group, make)
         train(model, optimizer, averager, rank, range(3), prescribed_loss)
@@ -302,6 +302,6 @@ def test_bytes_do_not_grow_with_the_ranks(make):
 @pytest.mark.parametrize(
     "make", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy, partial(lgc.GradientAverager, Table())]
 )
-def test_compressors_whose_parts_mean_nothing_alone_are_refused(make, topology, compressor, why):
+def test_compressors_without_shards_are_refused(make, topology, compressor, why):
     with pytest.raises(ValueError, match=re.escape(f"topology with {why.format(topology)}")):
         make(compressor, topology=topology)

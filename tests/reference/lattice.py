@@ -2,14 +2,17 @@
 
 import torch
 
-from lightning_gradcomp.compressors.local_gradient import Incoming
+from lightning_gradcomp.compressors.decoded import Dense
+from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.state import Momentum
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.terngrad import scaler_of, ternarise
+
+CPU = torch.device("cpu")
 
 
 class Server:
-    """Every worker's memory, of tensors laid end to end; `step` takes all workers' gradients.
+    """Every worker's state, of tensors laid end to end; `step` takes all workers' gradients.
 
     Args:
         compressor: TernGrad with a shared scaler.
@@ -18,36 +21,32 @@ class Server:
     """
 
     def __init__(self, compressor, shapes, workers):
-        self.compressor, self.workers = compressor, workers
+        self.compressor, self.workers, self.steps = compressor, workers, 0
         self.layout = Layout(tuple(shapes), tuple(shapes.values()))
-        self.memories = [compressor.memory(self.layout, torch.device("cpu"), rank) for rank in range(workers)]
+        self.states = [compressor.state(self.layout, CPU) for _ in range(workers)]
 
     def step(self, gradients):
         """The average of flat gradients, one a worker."""
-        rules, moving = [Momentum() for _ in self.layout.names], set(self.layout.names)
-        owed = [
-            memory.compensate(Incoming.of(g.clone(), self.layout), rules, moving).clone()
-            for memory, g in zip(self.memories, gradients, strict=True)
-        ]
-        limits = [[scaler_of(flat[a:b], self.compressor.clip_sigma) for a, b in self.layout.bounds] for flat in owed]
+        outs = [torch.empty(self.layout.n) for _ in gradients]
+        for state, gradient, out in zip(self.states, gradients, outs, strict=True):
+            state.compensate(LocalGradient.of(gradient.clone(), self.layout), out)
+        limits = [[scaler_of(out[a:b], self.compressor.clip_sigma) for a, b in self.layout.bounds] for out in outs]
         scalers = [max(each) for each in zip(*limits, strict=True)]
-        levels = [self.levels(*each, scalers) for each in zip(self.memories, owed, limits, strict=True)]
-        average = sum(levels).float()
+        digits = [self.digits(*each, scalers) for each in zip(range(self.workers), outs, limits, strict=True)]
+        average = sum(digits).float()
         for (a, b), s in zip(self.layout.bounds, scalers, strict=True):
             assert average[a:b].abs().max() <= self.workers
             average[a:b] *= s / self.workers
-        for memory in self.memories:
-            memory.commit(moving)
+        for state, own, out in zip(self.states, digits, outs, strict=True):
+            scaled = [s * own[a:b] for (a, b), s in zip(self.layout.bounds, scalers, strict=True)]
+            state.subtract(Dense(torch.cat(scaled)))
+            state.commit(set(self.layout.names), out)
+        self.steps += 1
         return average
 
-    def levels(self, memory, flat, limits, scalers):
-        """-1, 0 and 1 of one worker, int64 [n]; what it has sent with them is taken from its memory."""
-        tensors = list(zip(self.layout.bounds, limits, scalers, strict=True))
-
-        def drawn(generator):
-            return [ternarise(flat[a:b].clamp(-limit, limit), s, generator).long() - 1 for (a, b), limit, s in tensors]
-
-        levels = memory.draw(drawn)
-        if self.compressor.error_feedback:
-            memory._residual.sub_(torch.cat([s * t for (_, _, s), t in zip(tensors, levels, strict=True)]))
-        return torch.cat(levels)
+    def digits(self, worker, flat, limits, scalers):
+        """-1, 0 and 1 of one worker, int64 [n]."""
+        uniform = Uniform(CPU, self.compressor.seed, worker, self.steps)
+        tensors = zip(self.layout.bounds, limits, scalers, strict=True)
+        parts = [ternarise(flat[a:b].clamp(-limit, limit), s, uniform) for (a, b), limit, s in tensors]
+        return torch.cat(parts).long() - 1

@@ -1,70 +1,90 @@
-"""Two-phase averaging of several workers in one process, as DoubleSqueeze has it (Tang et al. 2019, Algorithm 1)."""
+"""topology="two_phase" and "server" in one process: every worker's state, and every shard's mean and residual."""
 
 import torch
 
-from lightning_gradcomp.compressors.local_gradient import Incoming
+from lightning_gradcomp.compressors.base import TensorCodec
+from lightning_gradcomp.compressors.decoded import Dense, Sparse
+from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
+
+CPU = torch.device("cpu")
 
 
 class Workers:
-    """Every worker's memory, and every owner's, of tensors laid end to end; `step` takes all workers' gradients.
+    """`step` takes the gradients of all workers, of tensors laid end to end.
 
     Args:
-        compressor: a codec; encodes each owner's rows by themselves.
+        compressor: encodes the rows of each shard by themselves.
         shapes: name -> shape of what is compressed.
-        cuts: places between owners, in rows from the first tensor's first to the last's last: N - 1 numbers.
-        rules: how SGD treats each tensor.
-        dense_pull: owners send their means as they are.
+        cuts: rows at which shards begin, counted over all tensors: one fewer than there are workers.
+        momentum: of the optimizer, for a compressor that owns it.
+        dense_pull: means go back uncompressed.
     """
 
-    def __init__(self, compressor, shapes, cuts, rules, *, dense_pull=False):
-        self.compressor, self.rules, self.dense_pull = compressor, rules, dense_pull
+    def __init__(self, compressor, shapes, cuts, momentum=0.0, *, dense_pull=False):
+        self.compressor, self.dense_pull, self.steps = compressor, dense_pull, 0
         self.layout = Layout(tuple(shapes), tuple(shapes.values()))
         rows = [(name, shape[1:]) for name, shape in shapes.items() for _ in range(shape[0])]
-        self.owned = []
+        self.shards = []
         for begin, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-            names = dict.fromkeys(name for name, _ in rows[begin:end])
-            layout = Layout(
-                tuple(names),
-                tuple((sum(own == name for own, _ in rows[begin:end]), *shapes[name][1:]) for name in names),
-            )
+            counts = {name: sum(own == name for own, _ in rows[begin:end]) for name in shapes}
+            held = {name: (count, *shapes[name][1:]) for name, count in counts.items() if count}
             start = sum(torch.Size(row).numel() for _, row in rows[:begin])
-            self.owned.append((start, layout))
-        self.memories = [compressor.memory(self.layout, torch.device("cpu"), rank) for rank in range(len(self.owned))]
+            self.shards.append((start, Layout(tuple(held), tuple(held.values()))))
+        self.states = []
+        for _ in self.shards:
+            weights = [torch.zeros(shape, requires_grad=True) for shape in shapes.values()]
+            self.states.append(compressor.state(self.layout, CPU))
+            self.states[-1].attach(torch.optim.SGD(weights, lr=1.0, momentum=momentum), weights)
         self.residual = torch.zeros(self.layout.n)
 
-    def step(self, gradients, density):
+    def step(self, gradients):
         """The average of flat gradients, one a worker."""
-        world = len(self.owned)
-        owed = [
-            memory.compensate(Incoming.of(g.clone(), self.layout), self.rules, set(self.layout.names)).clone()
-            for memory, g in zip(self.memories, gradients, strict=True)
+        outs = [torch.empty(self.layout.n) for _ in gradients]
+        for state, gradient, out in zip(self.states, gradients, outs, strict=True):
+            state.compensate(LocalGradient.of(gradient.clone(), self.layout), out)
+        owed, average = [out.clone() for out in outs], torch.zeros(self.layout.n)
+        draws = [Draws(getattr(self.compressor, "seed", 0), worker, self.steps) for worker in range(len(outs))]
+        sent = [
+            [(start, self.decoded(flat[start : start + shard.n], shard, own)) for start, shard in self.shards]
+            for flat, own in zip(owed, draws, strict=True)
         ]
-        average = torch.zeros(self.layout.n)
-        for start, layout in self.owned:
-            if not layout.n:
-                continue
-            part = slice(start, start + layout.n)
-            mean = torch.zeros(layout.n)
-            for memory, flat in zip(self.memories, owed, strict=True):
-                _, sent = self.compressor.encode(flat[part], layout, density)
-                sent.add_to(mean)
-                sent.take_from(self.pending(memory)[part])
-                if hasattr(memory, "coming_momentum") and memory.masking:
-                    sent.zero(memory.coming_momentum[part])
-            mean = mean / world + self.residual[part]
+        for owner, (start, shard) in enumerate(self.shards):
+            part, mean = slice(start, start + shard.n), torch.zeros(shard.n)
+            for parts in sent:
+                parts[owner][1].add_to(mean)
+            mean = mean / len(outs) + self.residual[part]
             if self.dense_pull:
                 average[part] = mean
-                continue
-            _, sent = self.compressor.encode(mean, layout, density)
-            sent.add_to(average[part])
-            sent.take_from(mean)
-            self.residual[part] = mean
-        for memory in self.memories:
-            memory.commit(set(self.layout.names))
+            elif shard.n:
+                decoded = self.decoded(mean, shard, draws[owner])
+                decoded.add_to(average[part])
+                decoded.subtract_from(mean)
+                self.residual[part] = mean
+        for state, parts, out in zip(self.states, sent, outs, strict=True):
+            state.subtract(together(parts))
+            state.commit(set(self.layout.names), out)
+        self.steps += 1
         return average
 
-    @staticmethod
-    def pending(memory):
-        """What the memory will hold of what is not sent."""
-        return memory._v if hasattr(memory, "_v") else memory._residual
+    def decoded(self, flat, layout, draws):
+        """What the others decode of `flat`."""
+        if not isinstance(self.compressor, TensorCodec):
+            return self.compressor.encode(flat, layout)[1]
+        values = torch.empty(layout.n)
+        for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
+            codec = self.compressor.for_tensor(name, shape)
+            if codec.random:
+                codec.draws = draws.of(name)
+            parts = codec.encode(flat[start:stop])
+            values[start:stop] = codec.decode([parts] if isinstance(parts, torch.Tensor) else parts, stop - start)
+        return Dense(values)
+
+
+def together(parts):
+    """The decoded shards, (start, decoded) each, as one."""
+    if isinstance(parts[0][1], Sparse):
+        indices = torch.cat([decoded.indices + start for start, decoded in parts])
+        return Sparse(indices, torch.cat([decoded.values for _, decoded in parts]))
+    return Dense(torch.cat([decoded.values for _, decoded in parts]))
