@@ -9,20 +9,17 @@ import torch
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
-from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.averaging.topology import topologies_for
-from tests.averaging.laws import KEPT, LOSSY, REMEMBERING
+from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, SHARDED
 from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
 from tests.threads import run_ranks, subgroups
 
-CODECS = {label: make for label, make in LOSSY.items() if isinstance(make(), Codec)}
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS and "," not in label}
 TRAVEL = {f"all_gather-{label}": ("all_gather", make) for label, make in LOSSY.items()} | {
     f"{topology}-{label}": (topology, make)
     for topology in ("two_phase", "server")
     for label, make in LOSSY.items()
-    if "," not in label and topology in topologies_for(make())
+    if "," not in label and label in SHARDED
 }
 every = pytest.mark.parametrize(("topology", "make"), TRAVEL.values(), ids=TRAVEL)
 DEFAULTS = {label: case for label, case in TRAVEL.items() if "," not in label and not label.startswith("server")}

@@ -7,7 +7,7 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
-from lightning_gradcomp.averaging.exact_owners import ExactOwners
+from lightning_gradcomp.averaging import sharded
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import TernGrad
@@ -59,8 +59,8 @@ def test_it_is_the_simulation_in_one_process_to_the_bit(world, topology, options
         average = server.step([seen[step][0] for seen, _ in ranks])
         for seen, _ in ranks:
             assert torch.equal(seen[step][1], average)
-    for memory, (_, state) in zip(server.memories, ranks, strict=True):
-        theirs = memory.state_dict()
+    for own, (_, state) in zip(server.states, ranks, strict=True):
+        theirs = own.state_dict()
         assert same({kind: state[kind] for kind in theirs}, theirs)
         assert SHARD not in state
 
@@ -159,8 +159,8 @@ def traffic(world, n, topology):
     """Bytes of a step, n elements in rows of 64, with nothing beside them but flags."""
     ranks = Ranks(None)
     ranks.world = world
-    owners = ExactOwners(terngrad(), Layout(("a",), ((n // 64, 64),)), 0, ranks, dense_pull=topology == "server")
-    return owners.traffic(0.01, 3)
+    layout = Layout(("a",), ((n // 64, 64),))
+    return sharded.traffic(terngrad(), layout, 0, 3, ranks, dense_pull=topology == "server")
 
 
 @pytest.mark.parametrize(("world", "pull"), [(2, 32 / 13), (4, 32 / 10), (8, 32 / 7), (64, 32 / 4)])
