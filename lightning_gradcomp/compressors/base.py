@@ -441,7 +441,7 @@ class TensorPayloads:
     def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
         """The payload (uint8) of a flat tensor (fp32 [n]), and what it decodes to."""
         encodings, length = self._encodings.of(layout)
-        payload = torch.empty(length, dtype=torch.uint8, device=flat.device)
+        payload = torch.zeros(length, dtype=torch.uint8, device=flat.device)  # also the bytes between parts
         for one in encodings:
             encoded = _with_draws(one.codec, one.name, self._draws).encode(flat[one.start : one.stop])
             for place, part in zip(one.parts, _parts(encoded), strict=True):

@@ -13,7 +13,8 @@ from torch import nn
 
 from lightning_gradcomp import registry
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.averaging.topology import not_sharded_because
+from lightning_gradcomp.compressors import Codec, Lossy, TensorCodec
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.workers import averaged, seeded
 from tests.threads import COLLECTIVES
@@ -59,6 +60,10 @@ def _remembers(make):
 EVERY = _cases()
 LOSSY = {label: make for label, make in EVERY.items() if isinstance(make(), Lossy)}
 REMEMBERING = {label: make for label, make in EVERY.items() if _remembers(make)}
+SHARDED = {label: make for label, make in LOSSY.items() if not_sharded_because(make()) is None}
+"""Those that topologies with shards can carry."""
+CODECS = {label: make for label, make in SHARDED.items() if isinstance(make(), (Codec, TensorCodec))}
+"""Of these, those whose owners encode a mean again."""
 ANY_OPTIMIZER = {label: make for label, make in EVERY.items() if not make().owns_momentum}
 SCALE_FREE = {label: make for label, make in EVERY.items() if label not in ("fp16", "twobit,threshold=0.5")}
 """Without those whose numbers have a unit."""

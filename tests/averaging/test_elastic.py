@@ -39,7 +39,7 @@ def remembered(averager):
 
 
 @remembering
-def test_from_world_to_world_what_was_applied_and_the_mean_of_what_is_remembered_is_all_there_was(make):
+def test_nothing_is_lost_from_world_to_world(make):
     """Four ranks, then three, eight, two, the mean of all states handed on each time."""
 
     def work(rank, group, state, steps):
@@ -85,7 +85,7 @@ def test_states_are_read_one_by_one():
     assert state["memory"]["residual"]["w"].tolist() == [1.5, 1.5, 1.5]
 
 
-def test_a_name_that_only_some_ranks_have_counts_as_0_on_the_others():
+def test_a_name_that_some_ranks_lack_counts_as_0_there():
     parts = [{"a": torch.tensor([6.0])}, {"a": torch.tensor([3.0]), "b": torch.tensor([3.0])}, {}]
     state = mean_state({"steps": 1, "memory": {"accumulated": part}, "shapes": {}} for part in parts)
     assert state["memory"] == {"accumulated": {"a": torch.tensor([3.0]), "b": torch.tensor([1.0])}}
@@ -97,8 +97,8 @@ def test_a_generator_is_no_number_and_every_new_rank_begins_its_own():
         optimizer, averager = averaged(model, group, feeding_back())
         if state:
             averager.load_state_dict(state)
-            assert torch.equal(averager.memory.generator.get_state(), fresh[rank])
-        before = averager.memory.generator.get_state()
+            assert torch.equal(averager.state.generator.get_state(), fresh[rank])
+        before = averager.state.generator.get_state()
         train(model, optimizer, averager, rank, 2, prescribed_loss)
         return before, averager.state_dict()
 
@@ -158,7 +158,7 @@ def test_a_renamed_parameter_is_named_both_as_gone_and_as_new(make):
 
 
 @remembering
-def test_what_is_said_to_be_lost_is_not_in_the_next_checkpoint(make):
+def test_what_is_lost_is_not_in_the_next_checkpoint(make):
     averager = alone(make, Renamed)
     with pytest.warns(UserWarning):
         averager.load_state_dict(state_of(make))
@@ -166,7 +166,7 @@ def test_what_is_said_to_be_lost_is_not_in_the_next_checkpoint(make):
 
 
 @lossy
-def test_a_parameter_of_another_shape_is_refused_by_name_and_nothing_has_changed(make):
+def test_another_shape_is_refused_and_nothing_changes(make):
     """Whether its shape is said to be another one, or a tensor of it has another one."""
     averager, state = alone(make), state_of(make)
     averager.load_state_dict(state)

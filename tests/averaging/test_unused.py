@@ -87,9 +87,9 @@ def test_a_parameter_that_is_no_longer_used_still_sends_what_is_remembered_of_it
             loss = own_branch_loss if step < 3 else first_branch_loss
             train(model, optimizer, averager, rank, range(step, step + 1), loss)
             if step == 2:
-                remembered = averager.memory.state_dict()["velocity"].get("branches.1.weight", torch.zeros(1)).any()
+                remembered = averager.state.state_dict()["velocity"].get("branches.1.weight", torch.zeros(1)).any()
                 assert bool(remembered) == (rank > 0)
-        left = averager.memory.state_dict()["velocity"].get("branches.1.weight", torch.zeros(1))
+        left = averager.state.state_dict()["velocity"].get("branches.1.weight", torch.zeros(1))
         return weights(model), bool(left.any())
 
     (first, left), (second, other_left) = run_ranks(2, work)

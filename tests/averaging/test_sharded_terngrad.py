@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.checkpoint_state import OWNED
-from lightning_gradcomp.averaging.exact_owners import ExactOwners
+from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging import sharded
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import TernGrad
 from tests.averaging.laws import note_sent
 from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
-from tests.reference.lattice import Server
+from tests.reference.terngrad_server import Server
 from tests.threads import run_ranks, subgroups
 
 SHAPES = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
@@ -59,10 +59,10 @@ def test_it_is_the_simulation_in_one_process_to_the_bit(world, topology, options
         average = server.step([seen[step][0] for seen, _ in ranks])
         for seen, _ in ranks:
             assert torch.equal(seen[step][1], average)
-    for memory, (_, state) in zip(server.memories, ranks, strict=True):
-        theirs = memory.state_dict()
+    for own, (_, state) in zip(server.states, ranks, strict=True):
+        theirs = own.state_dict()
         assert same({kind: state[kind] for kind in theirs}, theirs)
-        assert OWNED not in state
+        assert SHARD not in state
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_with_two_ranks_that_is_so_to_the_bit():
         assert same(memory, others)
 
 
-def test_there_may_be_more_ranks_than_rows():
+def test_more_ranks_than_rows():
     def work(rank, group):
         model = torch.nn.Linear(40, 2)
         _, averager = averaged(model, group, terngrad(), topology="two_phase")
@@ -136,7 +136,7 @@ def test_a_change_of_topology_between_steps_changes_no_draw():
     assert all(run_ranks(2, work))
 
 
-def test_a_state_of_other_owners_goes_into_the_residual_or_nowhere():
+def test_shard_residuals_of_another_method_are_absorbed_or_lost():
     """What 1-bit's owners remembered, where the next run is TernGrad's."""
 
     def work(rank, group):
@@ -144,11 +144,11 @@ def test_a_state_of_other_owners_goes_into_the_residual_or_nowhere():
         first = averaged(model, group, lgc.OneBit(min_elements=40, warmup_epochs=0), topology="two_phase")
         train(model, *first, rank, 2, prescribed_loss)
         state = first[1].state_dict()
-        assert OWNED in state["memory"]
+        assert SHARD in state["memory"]
         for error_feedback in (False, True):
             optimizer, averager = averaged(model, group, terngrad(error_feedback=error_feedback), topology="two_phase")
             averager._compression.books.load_state_dict(state["memory"], 2)
-            assert OWNED not in averager.state_dict()["memory"]
+            assert SHARD not in averager.state_dict()["memory"]
             train(model, optimizer, averager, rank, 2, prescribed_loss)
         return weights(model)
 
@@ -159,8 +159,8 @@ def traffic(world, n, topology):
     """Bytes of a step, n elements in rows of 64, with nothing beside them but flags."""
     ranks = Ranks(None)
     ranks.world = world
-    owners = ExactOwners(terngrad(), Layout(("a",), ((n // 64, 64),)), 0, ranks, dense_pull=topology == "server")
-    return owners.traffic(0.01, 3)
+    layout = Layout(("a",), ((n // 64, 64),))
+    return sharded.traffic(terngrad(), layout, 0, 3, ranks, dense_pull=topology == "server")
 
 
 @pytest.mark.parametrize(("world", "pull"), [(2, 32 / 13), (4, 32 / 10), (8, 32 / 7), (64, 32 / 4)])
