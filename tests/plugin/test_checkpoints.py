@@ -11,8 +11,8 @@ from packaging.version import Version
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
-from lightning_gradcomp.plugin.checkpoint import KEY, RankStates
-from lightning_gradcomp.plugin.sidecar import Sidecars
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars
+from lightning_gradcomp.plugin.rank_states import KEY, RankStates
 from tests.averaging.workers import Table, averaged, prescribed_loss, train
 from tests.processes import Forked, run_world
 from tests.threads import checked_collectives, run_ranks

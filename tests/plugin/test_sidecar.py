@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.plugin.checkpoint import KEY
-from lightning_gradcomp.plugin.sidecar import Sidecars
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars
+from lightning_gradcomp.plugin.rank_states import KEY
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -173,7 +173,7 @@ def test_a_file_that_breaks_off_while_it_is_written_leaves_the_checkpoint_of_bef
 def test_in_the_background_everything_goes_into_one_file(saved, tmp_path):
     with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*got 'sidecar', allowed: gather, mean or drop"):
         fit("sidecar", plugins=[AsyncCheckpointIO()])
-    with mock.patch("lightning_gradcomp.plugin.checkpoint.GATHER_LIMIT", -1):
+    with mock.patch("lightning_gradcomp.plugin.rank_states.GATHER_LIMIT", -1):
         trainer = fit(plugins=[AsyncCheckpointIO()])
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     trainer.strategy.checkpoint_io.teardown()
