@@ -4,8 +4,8 @@ torch.distributed reports a lost peer as a RuntimeError with an address in it, o
 fails writes the reason into the store that the ranks met in, so that the others can name those that have not.
 
 A store whose server is stopped, or behind a dead network, answers nothing: a TCPStore call then blocks without limit,
-also one with a timeout. Every call here is therefore made in a daemon thread, on a connection of its own (a blocked call
-locks its connection), and is waited for `STORE_SECONDS` at most.
+also one with a timeout. Every call here is therefore made in a daemon thread, on a connection of its own (a blocked
+call locks its connection), and is waited for `STORE_SECONDS` at most.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> 
 
 
 def explanation(error: BaseException, step: int, doing: str, group: dist.ProcessGroup | None = None) -> str:
-    """The message for a failed collective. It is logged, and the other ranks are told. Takes `STORE_SECONDS` at most."""
+    """The message for a failed collective, which is logged and told the other ranks, in `STORE_SECONDS` at most."""
     rank = dist.get_rank()
     where, cause = f"rank {rank} of {dist.get_world_size()}, step {step}, {doing}", str(error).splitlines()[0]
     # Logged at once: where a process has died, its launcher may end this one before it raises anything.
@@ -81,7 +81,7 @@ def explanation(error: BaseException, step: int, doing: str, group: dist.Process
 
 
 def post_reason(what: str) -> None:
-    """Tell the other ranks why this one ends. Nothing happens where they can't be told. Takes `STORE_SECONDS` at most."""
+    """Tell the other ranks why this one ends, where they can be told; in `STORE_SECONDS` at most."""
     if dist.is_initialized():
         key = _key(dist.get_rank())
         _with_store(lambda store: store.set(key, what))

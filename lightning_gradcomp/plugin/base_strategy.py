@@ -1,4 +1,4 @@
-"""What the package's two Trainer strategies share: launchers that check first, explained exchanges, safe checkpoints."""
+"""What the two Trainer strategies share: checks before the launch, explained exchanges, safe checkpoints."""
 
 from __future__ import annotations
 

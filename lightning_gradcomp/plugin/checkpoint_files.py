@@ -1,8 +1,8 @@
 """Checkpoint files: read without running code from them, and one sidecar file a rank beside them.
 
-`last.ckpt` has its sidecars in the folder `last.ckpt.ranks-<token>`. The token is new for every save, and the checkpoint
-names the folder. A save that fails leaves the earlier checkpoint with its folder; that folder is removed when the new
-checkpoint is complete.
+`last.ckpt` has its sidecars in the folder `last.ckpt.ranks-<token>`. The token is new for every save, and the
+checkpoint names the folder. A save that fails leaves the earlier checkpoint with its folder, which is removed when
+the new checkpoint is complete.
 """
 
 from __future__ import annotations

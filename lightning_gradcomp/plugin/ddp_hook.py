@@ -51,7 +51,7 @@ class DDPHook:
         """Whether the last backward left local gradients, to which a later one adds."""
         self._unused_average = False
         self._pending: dict[int, bool] = {}
-        """With `at_optimizer_step`: id of a parameter whose gradient no optimizer has used -> whether DDP averaged it."""
+        """With `at_optimizer_step`: id of a parameter whose gradient is not used yet -> whether DDP averaged it."""
         self._compressed: set[int] = set()
         """With `at_optimizer_step`: ids of the parameters whose last step was compressed."""
 

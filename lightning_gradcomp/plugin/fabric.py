@@ -33,7 +33,7 @@ class CompressedFabricStrategy(DDPStrategy):
             fabric.strategy.set_epoch(epoch)      # or steps_per_epoch=... for the strategy
 
     Gradients are averaged when the optimizer steps, those of its parameters; until then `p.grad` is the rank's own in
-    compressed steps. `fabric.save` and `fabric.load` with the optimizer in `state` keep what the ranks had not sent yet.
+    compressed steps. `fabric.save` and `fabric.load`, with the optimizer in `state`, keep what the ranks had not sent.
 
     Args:
         compressor: a compressor, or its name.
@@ -121,7 +121,7 @@ class CompressedFabricStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, **kwargs)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        """Before any step of an optimizer: its gradients are averaged in `optimizer_step`, which must have called it."""
+        """Before any step of an optimizer: `optimizer_step`, which averages its gradients, must have called it."""
         if not self._steps_itself and self._hook.pending(optimizer):
             allowed = "what fabric.setup returns for it, whose step averages the gradients first"
             raise refusal("optimizer", f"torch's own {type(optimizer).__name__}", allowed)

@@ -125,10 +125,13 @@ class CompressedDDPStrategy(BaseStrategy):
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
         self._guards = [optimizer.register_step_pre_hook(self._check_averaged) for optimizer in self.optimizers]
+        if not self.lightning_module.automatic_optimization:
+            setattr(self.precision_plugin, "clip_gradients", self._clip_manually)  # noqa: B010 - shadows the method
         rank_zero_info(self.averager.describe())
 
     def teardown(self) -> None:
         self._clipping.give_back()
+        vars(self.precision_plugin).pop("clip_gradients", None)
         for guard in self._guards:
             guard.remove()
         self._guards = []
@@ -217,8 +220,23 @@ class CompressedDDPStrategy(BaseStrategy):
                 compare_replicas(self.lightning_module.named_parameters(), averager.steps)
         return result
 
+    def _clip_manually(
+        self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any
+    ) -> None:
+        """`self.clip_gradients(optimizer, ...)` in manual optimization: clips the average, as under DDP.
+
+        Raises:
+            ValueError: a compressor that owns the momentum: what is cut off the average has left the memory.
+        """
+        name, precision = type(self.compressor).__name__, self.precision_plugin
+        if clip_val > 0 and self.compressor.owns_momentum:
+            allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
+            raise refusal(f"clipping with {name} in manual optimization", "self.clip_gradients", allowed)
+        self._average(self._hook.before_optimizer_step, optimizer)
+        type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
+
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        """Before any step of an optimizer: its gradients are averaged in `optimizer_step`, which must have called it.
+        """Before any step of an optimizer: `optimizer_step`, which averages its gradients, must have called it.
 
         Raises:
             ValueError: a step of torch's own optimizer, past Lightning's, with gradients that are not averaged.
