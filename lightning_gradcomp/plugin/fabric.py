@@ -70,7 +70,7 @@ class CompressedFabricStrategy(DDPStrategy):
         self._optimizer: torch.optim.Optimizer | None = None
         self._loaded: tuple[dict[str, Any], Any] | None = None
         """What ranks remembered, of a checkpoint that was loaded before there was an averager; and the file's path."""
-        self._steps_itself = False
+        self._steps_itself = self._saves = False
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch begins."""
@@ -152,9 +152,9 @@ class CompressedFabricStrategy(DDPStrategy):
         self._hook.before_optimizer_step(self._averager(), optimizer)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state as plain DDP would have it: with the momentum that is kept in the averager."""
+        """The optimizer's state; in a checkpoint with the momentum that the averager keeps, where plain SGD has it."""
         state = super().get_optimizer_state(optimizer)
-        if self.averager is not None:
+        if self._saves and self.averager is not None:  # by itself, `optimizer.state_dict()` may be one rank's
             export_momentum(self.averager, optimizer, state)
         return state
 
@@ -165,7 +165,11 @@ class CompressedFabricStrategy(DDPStrategy):
         saved: dict[str, Any] = {}
         if self.averager is not None and _has_optimizer(state):
             self._rank_states.put_into(saved, path, self.averager, self._hook.accumulating)
-        super().save_checkpoint(path, {**state, **saved}, storage_options, filter)
+        self._saves = True
+        try:
+            super().save_checkpoint(path, {**state, **saved}, storage_options, filter)
+        finally:
+            self._saves = False
         self._rank_states.after_saving(saved, path)
 
     def load_checkpoint(self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -45,7 +45,10 @@ class SwappedByZeroing(Net):
 def unfrozen_layers_unknown_to_ddp():
     """Also how far apart the ranks are with topology="auto"."""
     auto = [lgc.CompressedDDPStrategy(lgc.OneBit(min_elements=32, warmup_epochs=0)), lgc.CompressedDDPStrategy("none")]
-    return {**supported(Swapped, reference=SwappedByZeroing, batches=10), "auto": [spread(fit(s, Swapped)[1]) for s in auto]}
+    return {
+        **supported(Swapped, reference=SwappedByZeroing, batches=10),
+        "auto": [spread(fit(s, Swapped)[1]) for s in auto],
+    }
 
 
 class Growing(Net):
