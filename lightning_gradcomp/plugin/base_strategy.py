@@ -107,6 +107,6 @@ class BaseStrategy(DDPStrategy):
         elif not isinstance(exception, ExchangeFailed):
             post_reason(f"raised {type(exception).__name__}: {exception}")
             return
-        if isinstance(self._launcher, SubprocessLauncher):
+        if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
             time.sleep(STORE_SECONDS)  # for the others to write their reasons
             self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU

@@ -40,13 +40,13 @@ def trainer_for(strategy, **options):
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, **{"max_epochs": 1, **QUIET, **options})
 
 
-def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None):
+def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None, **options):
     """A fit on one rank, which has files of its own like any other."""
     strategy = strategy or lgc.CompressedDDPStrategy(checkpoint_state=state)
     trainer = trainer_for(strategy, max_epochs=epochs, plugins=plugins)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(Net(), torch.ones(4, 4), ckpt_path=ckpt)
+        trainer.fit(Net(), torch.ones(4, 4), ckpt_path=ckpt, **options)
     return trainer
 
 
@@ -151,8 +151,7 @@ def test_a_checkpoint_runs_no_code(copies, tmp_path_factory, way, default):
 def test_weights_only_false_is_the_users_choice(copies, tmp_path_factory):
     traces = [tmp_path_factory.mktemp("trace") / "ran" for _ in range(2)]
     add_code(copies / "gather.ckpt", traces[0])
-    trainer = trainer_for(lgc.CompressedDDPStrategy())
-    trainer.fit(Net(), torch.ones(4, 4), ckpt_path=copies / "gather.ckpt", weights_only=False)
+    fit(ckpt=copies / "gather.ckpt", weights_only=False)
     assert traces[0].exists()
     add_code(copies / "other.ckpt", traces[1])
     load_in_fabric(copies / "other.ckpt", weights_only=False)
