@@ -6,12 +6,17 @@ fails writes the reason into the store that the ranks met in, so that the others
 A store whose server is stopped, or behind a dead network, answers nothing: a TCPStore call then blocks without limit,
 also one with a timeout. Every call here is therefore made in a daemon thread, on a connection of its own (a blocked
 call locks its connection), and is waited for `STORE_SECONDS` at most.
+
+gloo's destructors wait for a lost peer as long as its collectives do. After an `ExchangeFailed`, a process that takes
+longer than `EXIT_SECONDS` to end is therefore ended by SIGALRM, once all other exit handlers are done.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +32,27 @@ TIMEOUT = timedelta(minutes=5)
 """How long to wait for other ranks by default: torch's 30 minutes are long for ranks that have died, or hang."""
 STORE_SECONDS = 2.0
 """Seconds to wait for the other ranks' reasons. Lightning kills a run's processes 5 s after one of them has died."""
+EXIT_SECONDS = 2.0
+"""Seconds that the interpreter gets, after an `ExchangeFailed` and the exit handlers, to end."""
 
 
 class ExchangeFailed(RuntimeError):
     """The other ranks can't be reached."""
+
+
+class _Exit:
+    """Limits the time that the interpreter takes to end, once `limited` is set."""
+
+    limited = False
+
+    def __call__(self) -> None:
+        if self.limited:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
+
+
+_exit = _Exit()
+atexit.register(_exit)  # handlers run in the reverse order: those of loggers, which are registered later, before it
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -59,6 +81,7 @@ def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> 
 
 def explanation(error: BaseException, step: int, doing: str, group: dist.ProcessGroup | None = None) -> str:
     """The message for a failed collective, which is logged and told the other ranks, in `STORE_SECONDS` at most."""
+    _exit.limited = True
     rank = dist.get_rank()
     where, cause = f"rank {rank} of {dist.get_world_size()}, step {step}, {doing}", str(error).splitlines()[0]
     # Logged at once: where a process has died, its launcher may end this one before it raises anything.
