@@ -324,7 +324,9 @@ def test_local_gradients_are_fp32_without_the_scale(dtype, scale):
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
-@pytest.mark.parametrize(("value", "finite"), [(torch.nan, False), (torch.inf, False), (-torch.inf, False), (3e38, True)])
+@pytest.mark.parametrize(
+    ("value", "finite"), [(torch.nan, False), (torch.inf, False), (-torch.inf, False), (3e38, True)]
+)
 def test_local_gradients_know_whether_they_are_finite(value, finite, scale):
     g = gradients(1)[0]
     g[3:5] = value
