@@ -15,7 +15,7 @@ CHUNK = 262_144
 
 def chunks(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
     """(start, stop) of chunks of about `CHUNK` elements; all but the last are multiples long. On a GPU a single chunk."""
-    size = max((CHUNK if device.type == "cpu" else stop - start) // multiple, 1) * multiple
+    size = max(CHUNK // multiple, 1) * multiple if device.type == "cpu" else max(stop - start, 1)
     return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
