@@ -361,9 +361,17 @@ class _Part:
     dtype: torch.dtype
     rows_per_chunk: int
 
+    def _bytes(self, payload: torch.Tensor) -> torch.Tensor:
+        return payload[self.begin : self.begin + self.shape.numel() * self.dtype.itemsize]
+
     def read(self, payload: torch.Tensor) -> torch.Tensor:
-        length = self.shape.numel() * self.dtype.itemsize
-        return payload[self.begin : self.begin + length].view(self.dtype).view(self.shape)
+        own = self._bytes(payload)
+        if own.storage_offset() % self.dtype.itemsize:  # 8 bytes an element, at an odd multiple of 4
+            own = own.clone()
+        return own.view(self.dtype).view(self.shape)
+
+    def write(self, payload: torch.Tensor, part: torch.Tensor) -> None:
+        self._bytes(payload).copy_(part.contiguous().view(-1).view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -442,12 +450,13 @@ class TensorPayloads:
         encodings, length = self._encodings.of(layout)
         payload = torch.empty(length, dtype=torch.uint8, device=flat.device)
         for one in encodings:
-            encoded = _with_draws(one.codec, one.name, self._draws).encode(flat[one.start : one.stop])
-            for place, part in zip(one.parts, _parts(encoded), strict=True):
-                if part.shape != place.shape or part.dtype != place.dtype:
-                    what, allowed = f"{type(one.codec).__name__}.encode({place.shape})", "sizes that follow from n alone"
-                    raise refusal(what, f"{part.dtype} {tuple(part.shape)}", allowed)
-                place.read(payload).copy_(part)
+            parts = _parts(_with_draws(one.codec, one.name, self._draws).encode(flat[one.start : one.stop]))
+            got, allowed = ([(part.dtype, tuple(part.shape)) for part in these] for these in (parts, one.parts))
+            if got != allowed:
+                what = f"{type(one.codec).__name__}.encode(x [{one.stop - one.start}])"
+                raise refusal(what, got, f"{allowed}, as for zeros: sizes are a function of n alone")
+            for place, part in zip(one.parts, parts, strict=True):
+                place.write(payload, part)
         return payload, self.decode(payload, layout)
 
     def decode(self, payload: torch.Tensor, layout: Layout) -> Chunked:
