@@ -6,7 +6,7 @@ import torch
 from lightning_gradcomp.compressors import DGC
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.kernels.topk import count
-from lightning_gradcomp.compressors.wire import index_bytes
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 
 LAYOUTS = {
     "one element": Layout(("a",), ((1, 1),)),

@@ -6,7 +6,7 @@ import torch
 from lightning_gradcomp.compressors import GradientDropping
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.kernels.topk import count
-from lightning_gradcomp.compressors.wire import index_bytes
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 from tests.averaging.laws import with_adamw
 from tests.averaging.workers import Table, all_equal, averaged, bowl_loss, conv_net, images, train, weights
 from tests.compressors.books import Worker, normal

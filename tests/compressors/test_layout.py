@@ -1,10 +1,10 @@
-"""Flat buffers and named tensors are two views of the same numbers."""
+"""Flat buffers and named tensors hold the same numbers; chunks and shards cover a buffer."""
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
 
 CPU = torch.device("cpu")
 
@@ -14,7 +14,7 @@ def conv_and_linear():
     return Layout.of(model.named_parameters())
 
 
-def test_parameters_lie_end_to_end_in_the_models_order():
+def test_parameters_are_end_to_end_in_the_models_order():
     layout = conv_and_linear()
     assert layout.names == ("0.weight", "0.bias", "2.weight", "2.bias")
     assert layout.sizes == [108, 4, 35, 5]
@@ -40,18 +40,18 @@ def test_parts_are_copies_and_views_are_not():
     assert flat.nonzero().squeeze(1).tolist() == [108, 109, 110, 111]
 
 
-def test_missing_names_are_zero_and_foreign_names_are_left_out():
+def test_missing_names_are_zero_and_others_are_left_out():
     layout = conv_and_linear()
     flat = layout.join({"2.bias": torch.ones(5), "elsewhere": torch.ones(9)}, CPU)
     assert torch.equal(flat, torch.cat([torch.zeros(147), torch.ones(5)]))
 
 
-def test_joined_buffers_are_fp32_whatever_comes_in():
+def test_joined_buffers_are_fp32():
     layout = Layout(("a",), ((2, 2),))
     assert layout.join({"a": torch.ones(2, 2, dtype=torch.bfloat16)}, CPU).dtype == torch.float32
 
 
-def test_channels_last_parts_keep_their_place():
+def test_channels_last_parts_keep_their_order():
     layout = Layout(("a",), ((2, 3, 4, 4),))
     part = torch.arange(96.0).view(2, 3, 4, 4)
     assert torch.equal(layout.join({"a": part.to(memory_format=torch.channels_last)}, CPU), torch.arange(96.0))
@@ -62,7 +62,35 @@ def test_a_wrong_shape_is_refused_by_name_and_shape():
         conv_and_linear().join({"2.weight": torch.zeros(7, 5)}, CPU)
 
 
-def test_scalars_and_nothing_at_all_have_layouts():
+def test_scalars_and_no_parameters_have_layouts():
     assert Layout(("s",), ((),)).bounds == [(0, 1)]
     empty = Layout.of([])
     assert (empty.n, empty.bounds, empty.split(torch.zeros(0))) == (0, [], {})
+
+
+@pytest.mark.parametrize("multiple", [1, 5, 512, 3 * CHUNK])
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 1), (7, CHUNK + 7), (3, 2 * CHUNK + 50)])
+def test_chunks_cover_a_range(start, stop, multiple):
+    parts = chunks(start, stop, CPU, multiple)
+    assert [element for a, b in parts for element in (a, b)][1:-1:2] == [a for a, _ in parts[1:]]
+    assert (not parts and start == stop) or (parts[0][0], parts[-1][1]) == (start, stop)
+    assert all((b - a) % multiple == 0 for a, b in parts[:-1])
+    assert all(0 < b - a <= max(CHUNK, multiple) for a, b in parts)
+    assert chunks(start, stop, torch.device("cuda"), multiple) == [(start, stop)] * (start < stop)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 8, 30])
+def test_shards_are_whole_rows_in_order(number):
+    """Each cut is at the row that is nearest to an equal part; what has no row left is empty."""
+    layout = Layout(("a", "b"), ((10, 4, 3, 3), (12, 25)))
+    shards, flat = layout.shards(number), torch.arange(float(layout.n))
+    rows = sorted({*range(0, 360, 36), *range(360, 661, 25), 660})
+    assert torch.equal(torch.cat([shard.of(flat) for shard in shards]), flat)
+    for part, shard in enumerate(shards):
+        assert shard.start in rows
+        place = 660 * part // number
+        assert abs(shard.start - place) == min(abs(row - place) for row in rows)
+        assert len(shard.of(flat)) == shard.layout.n
+        for name, shape in zip(shard.layout.names, shard.layout.shapes, strict=True):
+            assert shape[1:] == {"a": (4, 3, 3), "b": (25,)}[name]
+            assert shape[0] > 0
