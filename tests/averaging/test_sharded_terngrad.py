@@ -141,27 +141,34 @@ def test_a_change_of_topology_between_steps_changes_no_draw():
     assert all(run_ranks(2, work))
 
 
-def test_shard_residuals_of_another_method_are_absorbed_or_lost():
-    """What 1-bit's owners remembered, where the next run is TernGrad's, whose owners remember nothing."""
+def test_shard_residuals_of_another_method_go_to_the_workers():
+    """What 1-bit's owners remembered is sent by TernGrad's workers; without error feedback it is dropped."""
 
     def work(rank, group):
         model = Table()
         first = averaged(model, group, lgc.OneBit(min_elements=40, warmup_epochs=0), topology="two_phase")
         train(model, *first, rank, 2, prescribed_loss)
-        state = first[1].state_dict()
-        assert SHARD in state["memory"]
+        state, ledgers = first[1].state_dict(), []
         for kept in (False, True):
             optimizer, averager = averaged(model, group, terngrad(error_feedback=kept), topology="two_phase")
             averager.load_state_dict(state)
-            loaded = averager.state_dict()["memory"]
-            assert SHARD not in loaded and bool(loaded) == kept
-            train(model, optimizer, averager, rank, range(2, 4), prescribed_loss)
-        both = {name: part + state["memory"][SHARD].get(name, 0) * 2 for name, part in state["memory"]["residual"].items()}
-        assert same(loaded, {"residual": both})
-        return weights(model)
+            backward(model, optimizer, rank, 2, prescribed_loss)
+            had = flat_gradients(model).clone()
+            averager.average()
+            after = averager.state_dict()["memory"]
+            assert SHARD not in after and bool(after) == kept
+            ledgers.append((had, flat_gradients(model).clone(), after))
+        layout = averager.gradients.layout
+        own, shard, left = (
+            layout.join(parts, torch.device("cpu"))
+            for parts in (state["memory"]["residual"], state["memory"][SHARD], after["residual"])
+        )
+        return own / 2 + shard + ledgers[1][0] / 2 - left / 2, ledgers[1][1], shard
 
     with pytest.warns(UserWarning, match="keeps as 'residual' is lost"):
-        assert all_equal(run_ranks(2, work))
+        owed, came, shards = zip(*run_ranks(2, work), strict=True)
+    assert all_equal(came) and all(shard.any() for shard in shards)
+    torch.testing.assert_close(sum(owed), came[0], rtol=1e-5, atol=1e-5)
 
 
 def traffic(world, n, topology):
