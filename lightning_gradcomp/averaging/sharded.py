@@ -94,14 +94,19 @@ class ShardResidual:
             self._next = mean.clone()
             sent.subtract_from(self._next)
 
-    def commit(self, moved: Set[str]) -> None:
-        """Make the step count, for parameters that had a gradient on any rank."""
-        if self._next is None:  # the compressor's sums are exact
-            return
+    def commit(self, moved: Set[str]) -> bool:
+        """Make the step count, for parameters that had a gradient on any rank.
+
+        Returns:
+            Whether the step has used the residual. It has not where the compressor's sums are exact.
+        """
+        if self._next is None:
+            return False
         for name, (start, stop) in zip(self.own.layout.names, self.own.layout.bounds, strict=True):
             if name not in moved:
                 self._next[start:stop] = self.residual[start:stop]
         self.residual, self._next, self.used = self._next, None, True
+        return True
 
     def clear(self) -> None:
         """Forget everything, after all of it was sent."""

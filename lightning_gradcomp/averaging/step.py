@@ -178,8 +178,7 @@ class CompressedStep:
         gradients, state = self.gradients, self.state
         gradients.compressed_flat = state.compressed.commit(moved, gradients.compressed_flat)
         gradients.dense_flat = state.dense.commit(moved, gradients.dense_flat)
-        if state.shard:
-            state.shard.commit(moved)
+        state.commit_shard(moved)
 
     def _names(self, marked: list[bool]) -> set[str]:
         return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
@@ -107,6 +107,11 @@ class WorkerState:
             self.topology = topology
             self.shard = self._blank_shard()
             self.offload()
+
+    def commit_shard(self, moved: Set[str]) -> None:
+        """Make the step count. What another compressor's owners remembered is taken over where this one's don't."""
+        if self.shard and not self.shard.commit(moved):
+            self._dissolve_shards()
 
     def _dissolve_shards(self) -> None:
         if shard := self.remembering_shard:

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 
 CHUNK = 262_144
-"""Elements that are processed at a time on a CPU: 1 MiB. In smaller chunks Python's calls cost more than the cache saves."""
+"""Elements that a CPU processes at a time: 1 MiB. In smaller chunks Python's calls cost more than the cache saves."""
 
 
 def chunks(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:

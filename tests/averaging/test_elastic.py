@@ -8,7 +8,7 @@ import torch
 
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.compressors import TernGrad
-from tests.averaging.laws import KEPT, LOSSY, REMEMBERING, quick, without_momentum
+from tests.averaging.laws import KEPT, REMEMBERING, quick, without_momentum
 from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same, train
 from tests.threads import run_ranks
 
@@ -16,7 +16,6 @@ WORLDS = (4, 3, 8, 2)
 STEPS = 3
 """In each world."""
 
-lossy = pytest.mark.parametrize("make", LOSSY.values(), ids=LOSSY)
 remembering = pytest.mark.parametrize("make", REMEMBERING.values(), ids=REMEMBERING)
 feeding_back = partial(quick, TernGrad, error_feedback=True)
 
@@ -91,24 +90,6 @@ def test_a_name_that_some_ranks_lack_counts_as_0_there():
     assert state["memory"] == {"accumulated": {"a": torch.tensor([3.0]), "b": torch.tensor([1.0])}}
 
 
-def test_a_generator_is_no_number_and_every_new_rank_begins_its_own():
-    def work(rank, group, state=None):
-        model = Table()
-        optimizer, averager = averaged(model, group, feeding_back())
-        if state:
-            averager.load_state_dict(state)
-            assert torch.equal(averager.state.generator.get_state(), fresh[rank])
-        before = averager.state.generator.get_state()
-        train(model, optimizer, averager, rank, 2, prescribed_loss)
-        return before, averager.state_dict()
-
-    fresh, states = zip(*run_ranks(3, work), strict=True)
-    assert not torch.equal(fresh[0], fresh[1])
-    state = mean_state(states)
-    assert set(state["memory"]) == {"residual"}
-    run_ranks(2, partial(work, state=state))
-
-
 # Models and options that are not quite the same
 
 
@@ -143,7 +124,7 @@ class Renamed(Table):
         return super().forward(kernel, small, bias, matrix)
 
 
-@lossy
+@remembering
 def test_a_renamed_parameter_is_named_both_as_gone_and_as_new(make):
     averager, state = alone(make, Renamed), state_of(make)
     with pytest.warns(UserWarning) as warned:
@@ -165,7 +146,7 @@ def test_what_is_lost_is_not_in_the_next_checkpoint(make):
     assert all("matrix" not in parts for parts in averager.state_dict()["memory"].values())
 
 
-@lossy
+@remembering
 def test_another_shape_is_refused_and_nothing_changes(make):
     """Whether its shape is said to be another one, or a tensor of it has another one."""
     averager, state = alone(make), state_of(make)
@@ -173,7 +154,7 @@ def test_another_shape_is_refused_and_nothing_changes(make):
     before = averager.state_dict()
     spoilt = [{**state, "steps": 99, "shapes": {**state["shapes"], "matrix": (5, 7)}}]
     for kind, parts in state["memory"].items():
-        if parts and kind != "generator":
+        if parts:
             memory = {key: {name: part + 1 for name, part in those.items()} for key, those in state["memory"].items()}
             memory[kind][next(iter(parts))] = torch.zeros(5, 7)
             spoilt.append({**state, "steps": 99, "memory": memory})

@@ -286,10 +286,10 @@ def test_bytes_do_not_grow_with_the_ranks(make):
 @pytest.mark.parametrize(
     ("compressor", "why"),
     [
-        (lgc.PowerSGD(), "PowerSGD: got '{}', allowed: 'auto' or 'all_gather': an owner can't decode"),
+        (lgc.PowerSGD(), "PowerSGD: got '{}', allowed: 'auto' or 'all_gather': the owner of a shard can't average"),
         (
             lgc.TernGrad(share_scaler=False),
-            "TernGrad(share_scaler=False): got '{}', allowed: 'auto' or 'all_gather': only with one s",
+            "TernGrad(share_scaler=False): got '{}', allowed: 'auto' or 'all_gather': digits add up only with one s",
         ),
     ],
     ids=["powersgd", "terngrad with own scalers"],

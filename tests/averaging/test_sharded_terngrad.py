@@ -1,4 +1,4 @@
-"""TernGrad by owners: whole numbers added up and sent on, so that nothing is lost on the way."""
+"""TernGrad with shards: owners add up whole numbers and send the sums, so that nothing is rounded on the way."""
 
 from functools import partial
 
@@ -8,11 +8,15 @@ import torch
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging import sharded
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.step import CompressedStep
+from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import TernGrad
 from tests.averaging.laws import note_sent
-from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.averaging.workers import SGD, Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
 from tests.reference.terngrad_server import Server
 from tests.threads import run_ranks, subgroups
 
@@ -119,40 +123,52 @@ def test_nodes_are_workers_too(topology):
 def test_a_change_of_topology_between_steps_changes_no_draw():
     """Two ranks: with more, the gather's sums are rounded, and these are not."""
 
+    compressor = terngrad(error_feedback=True)
+
     def work(rank, group):
         models = []
-        for change in (False, True):
+        for topologies in (["all_gather"], ["all_gather", "two_phase", "server"]):
             model = Table()
-            optimizer, averager = averaged(model, group, terngrad(error_feedback=True))
+            optimizer = torch.optim.SGD(model.parameters(), **SGD)
+            step_of = CompressedStep(compressor, Gradients(model, compressor), Ranks(group), Topology(), optimizer)
             for step in range(6):
-                if change:
-                    averager._compression.books.travel(("all_gather", "two_phase", "server")[step % 3])
                 backward(model, optimizer, rank, step, prescribed_loss)
-                averager._compression.average(0.1, 1.0, averager.stats, False)
+                step_of.compressed(compressor, topologies[step % len(topologies)], step, 1.0, Stats(), False)
                 optimizer.step()
             models.append(weights(model))
-        return torch.equal(*models)
+        return torch.equal(*models) and not torch.equal(models[0], weights(Table()))
 
     assert all(run_ranks(2, work))
 
 
-def test_shard_residuals_of_another_method_are_absorbed_or_lost():
-    """What 1-bit's owners remembered, where the next run is TernGrad's."""
+def test_shard_residuals_of_another_method_go_to_the_workers():
+    """What 1-bit's owners remembered is sent by TernGrad's workers; without error feedback it is dropped."""
 
     def work(rank, group):
         model = Table()
         first = averaged(model, group, lgc.OneBit(min_elements=40, warmup_epochs=0), topology="two_phase")
         train(model, *first, rank, 2, prescribed_loss)
-        state = first[1].state_dict()
-        assert SHARD in state["memory"]
-        for error_feedback in (False, True):
-            optimizer, averager = averaged(model, group, terngrad(error_feedback=error_feedback), topology="two_phase")
-            averager._compression.books.load_state_dict(state["memory"], 2)
-            assert SHARD not in averager.state_dict()["memory"]
-            train(model, optimizer, averager, rank, 2, prescribed_loss)
-        return weights(model)
+        state, ledgers = first[1].state_dict(), []
+        for kept in (False, True):
+            optimizer, averager = averaged(model, group, terngrad(error_feedback=kept), topology="two_phase")
+            averager.load_state_dict(state)
+            backward(model, optimizer, rank, 2, prescribed_loss)
+            had = flat_gradients(model).clone()
+            averager.average()
+            after = averager.state_dict()["memory"]
+            assert SHARD not in after and bool(after) == kept
+            ledgers.append((had, flat_gradients(model).clone(), after))
+        layout = averager.gradients.layout
+        own, shard, left = (
+            layout.join(parts, torch.device("cpu"))
+            for parts in (state["memory"]["residual"], state["memory"][SHARD], after["residual"])
+        )
+        return own / 2 + shard + ledgers[1][0] / 2 - left / 2, ledgers[1][1], shard
 
-    assert all_equal(run_ranks(2, work))
+    with pytest.warns(UserWarning, match="keeps as 'residual' is lost"):
+        owed, came, shards = zip(*run_ranks(2, work), strict=True)
+    assert all_equal(came) and all(shard.any() for shard in shards)
+    torch.testing.assert_close(sum(owed), came[0], rtol=1e-5, atol=1e-5)
 
 
 def traffic(world, n, topology):

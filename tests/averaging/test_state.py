@@ -52,7 +52,7 @@ def test_a_resumed_run_is_the_straight_run_to_the_bit(world, stop):
         for part, state in zip(second, stored(*first), strict=True):
             part.load_state_dict(state)
         train(*second, rank, range(stop, 20))
-        return weights(second[0]), second[2].memory.state_dict()
+        return weights(second[0]), second[2].state.state_dict()
 
     for (got, memory), (expected, other) in zip(run_ranks(world, resumed), straight_run(world), strict=True):
         assert torch.equal(got, expected)
