@@ -48,10 +48,15 @@ def register(name: str, *, strategy: str | None = None) -> Callable[[C], C]:
     """
 
     def add(cls: C) -> C:
-        known = _TABLE.get(name)
-        again = known and (known.cls.__module__, known.cls.__qualname__) == (cls.__module__, cls.__qualname__)
-        if known and not again:  # a notebook's cell may run twice
-            raise refusal("@register", name, f"a name that is free; taken: {', '.join(sorted(_TABLE))}")
+        taken = {
+            word
+            for known in _TABLE.values()
+            if (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__)
+            for word in (known.name, known.strategy)
+        }  # not by the same class: a notebook's cell may run twice
+        for word in (name, strategy or name):
+            if word in taken:
+                raise refusal("@register", word, f"a name that is free; taken: {', '.join(sorted(taken))}")
         _TABLE[name] = Entry(name, strategy or name, cls)
         for listener in _LISTENERS:
             listener(_TABLE[name])
@@ -66,8 +71,8 @@ def load_entry_points() -> None:
         try:
             importlib.import_module(point.module)
         except Exception as error:  # whatever a package raises, the others go on
-            package = point.dist.name if point.dist else point.module
-            what = f"{point.module}: {type(error).__name__}: {error}"
+            package = point.dist.name if point.dist else point.value
+            what = f"{point.value}: {type(error).__name__}: {error}"
             warnings.warn(f"compressors of {package} are not available: importing {what}", stacklevel=2)
 
 

@@ -1,4 +1,4 @@
-"""16-bit gradients: what is too large for fp16 saturates, what is not finite is seen, bf16 rounds as bf16 does."""
+"""Dense exchanges in 16 bits: fp16 saturates, infinities and NaN are passed on, rounding is the format's."""
 
 import math
 
@@ -13,7 +13,7 @@ LARGEST = 65504.0
 
 
 def average_of(compressor, *values, grad_scale=1.0):
-    """What each rank sees of a gradient that is values[rank] everywhere on each rank."""
+    """The average, as each rank sees it, of a gradient whose elements are all values[rank] on each rank."""
 
     def work(rank, group):
         model = Table()
@@ -25,13 +25,13 @@ def average_of(compressor, *values, grad_scale=1.0):
 
     ranks = run_ranks(len(values), work)
     assert all(torch.equal(seen.nan_to_num(-1), ranks[0].nan_to_num(-1)) for seen in ranks)
-    # gloo adds in an order of its own in each part of a buffer, which rounds differently: the largest will do
+    # gloo adds in another order in each part of a buffer, which rounds differently
     return float(max(ranks[0], key=abs))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("value", [65504.0, 66000.0, -1e5, 3e38, -3e38])
-def test_fp16_saturates_near_its_largest_number_and_stays_finite(value, world):
+def test_fp16_saturates_near_its_largest_number(value, world):
     seen = average_of("fp16", *[value] * world)
     assert math.isfinite(seen)
     assert math.copysign(1, seen) == math.copysign(1, value)
@@ -44,8 +44,8 @@ def test_fp16_saturates_each_rank_for_itself():
 
 
 @pytest.mark.parametrize("world", [2, 3, 5, 7, 11, 13, 24, 64, 100, 1000])
-def test_no_number_of_ranks_overflows_fp16_when_all_of_them_saturate(world):
-    """Added one by one, as a ring does, and two by two, as a tree does."""
+def test_saturated_fp16_does_not_overflow_on_many_ranks(world):
+    """Added one by one, as in a ring, and pairwise, as in a tree."""
     part = share(torch.tensor([3.4e38, -3.4e38]), world, torch.float16, True)
     one_by_one = part.clone()
     for _ in range(world - 1):
@@ -59,7 +59,7 @@ def test_no_number_of_ranks_overflows_fp16_when_all_of_them_saturate(world):
 
 @pytest.mark.parametrize("compressor", ["none", "fp16", "bf16"])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_infinities_and_nan_arrive_as_what_they_are(compressor, value):
+def test_infinities_and_nan_are_passed_on(compressor, value):
     seen = average_of(compressor, 1.0, value)
     assert seen == value or (math.isnan(seen) and math.isnan(value))
 
@@ -68,15 +68,15 @@ def test_infinities_that_cancel_are_not_numbers():
     assert math.isnan(average_of("fp16", math.inf, -math.inf))
 
 
-def test_under_a_loss_scale_what_is_too_large_is_not_hidden():
-    """A GradScaler has to see the overflow, or the update is wrong without a word."""
+def test_under_a_loss_scale_fp16_overflows():
+    """A GradScaler has to see it."""
     scale = 65536.0
     assert not math.isfinite(average_of("fp16", 4.0 * scale, 0.0, grad_scale=scale))
     assert average_of("fp16", 0.5 * scale, 0.25 * scale, grad_scale=scale) == 0.375 * scale
 
 
 @pytest.mark.parametrize(("compressor", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_on_two_ranks_halves_are_rounded_added_and_rounded(compressor, dtype):
+def test_on_two_ranks_halves_are_rounded_and_added(compressor, dtype):
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, compressor)
@@ -92,14 +92,14 @@ def test_on_two_ranks_halves_are_rounded_added_and_rounded(compressor, dtype):
 
 
 @pytest.mark.parametrize(("compressor", "error"), [("none", 0.0), ("fp16", 2**-10), ("bf16", 2**-7)])
-def test_an_average_is_off_by_a_rounding_of_its_wire(compressor, error):
+def test_an_average_is_within_the_formats_rounding(compressor, error):
     for values in ((1.0, 1.0), (1.0 / 3, 1.0 / 3), (1e-3, -3e-3, 1e-2), (1234.567, 1.0)):
         mean = sum(values) / len(values)
         largest = max(abs(value) for value in values)
         assert average_of(compressor, *values) == pytest.approx(mean, rel=0, abs=(2 * error + 1e-6) * largest)
 
 
-def test_fp16_keeps_small_numbers_down_to_its_smallest_and_bf16_far_below():
+def test_small_numbers_underflow_in_fp16_not_in_bf16():
     assert average_of("fp16", 2.0**-20, 2.0**-20) == 2.0**-20
     assert average_of("fp16", 2.0**-30, 2.0**-30) == 0
     assert average_of("bf16", 2.0**-100, 2.0**-100) == 2.0**-100

@@ -1,15 +1,15 @@
-"""Gradient dropping: exactly the k largest, of all tensors together or of each, for any optimizer."""
+"""Gradient dropping: exactly the k largest of all tensors together, or of each; for any optimizer."""
 
 import pytest
 import torch
 
 from lightning_gradcomp.compressors import GradientDropping
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
+from lightning_gradcomp.compressors.kernels.topk import count
+from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.laws import with_adamw
 from tests.averaging.workers import Table, all_equal, averaged, bowl_loss, conv_net, images, train, weights
-from tests.compressors.books import Worker, normal
+from tests.compressors.one_worker import Worker, normal
 from tests.threads import run_ranks
 
 LAYOUT = Layout(("small", "large", "tiny"), ((20, 30), (40, 50), (1, 3)))
@@ -21,17 +21,17 @@ def dropping(**options):
 
 
 def sent_of(scope, v, density):
-    compressor = dropping(scope=scope)
-    payload, sent = compressor.encode(v, LAYOUT, density)
-    received = compressor.decode(payload, LAYOUT, density)
+    compressor = dropping(scope=scope, sparsity=1 - density)
+    payload, sent = compressor.encode(v, LAYOUT)
+    received = compressor.decode(payload, LAYOUT)
     assert torch.equal(received.indices, sent.indices)
     assert torch.equal(received.values, sent.values)
-    assert payload.numel() == compressor.payload_bytes(LAYOUT, density)
+    assert payload.numel() == compressor.payload_bytes(LAYOUT)
     return sent
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
-def test_global_sends_the_k_largest_of_all_tensors_together(density):
+def test_global_sends_the_k_largest_of_all_tensors(density):
     v = normal(LAYOUT.n) * SCALES
     sent, k = sent_of("global", v, density), count(LAYOUT.n, density)
     assert sent.indices.numel() == k
@@ -39,7 +39,7 @@ def test_global_sends_the_k_largest_of_all_tensors_together(density):
     assert torch.equal(sent.values.abs().sort(descending=True).values, v.abs().topk(k).values)
 
 
-def test_global_may_send_nothing_of_a_tensor_and_tensor_sends_something_of_each():
+def test_tensor_sends_some_of_each_and_global_may_not():
     v = normal(LAYOUT.n) * SCALES
     everywhere, each = sent_of("global", v, 0.01), sent_of("tensor", v, 0.01)
     for (start, stop), k in zip(LAYOUT.bounds, (6, 20, 1), strict=True):
@@ -52,14 +52,14 @@ def test_global_may_send_nothing_of_a_tensor_and_tensor_sends_something_of_each(
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 @pytest.mark.parametrize("fill", [0.0, 1.0, -1.0])
-def test_ties_send_exactly_k_too(scope, fill):
+def test_ties_send_exactly_k(scope, fill):
     sent = sent_of(scope, torch.full((LAYOUT.n,), fill), 0.01)
     assert sent.indices.numel() == {"global": count(LAYOUT.n, 0.01), "tensor": 6 + 20 + 1}[scope]
     assert bool((sent.indices.diff() > 0).all())
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])
-def test_what_was_dropped_is_added_to_the_next_gradient_and_what_was_sent_is_gone(scope):
+def test_what_was_dropped_is_added_to_the_next_gradient(scope):
     worker, gradients = Worker(dropping(scope=scope), LAYOUT), [normal(LAYOUT.n, seed) * SCALES for seed in range(8)]
     residual = torch.zeros(LAYOUT.n)
     for gradient in gradients:
@@ -72,7 +72,7 @@ def test_what_was_dropped_is_added_to_the_next_gradient_and_what_was_sent_is_gon
 
 def test_a_payload_is_fp32_values_and_indices():
     k = count(LAYOUT.n, 0.01)
-    assert dropping().payload_bytes(LAYOUT, 0.01) == 4 * k + index_bytes(LAYOUT.n, k)
+    assert dropping().at(0.99).payload_bytes(LAYOUT) == 4 * k + index_bytes(LAYOUT.n, k)
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])
@@ -91,7 +91,7 @@ def test_an_average_has_at_most_k_entries_of_each_rank(scope, world):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 def test_it_trains_with_either_optimizer(optimizer, scope):
-    """At 95 % sparsity, on four batches over and over."""
+    """At 95 % sparsity, on four batches repeatedly."""
 
     def loss(model, rank, step):
         x, y = images(rank, step % 2)

@@ -1,4 +1,4 @@
-"""1-bit SGD's quantiser, as in the paper (threshold 0) and in CNTK (also the mean), and its bytes."""
+"""1-bit SGD: the quantiser of the paper (threshold 0) and of CNTK (also the mean), and its payload."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from lightning_gradcomp.compressors import OneBit
 from lightning_gradcomp.compressors.layout import Layout
-from tests.compressors.books import Worker, normal, one
+from tests.compressors.one_worker import Worker, normal, one
 
 V = torch.tensor([1, -1, 2, -3, 0, 0.5, -0.5, 4])
 VECTORS = {
@@ -39,6 +39,12 @@ WAYS = {
 ways = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 
 
+def group_size(options, shape):
+    """Elements of a group of a tensor."""
+    n = torch.Size(shape).numel()
+    return {"column": n // shape[0], "tensor": n}.get(options.get("groups"), options.get("group_size", 512))
+
+
 def bits_of(payload, length):
     return np.unpackbits(payload.numpy(), bitorder="little")[:length].tolist()
 
@@ -53,14 +59,14 @@ def test_bits_values_and_residual_of_known_vectors(threshold, v, bits, values, r
     assert worker.residual.tolist() == residual
 
 
-def test_what_was_not_sent_is_added_before_the_next_bits_are_taken():
+def test_the_residual_is_added_before_the_next_step():
     worker = Worker(OneBit(groups="tensor"), one(1, 8))
     worker.push(V)
     decoded = worker.push(torch.zeros(8))  # of [-0.5, 0.5, 0.5, -1.5, -1.5, -1, 1, 2.5]
     assert decoded.tolist() == [-1.125, 1.125, 1.125, -1.125, -1.125, -1.125, 1.125, 1.125]
 
 
-def test_a_negative_zero_is_on_the_side_of_the_ones():
+def test_the_bit_of_negative_zero_is_1():
     worker = Worker(OneBit(groups="tensor"), one(1, 4))
     worker.push(torch.tensor([-0.0, 4.0, -2.0, 0.0]))
     assert bits_of(worker.payload[8:], 4) == [1, 1, 0, 1]
@@ -68,7 +74,7 @@ def test_a_negative_zero_is_on_the_side_of_the_ones():
 
 @ways
 def test_groups_never_span_two_parameters(options):
-    """What another parameter holds changes nothing: the values are those of the parameter alone."""
+    """The values are those of the parameter alone, whatever its neighbours are."""
     v = normal(ODD.n)
     decoded = Worker(OneBit(**options), ODD).push(v)
     for (start, stop), shape in zip(ODD.bounds, ODD.shapes, strict=True):
@@ -77,7 +83,7 @@ def test_groups_never_span_two_parameters(options):
 
 @ways
 @pytest.mark.parametrize("threshold", ["zero", "mean"])
-def test_a_group_of_zeros_decodes_to_zeros_whatever_its_neighbours_hold(options, threshold):
+def test_a_group_of_zeros_decodes_to_zeros(options, threshold):
     v = normal(ODD.n)
     v[21:97] = 0  # the second and the third parameter
     worker = Worker(OneBit(threshold=threshold, **options), ODD)
@@ -86,20 +92,17 @@ def test_a_group_of_zeros_decodes_to_zeros_whatever_its_neighbours_hold(options,
 
 
 @ways
-def test_at_threshold_0_no_group_loses_any_of_its_sum(options):
+def test_at_threshold_0_every_group_keeps_its_sum(options):
     worker = Worker(OneBit(**options), ODD)
     for seed in range(5):
         worker.push(normal(ODD.n, seed))
         for (start, stop), shape in zip(ODD.bounds, ODD.shapes, strict=True):
-            size = {"column": (stop - start) // shape[0], "tensor": stop - start}.get(
-                options.get("groups"), options.get("group_size", 512)
-            )
-            for group in worker.residual[start:stop].double().split(size):
+            for group in worker.residual[start:stop].double().split(group_size(options, shape)):
                 assert abs(float(group.sum())) < 1e-4
 
 
 def test_a_column_is_a_units_fan_in():
-    """A row of PyTorch's weight, all inputs of a kernel: each row of one magnitude is sent without error."""
+    """A row of PyTorch's weight. Each row has one magnitude here, and is sent without error."""
     magnitudes = torch.tensor([1.0, 10.0, 0.1])
     signs = normal(3 * 10).sign().view(3, 10)
     worker = Worker(OneBit(groups="column"), one(3, 5, 2, 1))
@@ -109,33 +112,27 @@ def test_a_column_is_a_units_fan_in():
 
 @ways
 @pytest.mark.parametrize("layout", [ODD, one(1, 1), one(1, 8), one(3, 3), one(700, 3), one(3, 90_000)], ids=str)
-def test_the_payload_is_two_numbers_a_group_and_one_bit_an_element(layout, options):
+def test_the_payload_is_two_means_a_group_and_a_bit_an_element(layout, options):
+    """Of each tensor the means, then the bits, which end at a multiple of 4 bytes."""
     compressor = OneBit(**options)
     worker = Worker(compressor, layout)
     v = normal(layout.n)
-    decoded = worker.push(v)
-    groups, runs = 0, []
-    for size, shape in zip(layout.sizes, layout.shapes, strict=True):
-        per_group = {"column": size // shape[0], "tensor": size}.get(
-            options.get("groups"), options.get("group_size", 512)
-        )
-        groups += -(-size // per_group)
-        runs += [run for run in (size // per_group * per_group, size % per_group) if run]
-    assert worker.payload.dtype == torch.uint8
-    lengths = [-(-run // 8) for run in runs]
-    assert worker.payload.numel() == 8 * groups + sum(lengths) == compressor.payload_bytes(layout, 0.5)
-    bits = [bits_of(part, run) for part, run in zip(worker.payload[8 * groups :].split(lengths), runs, strict=True)]
-    assert [bit for run in bits for bit in run] == (v >= 0).int().tolist()
+    decoded, begin = worker.push(v), 0
+    for (start, stop), shape in zip(layout.bounds, layout.shapes, strict=True):
+        begin += 8 * -(-(stop - start) // group_size(options, shape))
+        assert bits_of(worker.payload[begin:], stop - start) == (v[start:stop] >= 0).int().tolist()
+        begin += 4 * -(-(stop - start) // 32)
+    assert worker.payload.numel() == begin == dict(compressor.messages(layout))["gather"]
     assert torch.equal(worker.residual, v - decoded)
 
 
-def test_a_block_of_512_costs_1_and_an_eighth_bits_an_element():
-    assert 8 * OneBit().payload_bytes(one(1024, 1024), 0.5) == 1.125 * 2**20
+def test_a_block_of_512_costs_1_125_bits_an_element():
+    assert OneBit().messages(one(1024, 1024)) == [("gather", 1.125 * 2**17)]
 
 
 @pytest.mark.parametrize("threshold", ["zero", "mean"])
 def test_one_compression_leaves_less_than_there_was(threshold):
-    """A contraction: else error feedback would not be bounded. Also where a tensor's scales differ by a thousand."""
+    """A contraction, which error feedback needs. Also where a tensor's scales differ by a thousand."""
     v = normal(4096)
     for scaled in (v, v.pow(3), v * (torch.arange(4096) < 2048) * 1000 + v):
         worker = Worker(OneBit(threshold=threshold), one(64, 64))

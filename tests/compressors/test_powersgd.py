@@ -1,4 +1,4 @@
-"""PowerSGD: what is of rank r arrives in one step, everything else in the end, and no gradient breaks it."""
+"""PowerSGD: a gradient of rank r is sent exactly in one step, any other in the end."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from lightning_gradcomp.compressors import PowerSGD
 from lightning_gradcomp.compressors.powersgd import orthonormal
 from tests.averaging.laws import Parts, kept
 from tests.averaging.workers import all_equal, averaged, conv_net, seeded, train
-from tests.compressors.books import normal
+from tests.compressors.one_worker import normal
 from tests.threads import checked_collectives, run_ranks, short_sum
 
 
@@ -16,7 +16,7 @@ def powersgd(**options):
 
 
 def averages(shapes, gradients, steps=1, world=2, **options):
-    """For each step: what arrives for each of the parameters, and all that is remembered on each rank."""
+    """For each step: the average of each parameter, and what is remembered on each rank."""
 
     def work(rank, group):
         model, log = Parts(*shapes), []
@@ -41,8 +41,8 @@ def of_rank(r, n, m, *seeds):
 
 @pytest.mark.parametrize("matrices", [1, 2, 4])
 @pytest.mark.parametrize("rank", [1, 2])
-def test_gradients_of_rank_r_arrive_whole_however_many_matrices_share_a_shape(matrices, rank):
-    """Each on a scale of its own: none is measured with another's length."""
+def test_gradients_of_rank_r_are_sent_exactly(matrices, rank):
+    """Several matrices of one shape, each on a scale of its own."""
     scales = [1.0, 1e-6, 1e3, 30.0][:matrices]
     gradients = [scale * of_rank(rank, 16, 20, number) for number, scale in enumerate(scales)]
     for arrived, ranks in averages([(16, 20)] * matrices, lambda *_: gradients, steps=3, rank=rank):
@@ -51,8 +51,8 @@ def test_gradients_of_rank_r_arrive_whole_however_many_matrices_share_a_shape(ma
             assert all(float(kept[f"parts.{number}"].norm() / expected.norm()) < 1e-5 for kept in ranks)
 
 
-def test_ranks_whose_gradients_differ_but_average_to_rank_1_get_that_average():
-    """What differs cancels in the sum over the ranks, up to rounding."""
+def test_a_mean_of_rank_1_is_sent_exactly():
+    """Where ranks differ, it cancels in the sum over them, up to rounding."""
     mean = of_rank(1, 16, 20, 1)
     apart = normal(320).view(16, 20)
     [(arrived, ranks)] = averages([(16, 20)], lambda rank, step: [mean + apart * (1 - 2 * rank)], rank=1)
@@ -61,38 +61,38 @@ def test_ranks_whose_gradients_differ_but_average_to_rank_1_get_that_average():
     assert float(ranks[0]["parts.0"].norm() / mean.norm()) > 0.1
 
 
-def test_the_residual_stays_bounded_over_1500_steps_of_noise_on_every_rank():
-    """And it is what is owed. Were the averaged product subtracted instead of the rank's own, it would walk off."""
+def test_the_residual_is_bounded_over_1500_steps_of_noise():
+    """And it is what was not sent. With the averaged product subtracted instead of the local one it would grow."""
     steps, shape = 1500, (12, 12)
 
     def work(rank, group):
         model = Parts(shape)
         _, averager = averaged(model, group, powersgd(rank=2))
-        generator, norms, owed = seeded(rank), [], torch.zeros(shape).double()
+        generator, norms, unsent = seeded(rank), [], torch.zeros(shape).double()
         for _ in range(steps):
             gradient = torch.randn(shape, generator=generator)
             model.parts[0].grad = gradient.clone()
             averager.average()
-            owed += gradient.double() - model.parts[0].grad.double()
-            norms.append(float(averager.memory.residual.norm()))
-        return norms, owed, kept(averager)["parts.0"]
+            unsent += gradient.double() - model.parts[0].grad.double()
+            norms.append(float(averager.state.residual.norm()))
+        return norms, unsent, kept(averager)["parts.0"]
 
     ranks = run_ranks(2, work)
     for norms, _, _ in ranks:
         assert max(norms[800:]) < 1.5 * max(norms[100:800])
     mean = sum(remembered for _, _, remembered in ranks) / 2
-    torch.testing.assert_close(mean, sum(owed for _, owed, _ in ranks) / 2, rtol=1e-4, atol=1e-3)
-    walked = [float(owed.norm()) for _, owed, _ in ranks]
-    assert min(walked) > 2 * max(ranks[0][0][800:]), "this noise would not tell the two apart"
+    torch.testing.assert_close(mean, sum(unsent for _, unsent, _ in ranks) / 2, rtol=1e-4, atol=1e-3)
+    grown = [float(unsent.norm()) for _, unsent, _ in ranks]
+    assert min(grown) > 2 * max(ranks[0][0][800:]), "this noise would not tell the two apart"
 
 
-def test_a_gradient_that_stays_is_sent_in_the_end_whatever_its_rank():
+def test_a_constant_gradient_is_sent_in_the_end():
     gradient = normal(320).view(16, 20)
     total = sum(arrived[0] for arrived, _ in averages([(16, 20)], lambda rank, step: [gradient], steps=300, rank=2))
     assert float((total / 300 - gradient).norm() / gradient.norm()) < 0.1
 
 
-def test_a_warm_start_finds_the_largest_directions_of_a_gradient_that_stays():
+def test_a_warm_start_finds_the_largest_directions():
     """Without error feedback's help: a fresh gradient of two large directions and little noise, step after step."""
     base = 10 * of_rank(2, 16, 20, 3)
 
@@ -107,7 +107,7 @@ def test_a_warm_start_finds_the_largest_directions_of_a_gradient_that_stays():
 
 
 @pytest.mark.parametrize("case", ["zero", "zero column", "zero row", "one entry", "rank 1", "equal columns"])
-def test_matrices_short_of_rank_arrive_finite_and_whole(case):
+def test_matrices_short_of_rank_are_sent_exactly(case):
     gradient = torch.zeros(16, 20)
     if case == "zero column":
         gradient[:, 1:3] = normal(32).view(16, 2)
@@ -124,14 +124,14 @@ def test_matrices_short_of_rank_arrive_finite_and_whole(case):
 
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-20, 1e18, 1e30])
-def test_gradients_of_any_size_arrive_whole_in_every_step(scale):
+def test_gradients_of_any_scale_are_sent_exactly(scale):
     gradient = of_rank(1, 16, 20, 5)
     for arrived, ranks in averages([(16, 20)], lambda rank, step: [gradient * scale], steps=5, rank=1):
         torch.testing.assert_close(arrived[0] / scale, gradient, rtol=1e-4, atol=1e-4)
         assert all(bool(torch.isfinite(kept["parts.0"]).all()) for kept in ranks)
 
 
-def test_a_gradient_of_zeros_forgets_no_direction_for_good():
+def test_steps_of_zeros_lose_no_direction():
     gradient = of_rank(2, 16, 20, 6)
 
     def gradients(_, step):
@@ -142,7 +142,7 @@ def test_a_gradient_of_zeros_forgets_no_direction_for_good():
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_queries_are_the_same_on_all_ranks_and_differ_from_matrix_to_matrix(world):
+def test_queries_are_the_same_on_all_ranks(world):
     def work(rank, group):
         model = conv_net()
         optimizer, averager = averaged(model, group, powersgd(), momentum=0.9)
@@ -160,7 +160,7 @@ def test_queries_are_the_same_on_all_ranks_and_differ_from_matrix_to_matrix(worl
     assert not torch.equal(remembered[0]["parts.0"], remembered[0]["parts.1"])
 
 
-def test_without_warm_start_every_step_begins_with_the_same_query():
+def test_without_warm_start_the_query_is_constant():
     def work(rank, group):
         model = conv_net()
         optimizer, averager = averaged(model, group, powersgd(warm_start=False))
@@ -207,12 +207,12 @@ def test_a_step_is_two_sums_of_thin_factors(world, rank):
     ],
     ids=str,
 )
-def test_a_matrix_is_compressed_where_its_factors_are_min_compression_times_smaller(shape, options, taken):
+def test_a_matrix_is_taken_if_its_factors_are_smaller(shape, options, taken):
     assert PowerSGD(**options).takes("weight", shape) == taken
 
 
 @pytest.mark.parametrize("case", ["normal", "zero", "equal columns", "tiny", "huge", "one column zero"])
-def test_the_basis_is_orthonormal_whatever_it_is_made_of(case):
+def test_the_basis_is_orthonormal_and_spans_its_input(case):
     p = normal(48).view(16, 3)
     p = {
         "normal": p,

@@ -1,4 +1,4 @@
-"""Sparsity as a function of progress: at the start, on the way, and for good."""
+"""Sparsity as a function of progress: dense, then rising, then constant."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ def over_epochs(schedule, epochs):
     return [schedule(epoch, 1000 * epoch) for epoch in range(epochs)]
 
 
-def test_the_papers_ramp_is_one_level_an_epoch_and_then_the_final_sparsity():
+def test_the_papers_ramp_is_one_level_an_epoch():
     ramp = Ramp(PAPER, 0.999)
     assert over_epochs(ramp, 7) == [*PAPER, 0.999, 0.999, 0.999]
 
@@ -43,14 +43,14 @@ def test_four_exponential_levels_to_999_are_the_papers_list():
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("periods", [0, 1, 4, 9])
-def test_exponential_levels_divide_the_density_by_one_factor_each_and_end_one_factor_short(sparsity, periods):
+def test_exponential_levels_divide_the_density_by_one_factor(sparsity, periods):
     densities = [1.0, *(1 - level for level in exponential(sparsity, periods)), 1 - sparsity]
     factors = [after / before for before, after in pairwise(densities)]
     assert len(densities) == periods + 2
     assert factors == pytest.approx([factors[0]] * (periods + 1))
 
 
-def test_linear_levels_are_equal_steps_that_end_one_step_short():
+def test_linear_levels_are_equal_steps():
     assert linear(0.8, 3) == pytest.approx([0.2, 0.4, 0.6])
     assert linear(0.8, 0) == []
 
@@ -63,7 +63,7 @@ def test_levels_are_named_or_listed():
         as_levels("cubic", 0.9, 3)
 
 
-def test_dgc_is_dense_then_warms_up_exponentially_then_holds():
+def test_dgc_is_dense_then_exponential_then_constant():
     schedule = DGC(sparsity=0.99, warmup_epochs=3, dense_epochs=2).schedule()
     assert over_epochs(schedule, 7) == [0, 0, *exponential(0.99, 3), 0.99, 0.99]
     assert DGC(sparsity=0.99, warmup_epochs=0, dense_epochs=0).schedule()(0, 0) == 0.99
@@ -79,7 +79,7 @@ def test_a_sparsity_outside_its_range_is_refused(wrong):
         Ramp((), wrong)
 
 
-def test_a_ramp_refuses_what_it_cannot_count():
+def test_a_ramp_refuses_unknown_periods():
     with pytest.raises(ValueError, match="dense periods: got -1, allowed: 0 or more"):
         Ramp((), 0.9, dense=-1)
     with pytest.raises(ValueError, match="by: got 'batch', allowed: 'epoch' or 'step'"):

@@ -1,29 +1,20 @@
-"""TernGrad: unbiased, ternary, on one lattice for all ranks, five digits a byte."""
+"""TernGrad: unbiased, ternary, with one scaler for all ranks, five digits a byte."""
 
 import pytest
 import torch
 
 from lightning_gradcomp.compressors import TernGrad
-from lightning_gradcomp.compressors.kernels.rng import HostGenerator
+from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.terngrad import pack, scaler_of, table_of, ternarise, unpack
+from lightning_gradcomp.compressors.terngrad import pack, scaler_of, ternarise, unpack
 from tests.averaging.laws import note_sent, recorded_bytes
-from tests.averaging.workers import (
-    Table,
-    averaged,
-    backward,
-    conv_net,
-    prescribed_loss,
-    seeded,
-    train,
-    weights,
-)
-from tests.compressors.books import normal
-from tests.threads import checked_collectives, run_ranks
+from tests.averaging.workers import Table, averaged, backward, conv_net, prescribed_loss, seeded, train, weights
+from tests.compressors.one_worker import CPU, normal
+from tests.threads import ALL_GATHER, checked_collectives, run_ranks
 
 
 def clipped(g, c):
-    """g cut at its scaler."""
+    """g clipped at its scaler."""
     s = scaler_of(g.reshape(-1), c)
     return g.clamp(-s, s)
 
@@ -50,11 +41,11 @@ def steps_of(world, steps=1, **options):
     return run_ranks(world, work)
 
 
-def test_the_mean_of_ten_thousand_draws_is_the_gradient_within_five_standard_errors():
-    """A draw is ±s with probability |g|/s, so its variance is s|g| - g²."""
+def test_the_mean_of_10_000_draws_is_the_gradient():
+    """Within five standard errors. A draw is ±s with probability |g|/s, so its variance is s|g| - g²."""
     draws, s = 10_000, torch.tensor(2.0)
     g = torch.tensor([0.0, 1e-3, -0.01, 0.3, -0.7, 1.0, -1.9, 2.0, -2.0])
-    t = ternarise(g.repeat(draws), s, HostGenerator(7)).view(draws, -1).float() - 1
+    t = ternarise(g.repeat(draws), s, Uniform(CPU, 7)).view(draws, -1).float() - 1
     assert set(t.unique().tolist()) == {-1, 0, 1}
     standard_error = ((s * g.abs() - g**2) / draws).sqrt()
     assert bool(((s * t.mean(0) - g).abs() <= 5 * standard_error).all())
@@ -63,7 +54,7 @@ def test_the_mean_of_ten_thousand_draws_is_the_gradient_within_five_standard_err
     assert bool((t[:, 8] == -1).all())
 
 
-def test_through_the_averager_the_mean_over_many_steps_is_the_gradient_too():
+def test_the_mean_of_many_steps_is_the_gradient():
     """Three ranks with one gradient and 300 steps are 900 draws of every element; again five standard errors."""
     steps, world = 300, 3
     g = normal(300, seed=2).view(12, 25)
@@ -83,7 +74,7 @@ def test_through_the_averager_the_mean_over_many_steps_is_the_gradient_too():
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_use_the_largest_scaler_and_their_sum_is_a_multiple_of_it(world):
+def test_sums_are_multiples_of_the_largest_scaler(world):
     ranks = steps_of(world, steps=4)
     for step in range(4):
         for name in ("kernel", "matrix"):
@@ -107,7 +98,7 @@ def test_without_sharing_each_rank_has_its_own_scaler():
             assert set((sent[name].float() / s).unique().tolist()) == {-1.0, 0.0, 1.0}
 
 
-def test_gradients_are_cut_at_two_and_a_half_standard_deviations_and_no_further():
+def test_gradients_are_clipped_at_2_5_standard_deviations():
     g = torch.cat([normal(1000), torch.tensor([50.0])])
     g = torch.cat([g, -g])  # so that the mean is 0
     limit = 2.5 * float(g.double().std(correction=0))
@@ -119,7 +110,7 @@ def test_gradients_are_cut_at_two_and_a_half_standard_deviations_and_no_further(
 
 
 @pytest.mark.parametrize("value", [3.0, -1e-3])
-def test_a_gradient_without_spread_is_not_cut_away(value):
+def test_a_gradient_without_spread_is_not_clipped(value):
     g = torch.full((100,), value)
     torch.testing.assert_close(clipped(g, 2.5), g)
     one = torch.full((1,), value)
@@ -127,12 +118,12 @@ def test_a_gradient_without_spread_is_not_cut_away(value):
 
 
 @pytest.mark.parametrize("scale", [1e-24, 1e-30, 1e24, 1e30])
-def test_cutting_does_not_depend_on_the_gradients_scale(scale):
+def test_clipping_does_not_depend_on_the_gradients_scale(scale):
     g = normal(1000).pow(3)
     torch.testing.assert_close(clipped(g * scale, 2.5) / scale, clipped(g, 2.5), rtol=1e-5, atol=1e-9)
 
 
-def test_ranks_with_the_same_gradient_draw_differently_and_the_global_generator_is_untouched():
+def test_ranks_draw_differently():
     def work(rank, group):
         model = Table()
         _, averager = averaged(model, group, terngrad())
@@ -149,7 +140,7 @@ def test_ranks_with_the_same_gradient_draw_differently_and_the_global_generator_
     assert not torch.equal(second, third)
 
 
-def test_another_seed_draws_other_digits_and_the_same_seed_the_same():
+def test_draws_follow_the_seed():
     def run(seed):
         def work(rank, group):
             model = Table()
@@ -162,8 +153,8 @@ def test_another_seed_draws_other_digits_and_the_same_seed_the_same():
     assert not torch.equal(run(5), run(6))
 
 
-def test_every_step_draws_anew():
-    """Also across a checkpoint: the state holds the generator."""
+def test_every_step_draws_other_numbers():
+    """Also after a checkpoint, which holds the number of steps."""
 
     def work(rank, group):
         model = Table()
@@ -185,7 +176,7 @@ def test_every_step_draws_anew():
     run_ranks(2, work)
 
 
-def test_with_error_feedback_what_rounding_took_comes_later():
+def test_with_error_feedback_rounding_is_made_up_for():
     def total(error_feedback):
         def work(rank, group):
             model = Table()
@@ -202,8 +193,8 @@ def test_with_error_feedback_what_rounding_took_comes_later():
     assert total(True) < 0.1 < total(False)
 
 
-def test_the_last_matrix_may_stay_dense_also_while_it_is_frozen():
-    def work(rank, group):
+def test_the_last_matrix_may_stay_dense():
+    def work(rank, group):  # also while it is frozen
         model = conv_net()
         compressor = terngrad(dense_last_layer=True, error_feedback=True)
         optimizer, averager = averaged(model, group, compressor, lambda epoch, step: 0.9)
@@ -217,23 +208,23 @@ def test_the_last_matrix_may_stay_dense_also_while_it_is_frozen():
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 6, 9, 10, 243, 1211])
-def test_five_digits_a_byte_and_back(n):
+def test_five_digits_are_packed_in_a_byte(n):
     t = torch.randint(-1, 2, (n,), generator=seeded(n)).to(torch.int8)
     packed = pack((t + 1).byte())
     assert packed.dtype == torch.uint8
     assert packed.numel() == -(-n // 5)
-    assert torch.equal(unpack(packed, n, table_of(packed.device)), t.float())
+    assert torch.equal(unpack(packed, n), t.float())
 
 
-def test_every_byte_that_five_digits_make_is_read_back():
+def test_all_243_bytes_are_read_back():
     values = torch.arange(243)
     digits = (values.unsqueeze(1) // torch.tensor([1, 3, 9, 27, 81]) % 3 - 1).to(torch.int8)
     packed = pack((digits + 1).byte().view(-1))
     assert torch.equal(packed.long(), values)
-    assert torch.equal(unpack(packed, 5 * 243, table_of(packed.device)), digits.view(-1).float())
+    assert torch.equal(unpack(packed, 5 * 243), digits.view(-1).float())
 
 
-def test_a_step_is_a_small_exchange_of_scalers_and_one_of_digits():
+def test_a_step_exchanges_scalers_then_digits():
     def work(rank, group):
         model = Table()
         train(model, *averaged(model, group, terngrad()), rank, 2, prescribed_loss)
@@ -242,12 +233,12 @@ def test_a_step_is_a_small_exchange_of_scalers_and_one_of_digits():
         run_ranks(2, work)
     digits = 4 * 2 + -(-660 // 5)
     message = 4 * (9 + 10) + digits
-    assert [name for name, _ in log[0]] == ["all_reduce", "all_gather_into_tensor"] * 2
+    assert [name for name, _ in log[0]] == ["all_reduce", ALL_GATHER] * 2
     assert log[0][0][1] == 4 * 2
     assert message <= log[0][1][1] <= message + 4
 
 
-def test_the_digits_on_the_wire_are_what_was_sent():
+def test_the_bytes_exchanged_are_what_was_sent():
     def work(rank, group):
         model = Table()
         _, averager = averaged(model, group, terngrad())
@@ -262,10 +253,10 @@ def test_the_digits_on_the_wire_are_what_was_sent():
         payload = torch.tensor(list(message[4 * 19 :]), dtype=torch.uint8)
         scalers = torch.tensor(list(message[4 * 19 : 4 * 19 + 8]), dtype=torch.uint8).view(torch.float32)
         assert torch.equal(
-            unpack(payload[8 + 360 // 5 :], 300, table_of(payload.device)).view(12, 25) * scalers[1], sent.float()
+            unpack(payload[8 + 360 // 5 :], 300).view(12, 25) * scalers[1], sent.float()
         )
 
 
-def test_a_layout_without_room_for_a_whole_byte_is_padded():
+def test_a_tensor_is_padded_to_a_whole_byte():
     layout = Layout(("a", "b"), ((1, 1), (1, 2)))
-    assert dict(terngrad().messages(layout, 0.5))["gather"] == 2 * 4 + 2
+    assert dict(terngrad().messages(layout))["gather"] == 2 * 4 + 2

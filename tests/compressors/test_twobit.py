@@ -14,7 +14,7 @@ import torch
 from lightning_gradcomp.compressors import TwoBit
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.twobit import best_threshold
-from tests.compressors.books import Worker, normal, one
+from tests.compressors.one_worker import Worker, normal, one
 
 T, RATE, WORKERS = 0.5, 2, 7
 SHAPES = [(2, 3), (12, 11), (1, 1), (17, 16)]
@@ -35,7 +35,7 @@ class Store:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_mxnet_pushes_add_up_over_the_workers_exactly_as_there(shape):
+def test_mxnets_pushes_add_up_over_the_workers(shape):
     store = Store(shape)
     pushes = [0.0, 0.4, T - 0.4, 0.2, T - 0.2, T]
     assert [store.push(number) for number in pushes] == [0.0, 0.0, 7.0, 7.0, 14.0, 21.0]
@@ -43,7 +43,7 @@ def test_mxnet_pushes_add_up_over_the_workers_exactly_as_there(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_mxnet_pushes_on_four_devices(shape):
+def test_mxnets_pushes_on_four_devices(shape):
     store = Store(shape, workers=4)
     step = T * RATE * 4
     assert [store.push(number) for number in (0.4, T - 0.3, 0.2, T - 0.3)] == [0.0, step, step, 2 * step]
@@ -55,7 +55,7 @@ def codes(worker):
     return worker.payload[4:].numpy().tobytes()
 
 
-def test_mxnet_random_pushes_have_its_bytes():
+def test_mxnets_random_pushes_have_its_bytes():
     """Golden bytes from a restatement of MXNet's rule: seed 123, the shapes in this order, seven pushes each."""
     random = np.random.RandomState(123)
     small = ["c3c00000", "fcf00000", "ff300000", "fff00000", "cff00000", "fff00000", "ffc00000"]
@@ -75,9 +75,9 @@ def test_mxnet_random_pushes_have_its_bytes():
         assert (seen[0], seen[6]) == (first, last)
 
 
-def test_mxnet_worked_example():
+def test_mxnets_worked_example():
     worker = Worker(TwoBit(threshold=4), one(2, 5))
-    worker.memory.load_state_dict({"residual": {"a": torch.tensor([[-3.0, 1, -1, 5, -2], [2, 3, -7, -2, -100]])}})
+    worker.state.load_state_dict({"residual": {"a": torch.tensor([[-3.0, 1, -1, 5, -2], [2, 3, -7, -2, -100]])}})
     sent = worker.push(torch.tensor([-6.0, -2, 3, 1, 10, 5, -3, 2, -8, 0]))
     assert sent.tolist() == [-4, 0, 0, 4, 4, 4, 0, -4, -4, -4]
     assert worker.residual.tolist() == [-5, -1, 2, 2, 4, 3, 0, -1, -6, -96]
@@ -99,24 +99,25 @@ def test_both_comparisons_are_inclusive(t):
     assert (worker.push(v) / t32).tolist() == [1, -1, 0, 0, 1, -1]
 
 
-def test_no_more_than_the_threshold_is_sent_at_once_and_the_rest_is_owed():
+def test_a_step_sends_the_threshold_and_keeps_the_rest():
     worker = Worker(TwoBit(threshold=T), one(1, 3))
     sent = sum(worker.push(torch.full((3,), 10.0)) for _ in range(100))
     assert sent.tolist() == [50.0] * 3
     assert worker.residual.tolist() == [950.0] * 3
 
 
-def test_auto_is_found_for_each_tensor_at_each_step_and_travels_along():
+def test_auto_is_sent_for_each_tensor_and_step():
     layout = Layout(("a", "b", "zero"), ((3, 7), (5, 11), (2, 2)))
     worker = Worker(TwoBit(), layout)
     for seed in range(3):
         v = normal(layout.n, seed) * torch.where(torch.arange(layout.n) < 21, 1.0, 1000.0)
         v[76:] = 0
-        owed = worker.residual + v
+        kept = worker.residual + v
         sent = worker.push(v)
-        thresholds = worker.payload[:12].view(torch.float32)
+        encodings = worker.payload.split([4 + 4 * -(-n // 16) for n in layout.sizes])  # a threshold, then words
+        thresholds = [encoding[:4].view(torch.float32)[0] for encoding in encodings]
         for t, (start, stop) in zip(thresholds[:2], layout.bounds, strict=False):
-            part = owed[start:stop]
+            part = kept[start:stop]
             torch.testing.assert_close(t, part.square().sum() / (2**0.5 * part.abs().sum()), rtol=1e-6, atol=0)
             expected = t * ((part >= t).float() - (part <= -t).float())
             assert torch.equal(sent[start:stop], expected)
@@ -127,7 +128,7 @@ def test_auto_is_found_for_each_tensor_at_each_step_and_travels_along():
 
 @pytest.mark.parametrize("zeros", [0, 8])
 @pytest.mark.parametrize("distribution", [torch.distributions.Laplace, torch.distributions.Normal])
-def test_auto_leaves_the_least_that_a_threshold_can_leave_however_many_elements_are_zero(distribution, zeros):
+def test_auto_leaves_the_least_that_a_threshold_can_leave(distribution, zeros):
     torch.manual_seed(0)
     r = torch.cat([distribution(0.0, 1e-3).sample((100_000,)), torch.zeros(zeros * 100_000)])
 
@@ -140,9 +141,9 @@ def test_auto_leaves_the_least_that_a_threshold_can_leave_however_many_elements_
 
 @pytest.mark.parametrize("threshold", ["auto", 0.5])
 @pytest.mark.parametrize("sizes", [[1], [15], [16], [17], [1, 1, 33], [1211]], ids=str)
-def test_the_payload_is_a_threshold_and_whole_words_of_sixteen_codes_a_tensor(threshold, sizes):
+def test_the_payload_is_a_threshold_and_words_a_tensor(threshold, sizes):
     layout = Layout(tuple("abc"[: len(sizes)]), tuple((1, n) for n in sizes))
     compressor = TwoBit(threshold=threshold)
     worker = Worker(compressor, layout)
     worker.push(normal(layout.n))
-    assert worker.payload.numel() == sum(4 + 4 * -(-n // 16) for n in sizes) == compressor.payload_bytes(layout, 0.5)
+    assert worker.payload.numel() == sum(4 + 4 * -(-n // 16) for n in sizes) == dict(compressor.messages(layout))["gather"]
