@@ -16,7 +16,7 @@ from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.topology import not_sharded_because
 from lightning_gradcomp.compressors import Codec, Lossy, TensorCodec
 from lightning_gradcomp.compressors.layout import Layout
-from tests.averaging.workers import averaged, seeded
+from tests.averaging.workers import averaged, seeded, weights
 from tests.compressors.examples import EXAMPLES
 from tests.threads import COLLECTIVES
 
@@ -103,6 +103,13 @@ def with_adamw(model, group, compressor):
 def without_momentum(model, group, compressor, schedule=None, **options):
     """An optimizer and an averager, with plain SGD: what is compressed is then the gradient itself."""
     return averaged(model, group, compressor, schedule, momentum=0.0, **options)
+
+
+def finite(averager, model):
+    """Whether weights and everything that is remembered are finite."""
+    state = averager.state_dict()["memory"]
+    parts = [part for kind in state.values() for part in kind.values() if part.is_floating_point()]
+    return all(bool(torch.isfinite(part).all()) for part in [weights(model), *parts])
 
 
 def kept(averager):

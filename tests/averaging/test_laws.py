@@ -14,6 +14,7 @@ from tests.averaging.laws import (
     REMEMBERING,
     SCALE_FREE,
     Parts,
+    finite,
     kept,
     note_sent,
     parts_loss,
@@ -45,13 +46,6 @@ ODD = {
     "a row and a column": [(1, 517), (517, 1)],
     "vectors alone": [(5,), (1030,), ()],
 }
-
-
-def finite(averager, model):
-    """Whether weights and everything that is remembered are finite."""
-    state = averager.state_dict()["memory"]
-    parts = [part for kind in state.values() for part in kind.values() if part.is_floating_point()]
-    return all(bool(torch.isfinite(part).all()) for part in [weights(model), *parts])
 
 
 def gradients(model):
