@@ -39,7 +39,7 @@ class Card:
 
 
 @dataclass(kw_only=True, slots=True)
-class Compressor:
+class Compressor(ABC):
     """Options that all compressors share.
 
     Args:
