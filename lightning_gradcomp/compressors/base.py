@@ -38,8 +38,14 @@ class Card:
     source: str = ""
 
 
+class CompressorBase:
+    """No dataclass: of a class whose bases all are dataclasses, jsonargparse (LightningCLI) takes no subclasses."""
+
+    __slots__ = ()
+
+
 @dataclass(kw_only=True, slots=True)
-class Compressor(ABC):
+class Compressor(CompressorBase):
     """Options that all compressors share.
 
     Args:

@@ -12,7 +12,7 @@ TORCHRUN = str(Path(__file__).with_name("elastic_script.py"))
 TIMEOUT = 8.0
 """Seconds that a rank waits for another once both have started."""
 LIMIT = 75
-"""Seconds after which a case is killed and fails: for two ranks to start on a busy machine, the timeout, and the end."""
+"""Seconds after which a case is killed and fails: two ranks start on a busy machine, wait for the timeout, and end."""
 CASES = {  # those that wait first, and next those that leave the cores to the rank that is started for them
     "stop": ("Lightning", "stop", "dgc"),
     "stop 0": ("outside", "stop", "dgc", "0"),
