@@ -104,6 +104,22 @@ def test_options_that_say_how_to_average_are_refused(option):
         lgc.CompressedDDPStrategy(**{option: 1})
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: lgc.SparsityWarmup(periods=1.5),
+            r"SparsityWarmup.periods: got 1.5, allowed: a whole number, 0 or more",
+        ),
+        (lambda: lgc.SparsityWarmup(dense=0.5), r"SparsityWarmup.dense: got 0.5, allowed: a whole number, 0 or more"),
+        (lambda: lgc.DelayedStrategy(outer=0.7), r"DelayedStrategy.outer: got 0.7, allowed: None, or .*Nesterov\("),
+    ],
+)
+def test_types_of_options(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("cls", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy])
 def test_unknown_names_are_answered_with_the_known(cls):
     with pytest.raises(ValueError, match=r"compressor: got 'lzma', allowed: .*dgc.*none"):
