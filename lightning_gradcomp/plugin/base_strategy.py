@@ -16,7 +16,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import (
-    STORE_SECONDS,
     ExchangeFailed,
     explained,
     explanation,
@@ -131,5 +130,5 @@ class BaseStrategy(DDPStrategy):
             post_reason(f"raised {type(exception).__name__}: {exception}")
             return
         if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
-            time.sleep(STORE_SECONDS)  # for the others to write their reasons
+            time.sleep(1.0)  # for the others to log their reasons
             self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU

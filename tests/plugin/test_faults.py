@@ -58,9 +58,10 @@ def outcomes(tmp_path_factory):
         done = first.end()
         output = done.stdout
         for other in others:
-            if CASES[case][1] == "stop":
+            if CASES[case][1] == "stop":  # one that is stopped may have been killed at its limit meanwhile
                 other.kill()
-            output += other.end().stdout
+                other.listener.join()
+            output += other.output if CASES[case][1] == "stop" else other.end().stdout
         ended[case] = folder, done.returncode, output
 
     for case, (launcher, kind, strategy, *where) in CASES.items():

@@ -85,7 +85,7 @@ def test_refused_before_any_process_starts(optimizer, options, message, monkeypa
         trainer.fit(Net(optimizer), torch.zeros(4, 4))
 
 
-def test_an_optimizer_that_cannot_be_made_before_the_launch_does_not_stop_it(monkeypatch):
+def test_an_optimizer_that_needs_the_trainer_is_no_obstacle(monkeypatch):
     class Started(Exception):
         pass
 
@@ -134,7 +134,7 @@ def test_the_monitor_wants_one_of_our_strategies():
         trainer.fit(Net(sgd), torch.zeros(4, 4))
 
 
-def test_every_compressor_is_a_strategy_name_of_trainer_and_fabric():
+def test_every_compressor_is_a_strategy_name():
     names = {entry.strategy for entry in lgc.entries()}
     assert {"dgc", "ddp_dense"} <= names
     assert names <= set(StrategyRegistry) and names <= set(STRATEGY_REGISTRY)
