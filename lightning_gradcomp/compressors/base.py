@@ -100,7 +100,7 @@ class Collectives(Protocol):
 
 
 @dataclass(kw_only=True)
-class Compressor:
+class Compressor(ABC):
     """Options that all compressors share.
 
     Args:
@@ -160,7 +160,7 @@ class Compressor:
 
 
 @dataclass(kw_only=True)
-class Lossy(Compressor, ABC):
+class Lossy(Compressor):
     """A compressor that sends less than everything.
 
     Args:

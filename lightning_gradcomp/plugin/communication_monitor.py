@@ -17,6 +17,8 @@ from lightning_gradcomp.averaging.stats import Totals
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.stats import DelayedStats
+from lightning_gradcomp.local_sgd.averager import DelayedAverager
+from lightning_gradcomp.local_sgd.stats import DelayedStats
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
@@ -26,7 +28,7 @@ PHASES = ("compute", "compress", "exchange", "decompress")
 
 
 def averager_of(trainer: Trainer) -> GradientAverager | DelayedAverager:
-    """The averager of a fit that is under way."""
+    """The averager of a fit."""
     strategy = trainer.strategy
     assert isinstance(strategy, CompressedDDPStrategy | DelayedStrategy) and strategy.averager is not None
     return strategy.averager
