@@ -1,4 +1,4 @@
-"""Mistakes on the command line that Hydra would answer without saying what is allowed, or with a traceback."""
+"""Mistakes on the command line that Hydra would report without saying what is allowed, or with a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN_CONFIG = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """(flags with their values, all other words). Hydra understands them in this order, but not always mixed."""
+    """(flags with their values, all other words). Hydra's parser takes them in this order, but not always mixed."""
     flags: list[str] = []
     words: list[str] = []
     is_value = False
@@ -27,8 +27,10 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def check(flags: list[str], words: list[str]) -> None:
-    """ValueError for a bare word, an unknown group or option, and a group without a choice."""
+    """ValueError for a bare word, an unknown group or option, a group without a choice, and an endless number."""
     for word in words:
+        if long := re.search(r"\d{100,}", word):
+            raise refusal(word.split("=")[0], f"{len(long[0])} digits", "a number of fewer than 100 digits")
         if "=" not in word and not word.startswith("~"):
             groups = ", ".join(f"{group}={'|'.join(names)}" for group, names in choices().items())
             more = "any option, such as trainer.max_epochs=5; plan MODEL, as the first words; --help"

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_gradcomp.app import runfile
+from lightning_gradcomp.app import run_folder
 from lightning_gradcomp.app.arguments import ALONE
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
 from lightning_gradcomp.app.config import Run
@@ -78,8 +78,8 @@ def test_adamw_fits_a_compressor_that_leaves_momentum_alone():
 )
 def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_path):
     run = run_of(*overrides)
-    runfile.save(run, tmp_path)
-    assert runfile.load(tmp_path) == run
+    run_folder.save(run, tmp_path)
+    assert run_folder.load(tmp_path) == run
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gradcomp.app import cli, report, runfile
-from lightning_gradcomp.app.resume import resolve
+from lightning_gradcomp.app import cli, report, run_folder
 from tests.app.command import gradcomp
 from tests.app.test_compose import run_of
 from tests.processes import start_world
@@ -38,8 +37,8 @@ def runs(tmp_path_factory):
     def start(name, *overrides, step=()):
         (folder / name).mkdir()
         run = run_of(*overrides)
-        resolve(run, folder / name, sweep=False)
-        runfile.save(run, folder / name)
+        run_folder.resolve_checkpoint(run, folder / name, sweep=False)
+        run_folder.save(run, folder / name)
         return start_world(2, SCRIPT, str(folder / name), *step)
 
     whole = start("whole", *RUN)
@@ -82,7 +81,7 @@ def test_from_there_it_ends_with_the_weights_of_a_run_that_nobody_stopped(runs):
 def test_a_report_on_the_rest_shows_the_whole(runs):
     folder, _ = runs
     page = report.write([folder / "rest"]).read_text()
-    assert f"`{folder / 'rest'}`, going on from `{folder / 'part'}`" in page
+    assert f"`{folder / 'rest'}`, resumed from `{folder / 'part'}`" in page
 
 
 def test_looking_at_a_checkpoint_trains_nothing(runs):

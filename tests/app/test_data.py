@@ -12,8 +12,7 @@ from lightning_gradcomp.app.config import DATA
 from lightning_gradcomp.app.data import missing
 from lightning_gradcomp.app.data.choose import choose, stand_in
 from lightning_gradcomp.app.data.shared import SharedImages
-from lightning_gradcomp.app.data.transforms import to_train, to_validate
-from lightning_gradcomp.app.mixing import mixer
+from lightning_gradcomp.app.data.transforms import mixer, to_train, to_validate
 from lightning_gradcomp.app.options.data import Augment
 from tests.app.test_compose import run_of
 
