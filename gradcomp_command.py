@@ -31,7 +31,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(sys.path.pop(0))  # this file's folder: after the standard library
+    folder, library = sys.path.pop(0), os.path.dirname(os.__file__)
+    sys.path.insert(sys.path.index(library) + 1, folder)  # this file's folder: after the standard library
     if sys.argv[1:2] == ["--process"]:
         from importlib import import_module
 

@@ -14,7 +14,7 @@ def gradcomp(folder: Path, *arguments: str, timeout: float = 60, package: Path =
     process = subprocess.Popen(
         [sys.executable, str(package / "gradcomp_command.py"), *arguments],
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(package), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

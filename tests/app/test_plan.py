@@ -120,14 +120,8 @@ def test_a_module_that_cannot_be_planned_is_refused(tiny, name, sentence):
     assert str(refused.value).startswith(sentence)
 
 
-def test_a_wrong_option_is_answered_without_torch(tmp_path):
-    answer = gradcomp(tmp_path, "plan", "vgg", PYTHONPROFILEIMPORTTIME="1")
-    assert answer.returncode == 1 and "gradcomp: MODEL: got 'vgg', allowed: resnet18" in answer.stderr
-    modules = {line.rsplit("|", 1)[-1].strip() for line in answer.stderr.splitlines() if "import time:" in line}
-    assert "argparse" in modules and not modules & {"torch", "lightning", "torchvision", "hydra"}
-
-
 def test_the_command_plans_a_module_of_the_users(tiny, tmp_path):
+    (tmp_path / "queue.py").write_text("raise RuntimeError('in place of the standard library')")
     answer = gradcomp(tmp_path, "plan", tiny)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith("tiny_module:Tiny: 4,160 trainable parameters, 0.0 MB of gradients in fp32\n")

@@ -52,7 +52,7 @@ def test_a_folder_or_a_file_is_taken_by_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["ckpt=best"], "ckpt: got 'best', allowed: last, to go on from"),
+        (["ckpt=best"], "ckpt: got 'best', allowed: last, to resume from"),
         (["ckpt=nowhere"], "ckpt: got 'nowhere', allowed: last, best, the folder of a run"),
         (["ckpt=last", "model=resnet50"], "model: got 'resnet50', allowed: resnet18, as in ckpt's run"),
         (["ckpt=last", "model=resnet50", "evaluate=true"], "model: got 'resnet50', allowed: resnet18"),

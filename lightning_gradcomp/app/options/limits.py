@@ -26,4 +26,4 @@ def whole(what: str, got: Any, least: int, most: int = LARGEST, also: str = "") 
 def number(what: str, got: Any, least: float = -inf, most: float = inf) -> None:
     """`got` has to be a finite number (not a bool) from `least` to `most`."""
     if type(got) not in (int, float) or not (isfinite(got) and least <= got <= most):
-        raise refusal(what, got, f"a finite number of {least:g} or more" if most == inf else f"{least:g} to {most:g}")
+        raise refusal(what, got, f"{least:g} or more, and finite" if most == inf else f"{least:g} to {most:g}")
