@@ -24,7 +24,7 @@ LOCK = ".lock"
 LOGGER = "GRADCOMP_LOGGER"
 """Environment variable."""
 
-_locks: dict[Path, Any] = {}  # open until this process ends, which unlocks them
+_locks: dict[Path, int] = {}  # file descriptors: open until this process ends, which unlocks them
 
 
 def create(folder: Path) -> Path:
@@ -57,15 +57,17 @@ def lock(folder: Path) -> None:
         OSError: it can't be created or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK).open("w")
+    if (before := _locks.pop(folder.resolve(), None)) is not None:
+        os.close(before)
+    descriptor = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
+        os.close(descriptor)
         raise refusal("hydra.run.dir", str(folder), "a folder that no other run, not ended yet, writes to") from None
     except OSError:  # no locks on this file system
         pass
-    _locks[folder.resolve()] = file
+    _locks[folder.resolve()] = descriptor
 
 
 def values_of(run: Run) -> dict[str, Any]:

@@ -56,9 +56,7 @@ def test_lightning_is_not_imported_for_an_answer(arguments, tmp_path):
 
 def test_importing_the_package_registers_the_strategies(tmp_path):
     """Also where a process of the command imports it, which has set no variable for this one."""
-    program = (
-        "import lightning_gradcomp as lgc, lightning as L; print(L.Trainer(strategy='dgc', logger=False).strategy)"
-    )
+    program = "import lightning_gradcomp, lightning as L; print(L.Trainer(strategy='dgc', logger=False).strategy)"
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "CompressedDDPStrategy" in found.stdout, found.stderr
 
