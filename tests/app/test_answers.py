@@ -104,7 +104,7 @@ def test_other_ranks_leave_nothing_in_the_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_is_refused_where_the_ranks_are_started_elsewhere(tmp_path):
+def test_a_launcher_starts_no_sweep(tmp_path):
     answer = gradcomp(tmp_path, "-m", "compressor=none,dgc", RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     assert answer.returncode == 1 and "allowed: one run for each start" in answer.stderr
     assert list(tmp_path.iterdir()) == []

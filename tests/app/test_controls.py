@@ -30,8 +30,8 @@ STOPPED_AT = 15  # in the midst of the second epoch
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder, and the ended ranks of each run: "whole"; "part", ended by a Ctrl-C; "rest", which resumes it; "eval",
-    which evaluates that one; "dry"."""
+    """The folder, and the ended ranks of each run: "whole"; "part", ended by a Ctrl-C; "rest", which resumes it; and
+    "eval", which evaluates that one; "dry"."""
     folder = tmp_path_factory.mktemp("controls")
 
     def start(name, *overrides, step=()):

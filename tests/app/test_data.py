@@ -150,7 +150,7 @@ def test_cifar10_that_may_not_be_fetched_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("size", [32, 72])
-def test_pictures_to_train_with_differ_each_time_and_those_to_validate_with_do_not(size):
+def test_training_images_are_augmented_and_others_are_not(size):
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 100, 3), dtype=np.uint8))
     mean, std = (0.5,) * 3, (0.25,) * 3
     torch.manual_seed(0)

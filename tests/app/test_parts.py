@@ -42,7 +42,7 @@ def rank_data(rank: int, world: int, **options) -> SharedImages:
     return data
 
 
-def test_three_ranks_share_the_training_images_evenly_and_the_validation_images_exactly():
+def test_three_ranks_share_the_images():
     shares = [rank_data(rank, 3) for rank in range(3)]
     batches = [[len(labels) for _, labels in share.train_dataloader()] for share in shares]
     assert batches[0] == [20] * 23 and batches[1] == batches[2] == batches[0]
@@ -63,7 +63,7 @@ def test_the_order_depends_on_the_epoch_and_the_seed_alone():
     assert not torch.equal(order(0, 1), order(1, 1))
 
 
-def test_after_a_checkpoint_from_the_midst_of_an_epoch_its_rest_follows():
+def test_a_checkpoint_amid_an_epoch_resumes_with_its_rest():
     def images(**options) -> torch.Tensor:
         return torch.cat([batch for batch, _ in rank_data(1, 2, epoch=3, **options).train_dataloader()])
 
@@ -80,7 +80,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(batch_size, world):
         SharedImages(source(), batch_size=batch_size, ranks=world, seed=0)
 
 
-def test_a_small_swin_has_windows_in_its_first_stage_and_learns_from_every_weight():
+def test_a_small_swin_has_shifted_windows():
     model = build_model("swin_mini", channels=1, classes=10)
     logits = model(torch.randn(4, 1, 8, 8))
     assert logits.shape == (4, 10)
@@ -134,7 +134,7 @@ def test_optimizers_get_their_options():
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["weight_decay"] == 0.01
 
 
-def test_biases_norms_and_positions_can_be_spared_the_weight_decay():
+def test_biases_and_norms_can_be_without_weight_decay():
     model = build_model("swin_mini", channels=1, classes=10)
     options = AdamW(lr=0.1, weight_decay=0.03, decay_all=False, warmup_steps=0)
     decayed, spared = build_optimizer(options, model, 10)[0].param_groups

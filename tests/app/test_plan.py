@@ -221,7 +221,7 @@ def test_the_bytes_are_those_that_are_sent(entry, world):
         assert max(sent for sent, _ in results) == results[0][1]
 
 
-def test_the_second_table_has_a_topology_for_each_number_of_ranks():
+def test_the_second_table_names_topologies():
     model = torch.nn.Linear(1, 1)
     workload = Workload("it", model, lambda: torch.zeros(1), torch.optim.SGD(model.parameters(), lr=0.1), 8)
     text = report.Report(workload, forecast(), {"a link": Link(1e-4, 1e7)}, 8, CPU, 1).text()

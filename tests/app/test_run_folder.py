@@ -148,7 +148,5 @@ def test_a_broken_earlier_run_is_named(command, tmp_path, name, content):
     run_folder.save(run_of(), tmp_path / "old")
     (tmp_path / "old" / name).write_text(content)
     code, trained = command("ckpt=old")
-    assert (
-        code.startswith(f"gradcomp: ckpt: got '{tmp_path / 'old' / name}', allowed: the file of a run")
+    assert code.startswith(f"gradcomp: ckpt: got '{tmp_path / 'old' / name}', allowed: the file of a run")
     assert not trained
-    )
