@@ -10,7 +10,7 @@ from lightning_gradcomp.app.config import ONE_CLASS, Run, classes
 from lightning_gradcomp.errors import refusal
 
 OVERRIDE = re.compile(r"(?P<root>\w+)(\.(?P<option>\w+)[\w.]*)?=(?P<value>.*)")  # without +, ~, and Hydra's rarer forms
-SWITCHES = ("-m", "--multirun", "-r", "--run", "--resolve")  # flags without a value; no word stands after the others
+SWITCHES = ("-m", "--multirun", "-r", "--run", "--resolve")  # flags without a value; the others have one
 ALONE = tuple(field.name for field in fields(Run) if field.name not in {**ONE_CLASS, **classes()})  # in no group
 OWN_CONFIG = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
 
@@ -36,7 +36,7 @@ def check(flags: list[str], words: list[str]) -> None:
             more = "any option, such as trainer.max_epochs=5; plan MODEL, as the first words; --help"
             raise refusal("argument", word, f"{groups}; {more}")
     if any(flag.split("=")[0] in OWN_CONFIG for flag in flags):
-        return  # the user's own groups and options are for Hydra to know
+        return  # groups and options of the user's own, which Hydra checks
     overrides = [found for word in words if (found := OVERRIDE.fullmatch(word))]
     chosen = {override["root"]: override["value"] for override in overrides if not override["option"]}
     groups = choices()

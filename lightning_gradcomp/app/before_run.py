@@ -16,6 +16,7 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
@@ -54,13 +55,13 @@ class BeforeRun(Callback):
     """Ends this process with a sentence where a job can't be honoured, or its folder belongs to another run."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        with _refusals_end_it():
+        with _refusals_end_it(config):
             prepare(_without_hydra(config), Path(config.hydra.run.dir), sweep=False)
             _set_folder(config, "run")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """For Hydra's basic sweeper: others choose a job by the results of those before it."""
-        with _refusals_end_it():
+        with _refusals_end_it(config):
             if config.hydra.sweeper._target_ == BASIC:
                 for number, words in enumerate(_jobs(config)):
                     job = GlobalHydra.instance().config_loader().load_sweep_config(config, words)
@@ -73,10 +74,11 @@ class BeforeRun(Callback):
 
 
 @contextmanager
-def _refusals_end_it() -> Iterator[None]:
+def _refusals_end_it(config: DictConfig) -> Iterator[None]:
+    HydraConfig.instance().set_config(config)  # for ${hydra:...} in the name of a folder
     try:
         yield
-    except (ValueError, OSError, HydraException) as error:  # Hydra would warn, and go on
+    except (ValueError, OSError, HydraException) as error:  # Hydra would print a warning and continue
         sys.exit(redacted(f"gradcomp: {error}"))
 
 

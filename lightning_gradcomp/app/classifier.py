@@ -1,6 +1,6 @@
 """Image classification as a LightningModule, with torch's optimizers, a linear warm-up and a cosine schedule.
 
-Nothing in it knows about compression.
+It is independent of compression.
 """
 
 from __future__ import annotations

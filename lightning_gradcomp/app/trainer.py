@@ -53,7 +53,7 @@ def build_trainer(run: Run, folder: Path, monitor: CommunicationMonitor, placed:
         logger=loggers(run.logger, folder) if keeps(run) else False,
         use_distributed_sampler=False,  # SharedImages does it
         num_sanity_val_steps=0,
-        enable_model_summary=False,  # the strategy's own line says what is compressed
+        enable_model_summary=False,  # the strategy prints what is compressed
         default_root_dir=folder,
     )
 

@@ -123,9 +123,9 @@ def break_it(root, how):
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("train", "pictures: no folders of classes in train/. Looked in "),
-        ("val", "pictures: no folders of classes in val/. Looked in "),
-        ("classes", "pictures: train/ and val/ have different classes (2, such as dog, wolf). Looked in "),
+        ("train", "images: no folders of classes in train/. Looked in "),
+        ("val", "images: no folders of classes in val/. Looked in "),
+        ("classes", "images: train/ and val/ have different classes (2, such as dog, wolf). Looked in "),
     ],
 )
 def test_incomplete_pictures_are_named(pictures, tmp_path, how, sentence):

@@ -15,13 +15,13 @@ Mix = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 BICUBIC = InterpolationMode.BICUBIC
 
 
-def final(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
+def to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
     """Image -> float tensor (3, height, width), normalised per channel."""
     return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
 
 
-def middle(size: int) -> list[v2.Transform]:
-    """The middle 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels); all of a small image."""
+def center(size: int) -> list[v2.Transform]:
+    """The center crop of 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels); all of a small image."""
     if size <= SMALL:
         return [v2.Resize((size, size), BICUBIC)]
     return [v2.Resize(round(size * 8 / 7), BICUBIC), v2.CenterCrop(size)]
@@ -29,12 +29,12 @@ def middle(size: int) -> list[v2.Transform]:
 
 def to_validate(size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
     """Without augmentation."""
-    return v2.Compose([*middle(size), *final(mean, std)])
+    return v2.Compose([*center(size), *to_tensor(mean, std)])
 
 
 def to_train(augment: Augment, size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
     """With the augmentation that `augment` describes."""
-    steps: list[v2.Transform] = middle(size)
+    steps: list[v2.Transform] = center(size)
     if augment.crop_and_flip:
         if size <= SMALL:
             steps.append(v2.RandomCrop(size, padding=size // 8))
@@ -43,7 +43,7 @@ def to_train(augment: Augment, size: int, mean: Sequence[float], std: Sequence[f
         steps.append(v2.RandomHorizontalFlip())
     if augment.trivial_augment:
         steps.append(v2.TrivialAugmentWide())
-    steps += final(mean, std)
+    steps += to_tensor(mean, std)
     if augment.random_erase:
         steps.append(v2.RandomErasing(augment.random_erase))
     return v2.Compose(steps)

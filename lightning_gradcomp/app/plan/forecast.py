@@ -158,7 +158,7 @@ class Forecast:
             beyond = 1e3 * (self.dense(workers, link) - self.computation.seconds)
             return (
                 f"don't compress: the dense exchange is modelled at {beyond:.1f} ms a step beyond the computation; "
-                f"the best method is {named(best)}, and below {WORTH:g}x the model can't tell"
+                f"the best method is {named(best)}, and speed-ups below {WORTH:g}x are within the error of the model"
             )
         if not self.needs_sgd(best.method) or for_any[0].speed_up < WORTH:
             return f"pick {named(best)}"

@@ -140,7 +140,7 @@ def measure_computation(workload: Workload, group: dist.ProcessGroup | None, dev
         if group:
             dist.barrier(group)
         times.append(timed(step, device)[0])
-    # each step waits for the rank that is the slowest in it
+    # the median of each step's slowest rank
     return Computation(*(median(slowest(steps, group, device)) for steps in (times, backwards)))
 
 
@@ -157,7 +157,7 @@ def links_of(options: argparse.Namespace, group: dist.ProcessGroup | None, devic
 
 
 def given(mbit: float, delay_ms: float) -> Link:
-    """A link by its rate and its delay one way. A gloo message waits until its receiver has said that it is ready."""
+    """A link by its rate and its delay one way. A gloo message costs two: its receiver first signals that it is ready."""
     return Link(latency=2e-3 * delay_ms, bandwidth=HEADERS * mbit * 1e6 / 8)
 
 

@@ -152,7 +152,7 @@ def _hardware(summary: dict[str, Any]) -> str:
 def _bands(groups: list[Group]) -> str:
     several = [f"{escaped(group.label)} (n = {len(group.runs)})" for group in groups if len(group.runs) > 1]
     if not several:
-        return "Lines in the figures are single runs: nothing here says how much chance there is in them."
+        return "Lines in the figures are single runs, without a measure of their variance."
     return (
         f"Lines in the figures are means over runs, bands reach from the lowest to the highest: {', '.join(several)}."
     )

@@ -84,7 +84,7 @@ def residual(figure: Figure, shown: Shown) -> None:
     for group, look in shown:
         line(axes, group.curve("step", RESIDUAL), look, plain(group.label))
     log_scale(axes, "y", PLAIN)
-    axes.set_ylabel("unsent / gradient (log)")
+    axes.set_ylabel("residual / gradient (log)")
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     finish(figure, [axes])
