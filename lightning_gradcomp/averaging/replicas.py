@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging.workers import all_gather_single
 
-from lightning_gradcomp.averaging.workers import all_gather_single
-
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -99,8 +99,12 @@ class Collectives(Protocol):
         ...
 
 
+class CompressorBase:
+    """No dataclass: of a class whose bases all are dataclasses, jsonargparse (LightningCLI) takes no subclasses."""
+
+
 @dataclass(kw_only=True)
-class Compressor(ABC):
+class Compressor(CompressorBase):
     """Options that all compressors share.
 
     Args:
@@ -160,7 +164,7 @@ class Compressor(ABC):
 
 
 @dataclass(kw_only=True)
-class Lossy(Compressor):
+class Lossy(Compressor, ABC):
     """A compressor that sends less than everything.
 
     Args:

@@ -17,8 +17,6 @@ from lightning_gradcomp.averaging.stats import Totals
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.stats import DelayedStats
-from lightning_gradcomp.local_sgd.averager import DelayedAverager
-from lightning_gradcomp.local_sgd.stats import DelayedStats
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 

@@ -23,9 +23,6 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
-from lightning_gradcomp.local_sgd.averager import DelayedAverager
-from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
-from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.launchers import optimizers_of

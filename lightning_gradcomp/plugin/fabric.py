@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.topology import resolve
-from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code

@@ -21,10 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.autotune import DENSE
-from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.replicas import compare_replicas
-from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
