@@ -3,16 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_gradcomp.compressors.wire import pack_bits, pack_indices, unpack_bits, unpack_indices
 
 from lightning_gradcomp.averaging import exchange
-from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors import DGC, GradientDropping, TwoBit, terngrad, twobit
+from lightning_gradcomp.compressors.decoded import all_finite
+from lightning_gradcomp.compressors.kernels.bits import bit_table, pack_bits, unpack_bits
+from lightning_gradcomp.compressors.kernels.elias_fano import pack_indices, unpack_indices
 from lightning_gradcomp.compressors.kernels.formats import BYTES, pack_values, unpack_values
-from lightning_gradcomp.compressors.kernels.topk import select
-from lightning_gradcomp.compressors.local_gradient import all_finite
+from lightning_gradcomp.compressors.kernels.topk import topk
 from tests.averaging.workers import seeded
-from tests.gpu.worlds import CASES, NAMES, Echo, Model, compression, draw_on_the_cpu, no_sum, sum_of_pair, train_pair
+from tests.gpu.worlds import CASES, NAMES, Echo, Model, Steps, draw_on_the_cpu, no_sum, sum_of_pair, train_pair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 EXACT = [
@@ -47,7 +47,7 @@ def test_messages_are_those_of_the_cpu_to_the_bit(compressor):
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 7), (1000, 1), (1000, 999), (100_003, 101), (3_000_000, 30_000)])
 def test_exactly_k_ascending_indices_of_the_largest(n, k):
     x = torch.randn(n, generator=seeded(n))
-    indices = select(x.cuda(), k)
+    indices = topk(x.cuda(), k)
     assert indices.dtype == torch.int64
     assert indices.shape == (k,)
     assert bool((indices.diff() > 0).all())
@@ -56,7 +56,7 @@ def test_exactly_k_ascending_indices_of_the_largest(n, k):
 
 def test_exactly_k_ascending_indices_of_equal_numbers():
     for x in (torch.zeros(100_000, device="cuda"), torch.ones(100_000, device="cuda")):
-        indices = select(x, 1000)
+        indices = topk(x, 1000)
         assert indices.shape == (1000,)
         assert bool((indices.diff() > 0).all())
 
@@ -77,9 +77,10 @@ def test_bits_and_codes_are_packed_as_on_the_cpu_and_read_back(n):
         (pack_bits(bits.cuda()), pack_bits(bits)),
         (unpack_bits(pack_bits(bits.cuda()), n), bits),
         (terngrad.pack(digits.cuda()), terngrad.pack(digits)),
-        (terngrad.table_of(torch.device("cuda")), terngrad.table_of(torch.device("cpu"))),
+        (terngrad.unpack(terngrad.pack(digits.cuda()), n), terngrad.unpack(terngrad.pack(digits), n)),
+        (bit_table(torch.device("cuda")), bit_table(torch.device("cpu"))),
         (twobit.pack(x.cuda(), t.cuda()), twobit.pack(x, t)),
-        (twobit.table_of(t.cuda()), twobit.table_of(t)),
+        (twobit.unpack(twobit.pack(x.cuda(), t.cuda()), n, t.cuda()), twobit.unpack(twobit.pack(x, t), n, t)),
     ):
         assert own.is_cuda
         assert torch.equal(own.cpu(), theirs)
@@ -104,22 +105,22 @@ def test_what_is_not_finite_is_seen_and_what_is_large_is_not_mistaken_for_it(val
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_gradient_that_is_not_finite_is_remembered_on_no_rank(value):
     model = Model("cuda")
-    compressed = compression(model, GradientDropping(min_elements=500), Echo())
+    compressed = Steps(model, GradientDropping(min_elements=500), Echo())
     for step in range(3):
         model.prescribe(0, step)
         if step == 2:
-            before = compressed.state_dict()
+            before = compressed.state.state_dict()
             model.parts[2].grad[3, 2, 1, 0] = value
-        compressed.average(0.1, 1.0, Stats(), False)
+        compressed.average()
     assert all(bool(part.grad.isnan().all()) for part in model.parts)
-    after = compressed.state_dict()["residual"]
+    after = compressed.state.state_dict()["residual"]
     assert all(torch.equal(part, after[name]) for name, part in before["residual"].items())
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
 def test_the_host_waits_once_a_step(cls, options, monkeypatch):
     """The exchange itself apart, which is not there."""
-    reads, read = [], exchange.read
+    reads, read = [], exchange.read_flags
 
     def waiting(flags):
         mode = torch.cuda.get_sync_debug_mode()
@@ -129,14 +130,14 @@ def test_the_host_waits_once_a_step(cls, options, monkeypatch):
         return reads[-1]
 
     monkeypatch.setattr(dist, "all_reduce", no_sum)
-    monkeypatch.setattr(exchange, "read", waiting)
+    monkeypatch.setattr(exchange, "read_flags", waiting)
     model = Model("cuda")
-    compressed = compression(model, cls(**{"min_elements": 500, **options}), Echo())
+    compressed = Steps(model, cls(**{"min_elements": 500, **options}), Echo())
     for step in range(4):
         model.prescribe(0, step)
         try:
             torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # libraries are loaded in the first
-            compressed.average(0.1, 1.0, Stats(), False)
+            compressed.average()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len(reads) == 4

@@ -9,9 +9,11 @@ import torch.distributed as dist
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.step import CompressedStep
+from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors import draws
-from lightning_gradcomp.compressors.kernels.rng import DeviceGenerator
+from lightning_gradcomp.compressors import terngrad
+from lightning_gradcomp.compressors.kernels.rng import Uniform
 from tests.averaging.workers import seeded
 
 OPTIONS = {
@@ -54,8 +56,7 @@ class Echo(Ranks):
     """A world of two in which the other rank says what this one says. Sums are left to `no_sum`."""
 
     def __init__(self):
-        super().__init__(None)
-        self.world = 2
+        super().__init__(None, world=2)
 
     def gather(self, message):
         return torch.stack([message, message])
@@ -72,8 +73,8 @@ class Pair(Ranks):
     """One of two ranks that are threads. It is its own process group, for `sum_of_pair`."""
 
     def __init__(self, rank, table, together):
-        super().__init__(None)
-        self.world, self.rank, self.table, self.together, self.group = 2, rank, table, together, self
+        super().__init__(None, world=2)
+        self.rank, self.table, self.together, self.group = rank, table, together, self
         self.messages = []
 
     def both(self, tensor):
@@ -94,10 +95,17 @@ def sum_of_pair(tensor, group, op=dist.ReduceOp.SUM):
     tensor.copy_(both.amax(0) if op == dist.ReduceOp.MAX else both.sum(0))
 
 
-def compression(model, compressor, ranks, route=None):
-    """The steps of `model`, with its optimizer where the compressor owns the momentum."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if compressor.owns_momentum else None
-    return Compression(compressor, Gradients(model, compressor), ranks, route or Route(), optimizer)
+class Steps(CompressedStep):
+    """The compressed steps of `model`, at a density of 0.1 where the compressor has one."""
+
+    def __init__(self, model, compressor, ranks, topology=None):
+        self.topology, self.steps = topology or Topology(), 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        super().__init__(compressor, Gradients(model, compressor), ranks, self.topology, optimizer)
+
+    def average(self, grad_scale=1.0):
+        compressor, self.steps = self.compressor.at(0.9), self.steps + 1
+        self.compressed(compressor, self.topology.name, self.steps, grad_scale, Stats(), False)
 
 
 def train_pair(compressor, device, steps):
@@ -106,10 +114,10 @@ def train_pair(compressor, device, steps):
 
     def work(rank):
         model, ranks = Model(device), Pair(rank, table, together)
-        compressed, averages = compression(model, compressor, ranks), []
+        compressed, averages = Steps(model, compressor, ranks), []
         for step in range(steps):
             model.prescribe(rank, step)
-            compressed.average(0.1, 1.0, Stats(), False)
+            compressed.average()
             averages.append(torch.cat([part.grad.view(-1) for part in model.parts]).cpu())
         return averages, ranks.messages
 
@@ -117,17 +125,17 @@ def train_pair(compressor, device, steps):
         return list(threads.map(work, range(2)))
 
 
-class OnTheCPU(DeviceGenerator):
+class UniformOnCPU(Uniform):
     """Draws on the CPU for any device: a GPU would draw others."""
 
-    def __init__(self, seed, device):
-        super().__init__(seed, torch.device("cpu"))
-        self.device = device
+    def __init__(self, device, *key):
+        super().__init__(torch.device("cpu"), *key)
+        self.wanted = device
 
-    def uniform(self, n, begin):
-        return super().uniform(n, begin).to(self.device)
+    def draw(self, n, begin):
+        return super().draw(n, begin).to(self.wanted)
 
 
 def draw_on_the_cpu(monkeypatch):
     """TernGrad's random numbers are the same on all devices."""
-    monkeypatch.setattr(draws, "generator", OnTheCPU)
+    monkeypatch.setattr(terngrad, "Uniform", UniformOnCPU)
