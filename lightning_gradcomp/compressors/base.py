@@ -26,6 +26,7 @@ from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import refusal
 
+
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """A method's line in docs/compressors.md, beside what can be computed.

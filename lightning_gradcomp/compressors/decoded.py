@@ -141,7 +141,10 @@ def mean_of(decoded: Sequence[Decoded], n: int, buffer: Callable[[], torch.Tenso
     chunked = [one for one in decoded if isinstance(one, Chunked)]
     if len(chunked) == len(decoded):  # all are cut alike: a chunk of all workers at a time, while it is in the cache
         for number, (start, stop) in enumerate(chunked[0].chunks):
-            total, part = chunked[0].values(number), mean[start:stop]  # what `values` returns may be a view of a payload
+            total, part = (
+                chunked[0].values(number),
+                mean[start:stop],
+            )  # what `values` returns may be a view of a payload
             for one in chunked[1:]:
                 total = torch.add(total, one.values(number), out=part)
             torch.div(total, len(chunked), out=part)
