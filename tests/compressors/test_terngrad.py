@@ -252,9 +252,7 @@ def test_the_bytes_exchanged_are_what_was_sent():
     for sent, (_, message) in zip(ranks, log, strict=True):
         payload = torch.tensor(list(message[4 * 19 :]), dtype=torch.uint8)
         scalers = torch.tensor(list(message[4 * 19 : 4 * 19 + 8]), dtype=torch.uint8).view(torch.float32)
-        assert torch.equal(
-            unpack(payload[8 + 360 // 5 :], 300).view(12, 25) * scalers[1], sent.float()
-        )
+        assert torch.equal(unpack(payload[8 + 360 // 5 :], 300).view(12, 25) * scalers[1], sent.float())
 
 
 def test_a_tensor_is_padded_to_a_whole_byte():
