@@ -32,7 +32,7 @@ from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.app.models import build
 from lightning_gradcomp.app.options.training import SGD
 from lightning_gradcomp.app.quiet import quiet
-from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+from lightning_gradcomp.plugin import CommunicationMonitor
 
 EPOCHS = 10
 

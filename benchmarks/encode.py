@@ -24,11 +24,11 @@ from matplotlib.axes import Axes
 import lightning_gradcomp as lgc
 from benchmarks import report
 from benchmarks.methods import compressor
-from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.averaging.workers import Ranks
 
 TENSORS = 20
 
@@ -80,9 +80,7 @@ def measure(elements: int, methods: list[str], device: torch.device, steps: int)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         ranks = Ranks(dist.group.WORLD)
         models[method] = model
-        compressions[method] = Compression(
-            how, Gradients(model, how), ranks, Route(), optimizer if how.owns_momentum else None
-        )
+        compressions[method] = CompressedStep(how, Gradients(model, how), ranks, Topology(), optimizer)
     plain = passes(torch.randn(elements, device=device))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in [*plain, *methods]}
     for step in range(steps + 2):
@@ -90,8 +88,8 @@ def measure(elements: int, methods: list[str], device: torch.device, steps: int)
         for method, compression in compressions.items():
             models[method].new_gradients()
             stats = Stats()
-            density = 1 - compression.compressor.final_sparsity
-            compression.average(density, 1.0, stats, False)
+            final = compression.compressor.at(compression.compressor.final_sparsity)
+            compression.compressed(final, "all_gather", step, 1.0, stats, False)
             figures[method] = (1e3 * stats.seconds["compress"], 1e3 * stats.seconds["decompress"])
         if step >= 2:  # the first find their buffers
             for name, pair in figures.items():

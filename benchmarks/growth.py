@@ -19,10 +19,9 @@ from matplotlib.axes import Axes
 import lightning_gradcomp as lgc
 from benchmarks import report, started
 from benchmarks.methods import compressor, network
-from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
-from lightning_gradcomp.averaging.topology import Topology
 
 CHOICES = ("all_gather", "two_phase", "server")
 
@@ -31,10 +30,7 @@ def formula(model: torch.nn.Module, method: str, topology: str, world: int) -> i
     """Bytes that the rank which sends the most would send."""
     how = compressor(method)
     assert isinstance(how, lgc.Lossy)
-    ranks = Ranks(None)
-    ranks.world = world
-    compression = Compression(how, Gradients(model, how), ranks, Route(), None)
-    return compression.traffic(1 - how.final_sparsity, topology)
+    return traffic(how.at(how.final_sparsity), Gradients(model, how), Ranks(None, world), topology)
 
 
 def measured(arguments: argparse.Namespace, world: int) -> dict[str, int]:

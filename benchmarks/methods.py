@@ -15,7 +15,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.app.models import build
 from lightning_gradcomp.averaging import Stats
 from lightning_gradcomp.plugin.buffers import spare_buffers
-from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
+from lightning_gradcomp.plugin.ddp_hook import DDPHook
 
 WHOLE = 1_000_000
 """MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""
@@ -76,15 +76,15 @@ class Switched:
     ) -> None:
         self._ddp, self.averager, self._optimizer = DistributedDataParallel(model), averager, optimizer
         spare_buffers(self._ddp, averager.compressor)
-        self._switch = DDPSwitch(self._ddp)
+        self._hook = DDPHook(self._ddp)
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> Stats:
-        self._switch.before_backward(self.averager, None)
+        self._hook.before_backward(self.averager, None)
         forward_backward(self._ddp, images, labels)
-        self._switch.after_backward(self.averager)
+        self._hook.after_backward(self.averager)
         with self.averager.taken_over(self._optimizer):
             self._optimizer.step()
-        self._switch.spent()
+        self._hook.after_optimizer_step()
         return self.averager.stats
 
 

@@ -36,11 +36,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         torch.manual_seed(0)  # the same weights on every rank
         steps[method] = stepper(method, network(arguments.model))
     for method, step in steps.items():
-        if isinstance(step, Switched) and step.averager.trial:
-            while not step.averager.trial.outcome:
+        if isinstance(step, Switched) and step.averager.autotune:
+            while not step.averager.autotune.outcome:
                 step(images, labels)
             if rank == 0:
-                print(f"{method}: {step.averager.modelled}. {step.averager.trial.outcome}", flush=True)
+                print(f"{method}: {step.averager.autotune.outcome}", flush=True)
     seconds: dict[str, list[list[float]]] = {method: [] for method in steps}
     costs: dict[str, list[Stats | None]] = {method: [] for method in steps}
     for turn in range(arguments.turns + 1):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from math import lgamma, log, log2
+from math import lgamma, log
 from pathlib import Path
 
 import torch
@@ -22,12 +22,11 @@ from matplotlib.axes import Axes
 import lightning_gradcomp as lgc
 from benchmarks import report
 from lightning_gradcomp.app.models import build
-from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count, count_each
-from lightning_gradcomp.compressors.wire import index_bytes
-from lightning_gradcomp.averaging.topology import Topology
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "ResNet-18, 32x32, 10 classes": lambda: build("resnet18", channels=3, classes=10),
@@ -74,19 +73,13 @@ def kept(compressor: lgc.Lossy, gradients: Gradients) -> int:
 
 def measure(compressor: lgc.Lossy, model: torch.nn.Module) -> dict[str, float | int | None]:
     """Of one step at N=2: bytes, ratio to dense, index bits an entry and their entropy, the bound of the whole step."""
-    pair = Ranks(None)
-    pair.world = 2
     gradients = Gradients(model, compressor)
-    n, density = gradients.layout.n, 1 - compressor.final_sparsity
-    dense = dense_traffic(4 * gradients.flat.numel(), 2)
-    step = Compression(compressor, gradients, pair, Route(), None).traffic(density, "all_gather")
+    n, dense = gradients.layout.n, dense_traffic(gradients.nbytes, 2)
+    step = traffic(compressor.at(compressor.final_sparsity), gradients, Ranks(None, 2), "all_gather")
     index_bits = entropy = bound = None
     if k := kept(compressor, gradients):
         index_bits, entropy = 8 * index_bytes(n, k) / k, log2_choose(n, k) / k
         bound = step - k * (index_bits - entropy) / 8
-    elif isinstance(compressor, (lgc.TernGrad, lgc.TwoBit)):
-        payload = sum(size for _, size in compressor.messages(gradients.layout, density))
-        bound = step - payload + n * log2(3) / 8
     return {
         "bytes": step, "ratio": dense / step, "index_bits": index_bits, "index_entropy": entropy, "bound": bound,
     }  # fmt: skip

@@ -13,10 +13,9 @@ import torch
 
 from lightning_gradcomp import Compressor, Lossy, entries
 from lightning_gradcomp.app.models import build
-from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
-from lightning_gradcomp.averaging.topology import Topology
 
 PAGE = Path(__file__).with_name("compressors.md")
 MARKED = re.compile(r"(<!-- methods -->\n).*?(\n<!-- end -->)", re.DOTALL)
@@ -33,16 +32,18 @@ def page_of(name: str) -> str:
 
 def step(compressor: Compressor, model: torch.nn.Module) -> tuple[float, float, list[str]]:
     """Bits an element of what is compressed, dense traffic over traffic, and the collectives, of one step at N=2."""
-    pair = Ranks(None)
-    pair.world = 2
     gradients = Gradients(model, compressor)
-    dense = dense_traffic(4 * gradients.flat.numel(), 2)
+    dense = dense_traffic(gradients.nbytes, 2)
     if not isinstance(compressor, Lossy):
-        return 8.0 * compressor.wire.itemsize, 4 / compressor.wire.itemsize, ["all-reduce, in DDP's buckets"]
-    density = 1 - compressor.final_sparsity
-    messages = compressor.messages(gradients.layout, density)
+        return (
+            8.0 * compressor.wire_dtype.itemsize,
+            4 / compressor.wire_dtype.itemsize,
+            ["all-reduce, in DDP's buckets"],
+        )
+    final = compressor.at(compressor.final_sparsity)
+    messages = final.messages(gradients.layout)
     bits = 8 * sum(size for _, size in messages) / gradients.layout.n
-    ratio = dense / Compression(compressor, gradients, pair, Route(), None).traffic(density, "all_gather")
+    ratio = dense / traffic(final, gradients, Ranks(None, 2), "all_gather")
     return bits, ratio, [COLLECTIVES[how] for how, _ in messages]
 
 

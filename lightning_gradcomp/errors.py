@@ -1,8 +1,19 @@
-"""How the package says no: what was asked, what it got, what it allows."""
+"""Errors for options: what was asked, what it got, what is allowed."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite whole or floating-point number; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether `value` is a whole number; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def refusal(what: str, got: Any, allowed: str) -> ValueError:

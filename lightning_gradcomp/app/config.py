@@ -14,12 +14,12 @@ from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files
 from lightning_gradcomp.app.options.limits import at_least, one_of
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
 from lightning_gradcomp.app.options.training import OPTIMIZERS, SGD, Model, Optimizer, Trainer
+from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.registry import entries
-from lightning_gradcomp.averaging.topology import resolve
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging import cost
-from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.cost import Link, Work
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.topology import SHARDED, not_sharded_because
+from lightning_gradcomp.averaging.traffic import messages, traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
-from lightning_gradcomp.averaging.topology import TOPOLOGIES, Route, topologies_for
 
 RING = "ring"
 """How dense gradients travel."""
@@ -75,22 +75,18 @@ def topologies(compressor: Compressor) -> tuple[str, ...]:
     """How its messages can travel."""
     if not isinstance(compressor, Lossy):
         return (RING,)
-    possible = topologies_for(compressor)
-    return tuple(topology for topology in TOPOLOGIES if topology in possible and topology != "auto")
+    return ("all_gather",) if not_sharded_because(compressor) else ("all_gather", *SHARDED)
 
 
-def traffic(compressor: Compressor, model: nn.Module, topology: str, workers: int) -> Bytes:
+def bytes_of_step(compressor: Compressor, model: nn.Module, topology: str, workers: int) -> Bytes:
     """What `compressor` sends of the model's gradients in a compressed step, of the rank that sends the most."""
     gradients = Gradients(model, compressor)
     if not isinstance(compressor, Lossy):
-        payload = gradients.flat.numel() * compressor.wire.itemsize
+        payload = gradients.n * compressor.wire_dtype.itemsize
         return Bytes(payload, dense_traffic(payload, workers), ())
-    density = 1 - compressor.final_sparsity
-    ranks = Ranks(None)
-    ranks.world = workers
-    compression = Compression(compressor, gradients, ranks, Route(), None)
-    payload = sum(size for _, size in compressor.messages(gradients.layout, density))
-    return Bytes(payload, compression.traffic(density, topology), tuple(compression.messages(density)))
+    final = compressor.at(compressor.final_sparsity)
+    payload = sum(size for _, size in final.messages(gradients.layout))
+    return Bytes(payload, traffic(final, gradients, Ranks(None, workers), topology), tuple(messages(final, gradients)))
 
 
 class Forecast:
@@ -106,7 +102,9 @@ class Forecast:
         self.computation, self.methods = computation, methods
         self.elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         outline = Outline(model)
-        self.bytes = cache(lambda method, topology, workers: traffic(methods[method][0], outline, topology, workers))
+        self.bytes = cache(
+            lambda method, topology, workers: bytes_of_step(methods[method][0], outline, topology, workers)
+        )
         """(method, topology, workers) -> `Bytes`."""
 
     def dense(self, workers: int, link: Link) -> float:

@@ -25,7 +25,7 @@ from lightning_gradcomp.app.mixing import mixer
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.quiet import quiet
 from lightning_gradcomp.app.trainer import LAST, build_trainer, keeps
-from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+from lightning_gradcomp.plugin import CommunicationMonitor
 
 DRY_BATCH = 2
 """Images a rank and step of a dry run."""

@@ -15,7 +15,7 @@ from lightning_gradcomp.app.loggers import loggers
 from lightning_gradcomp.app.progress import WireBar
 from lightning_gradcomp.app.randomness import RandomState
 from lightning_gradcomp.app.stopping import SaveWhenStopped
-from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+from lightning_gradcomp.plugin import CommunicationMonitor
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 

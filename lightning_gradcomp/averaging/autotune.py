@@ -81,8 +81,8 @@ class Autotune:
         if not affordable:
             return DENSE
         if not self._times:
-            if self._tried_at is not None and density > self._tried_at / 2:
-                return self.choice if self.choice in (DENSE, *affordable) else affordable[0]
+            if self.choice is not None and self._tried_at is not None and density > self._tried_at / 2:
+                return self.choice if self.choice == DENSE or self.choice in affordable else affordable[0]
             candidates = [name for name in self._topologies if name in affordable]
             if self.choice not in (None, DENSE) and len(candidates) == 1:
                 return candidates[0]
@@ -131,8 +131,8 @@ class Autotune:
         what = "dense" if best == DENSE else f"compressed ({best})"
         listed = ", ".join(f"{1e3 * seconds:.1f} ms {name}" for name, seconds in takes.items())
         self.outcome = (
-            f"Steps are {what} from now on: one takes {listed} (a quarter of {len(known[best])} steps took less, of the "
-            "slowest rank)"
+            f"Steps are {what} from now on: one takes {listed} (a quarter of {len(known[best])} steps took less, of "
+            "the slowest rank)"
         )
         return True
 

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging import step
 from lightning_gradcomp.averaging.autotune import CANDIDATES, DENSE, Autotune
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats, residual_to_gradient
+from lightning_gradcomp.averaging.step import CompressedStep, average_dense
 from lightning_gradcomp.averaging.topology import not_sharded_because, resolve
+from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import workers
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
@@ -115,12 +116,13 @@ class GradientAverager:
         """Whether the gradients are the average of a compressed step, in which momentum is contained."""
         self.gradients = Gradients(model, self.compressor)
         self._decision: tuple[Any, Decision] | None = None
-        self._compressed: step.CompressedStep | None = None
+        self._known_traffic: dict[str, tuple[Any, int]] = {}
+        self._compressed: CompressedStep | None = None
         self._topologies = [route.name]
         self.autotune: Autotune | None = None
         """With topology="auto": finds out what is quickest."""
         if isinstance(self.compressor, Lossy):
-            self._compressed = step.CompressedStep(self.compressor, self.gradients, self.ranks, route, optimizer)
+            self._compressed = CompressedStep(self.compressor, self.gradients, self.ranks, route, optimizer)
             if route.name == "auto":
                 sharded = self.ranks.workers > 2 and not_sharded_because(self.compressor) is None
                 self._topologies = list(CANDIDATES) if sharded else ["all_gather"]
@@ -153,7 +155,7 @@ class GradientAverager:
         if not sparsity:
             return Decision()
         compressor, dense = self._compressed.compressor.at(sparsity), self._dense_traffic()
-        affordable = [name for name in self._topologies if self._compressed.traffic(compressor, name) < dense]
+        affordable = [name for name in self._topologies if self._traffic(compressor, name) < dense]
         topology = affordable[0] if affordable else DENSE
         if self.autotune:
             topology = self.autotune.choose(1 - sparsity, affordable)
@@ -177,7 +179,7 @@ class GradientAverager:
     @property
     def state(self) -> State | None:
         """What this rank has not sent yet; None for a baseline, which sends everything."""
-        return self._compressed and self._compressed.state.compressed
+        return self._compressed.state.compressed if self._compressed else None
 
     @property
     def settled(self) -> bool:
@@ -225,7 +227,7 @@ class GradientAverager:
         if self.dense_step:
             stats = Stats()
             with stats.phase("exchange"):
-                self.flagged = step.dense(self.compressor, self.gradients, self.ranks, grad_scale, self.flag)
+                self.flagged = average_dense(self.compressor, self.gradients, self.ranks, grad_scale, self.flag)
             self.after_dense_step(grad_scale=grad_scale, seconds=stats.seconds["exchange"])
             return
         assert self._compressed is not None
@@ -262,15 +264,22 @@ class GradientAverager:
     def _end_step(self) -> None:
         decision = self.decision
         self.steps += 1
-        if self.autotune and self.autotune.step_ended(decision.topology, 1 - decision.sparsity):
-            if self.autotune.choice == DENSE and self.ranks.rank == 0:
-                what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
-                warnings.warn(f"{what} topology='all_gather' compresses all the same.", stacklevel=2)
+        decided = self.autotune and self.autotune.step_ended(decision.topology, 1 - decision.sparsity)
+        if self.autotune and decided and self.autotune.choice == DENSE and self.ranks.rank == 0:
+            what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
+            warnings.warn(f"{what} topology='all_gather' compresses all the same.", stacklevel=2)
 
     def taken_over(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """For the length of `optimizer.step()`: no momentum or weight decay where the average already holds them."""
         state = self.state
         return state.stepping(optimizer) if self._holds_momentum and state is not None else nullcontext()
+
+    def _traffic(self, compressor: Lossy, topology: str) -> int:
+        """Bytes that a step of this compressor sends; known for the latest sparsity."""
+        key = topology, getattr(compressor, "sparsity", 0.0), self.gradients
+        if self._known_traffic.get(topology, (None, 0))[0] != key:
+            self._known_traffic[topology] = key, traffic(compressor, self.gradients, self.ranks, topology)
+        return self._known_traffic[topology][1]
 
     def _dense_traffic(self) -> int:
         return self.ranks.dense_traffic(self.gradients.nbytes)
@@ -290,14 +299,14 @@ class GradientAverager:
         tried = f" {self.autotune.describe()}." if self.autotune else ""
         return f"{name}: {self._describe_message(self._compressed)}, against {dense:,} dense ({where}).{tried}"
 
-    def _describe_message(self, compressed: step.CompressedStep) -> str:
+    def _describe_message(self, compressed: CompressedStep) -> str:
         gradients, sparsity = self.gradients, compressed.compressor.final_sparsity
         if not gradients.compressed:
             return "no tensor is large enough to be compressed, all travel dense"
         final = compressed.compressor.at(sparsity)
-        sent = [f"{compressed.traffic(final, name):,} bytes sent" for name in self._topologies]
         between = "" if self.ranks.per_worker == 1 else " between nodes"
-        listed = " or ".join(f"{bytes_}{between} a step by {name}" for bytes_, name in zip(sent, self._topologies))
+        sent = [f"{self._traffic(final, name):,} bytes sent{between} a step by {name}" for name in self._topologies]
+        listed = " or ".join(sent)
         at_sparsity = f"at sparsity {sparsity:g} " if hasattr(compressed.compressor, "sparsity") else ""
         return (
             f"{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "

@@ -33,7 +33,9 @@ def check_state(state: Any, kinds: Iterable[str]) -> None:
     memory = state["memory"]
     if memory and (lacking := [kind for kind in kinds if kind not in memory]):
         got = f"a state of another method, with {', '.join(sorted(memory))}"
-        raise refusal("the state of GradientAverager", got, f"one with {', '.join(lacking)}, which this compressor keeps")
+        raise refusal(
+            "the state of GradientAverager", got, f"one with {', '.join(lacking)}, which this compressor keeps"
+        )
 
 
 def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,16 +1,26 @@
-"""When the ranks lose each other: an error that says which rank noticed, at which step, doing what, and who is missing.
+"""Errors for lost ranks: which rank noticed, at which step, in which phase, and which ranks are missing.
 
 torch.distributed reports a lost peer as a RuntimeError with an address in it, or a timeout without. Every rank that
-fails leaves word in the store that the ranks met in, so the others can tell who has not.
+fails writes the reason into the store that the ranks met in, so that the others can name those that have not.
+
+A store whose server is stopped, or behind a dead network, answers nothing: a TCPStore call then blocks without limit,
+also one with a timeout. Every call here is therefore made in a daemon thread, on a connection of its own (a blocked
+call locks its connection), and is waited for `STORE_SECONDS` at most.
+
+gloo's destructors wait for a lost peer as long as its collectives do. After an `ExchangeFailed`, a process that takes
+longer than `EXIT_SECONDS` to end is therefore ended by SIGALRM, once all other exit handlers are done.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import re
+import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,17 +30,39 @@ LOST = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed? ?out|applicat
 """What the messages of torch.distributed about lost peers have in common; gloo's are plain RuntimeErrors."""
 TIMEOUT = timedelta(minutes=5)
 """How long to wait for other ranks by default: torch's 30 minutes are long for ranks that have died, or hang."""
-PATIENCE = 2.0
-"""Seconds to wait for word from the others. Lightning kills a run's processes 5 s after one of them has died."""
+STORE_SECONDS = 2.0
+"""Seconds to wait for the other ranks' reasons. Lightning kills a run's processes 5 s after one of them has died."""
+EXIT_SECONDS = 2.0
+"""Seconds that the interpreter gets, after an `ExchangeFailed` and the exit handlers, to end."""
 
 
 class ExchangeFailed(RuntimeError):
     """The other ranks can't be reached."""
 
 
+class _Exit:
+    """Limits the time that the interpreter takes to end, once `limited` is set."""
+
+    limited = False
+
+    def __call__(self) -> None:
+        if self.limited:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
+
+
+_exit = _Exit()
+atexit.register(_exit)  # handlers run in the reverse order: those of loggers, which are registered later, before it
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether `error` is torch.distributed's about a rank that can't be reached."""
+    return isinstance(error, RuntimeError) and bool(LOST.search(str(error))) and dist.is_initialized()
+
+
 @contextmanager
 def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn a failed collective inside into an `ExchangeFailed` that names rank, step, phase, and who is missing.
+    """Turn a failed collective inside into an `ExchangeFailed` that names rank, step, phase, and the missing ranks.
 
     Args:
         step: optimizer steps done so far.
@@ -42,41 +74,53 @@ def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> 
     except ExchangeFailed:
         raise
     except RuntimeError as error:
-        if not LOST.search(str(error)) or not dist.is_initialized():
+        if not is_lost_peer(error):
             raise
-        rank = dist.get_rank()
-        where, cause = f"rank {rank} of {dist.get_world_size()}, step {step}, {doing}", str(error).splitlines()[0]
-        # At once: where a process has died, its launcher may end this one before it comes to raise anything.
-        log.error(f"{where}: lost the other ranks")
-        leave_word(f"lost the others at step {step} ({doing})")
-        raise ExchangeFailed(f"{where}: the exchange failed; {_missing(rank, group)} [{cause}]") from error
+        raise ExchangeFailed(explanation(error, step, doing, group)) from error
 
 
-def leave_word(what: str) -> None:
-    """Tell the other ranks why this one ends. Nothing happens where they can't be told."""
-    try:
-        _store().set(_key(dist.get_rank()), what)
-    except (RuntimeError, ValueError):  # no process group any more, or its store has gone with rank 0
-        return
+def explanation(error: BaseException, step: int, doing: str, group: dist.ProcessGroup | None = None) -> str:
+    """The message for a failed collective, which is logged and told the other ranks, in `STORE_SECONDS` at most."""
+    _exit.limited = True
+    rank = dist.get_rank()
+    where, cause = f"rank {rank} of {dist.get_world_size()}, step {step}, {doing}", str(error).splitlines()[0]
+    # Logged at once: where a process has died, its launcher may end this one before it raises anything.
+    log.error(f"{where}: lost the other ranks")
+    others = [other for other in dist.get_process_group_ranks(group or dist.group.WORLD) if other != rank]
+    reasons: dict[int, str] = {}
+
+    def ask(store: dist.Store) -> None:
+        store.set(_key(rank), f"lost the others at step {step} ({doing})")
+        deadline = time.monotonic() + STORE_SECONDS
+        for other in others:
+            left = max(0.01, deadline - time.monotonic() - 0.2)
+            with suppress(RuntimeError):  # no reason: it still runs, hangs, or was killed
+                store.wait([_key(other)], timedelta(seconds=left))
+                reasons[other] = store.get(_key(other)).decode()
+
+    _with_store(ask)
+    missing = (f"rank {other} {reasons.get(other, 'gives no sign of life')}" for other in others)
+    return f"{where}: the exchange failed; {', '.join(missing)} [{cause}]"
 
 
-def _missing(rank: int, group: dist.ProcessGroup | None) -> str:
-    deadline = time.monotonic() + PATIENCE
-    words = []
-    for other in dist.get_process_group_ranks(group or dist.group.WORLD):
-        if other == rank:
-            continue
-        left = max(0.01, deadline - time.monotonic())
-        try:
-            _store().wait([_key(other)], timedelta(seconds=left))
-            words.append(f"rank {other} {_store().get(_key(other)).decode()}")
-        except (RuntimeError, ValueError):
-            words.append(f"rank {other} gives no sign of life")
-    return ", ".join(words)
+def post_reason(what: str) -> None:
+    """Tell the other ranks why this one ends, where they can be told; in `STORE_SECONDS` at most."""
+    if dist.is_initialized():
+        key = _key(dist.get_rank())
+        _with_store(lambda store: store.set(key, what))
 
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()  # torch has no public name for it
+def _with_store(use: Callable[[dist.Store], None]) -> None:
+    """Call `use` with a connection to the ranks' store; wait for it `STORE_SECONDS` at most."""
+    store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+
+    def run() -> None:
+        with suppress(RuntimeError, ValueError):  # the store has ended with rank 0
+            use(store.clone())
+
+    thread = threading.Thread(target=run, name="store", daemon=True)
+    thread.start()
+    thread.join(STORE_SECONDS)
 
 
 def _key(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""The gradients of a model's trainable parameters as flat fp32 buffers: of the compressed ones, and of the dense ones."""
+"""The gradients of a model's trainable parameters as flat fp32 buffers: the compressed ones and the dense ones."""
 
 from __future__ import annotations
 

@@ -98,8 +98,7 @@ class EchoRanks(Ranks):
     """Workers that send what this one sends, at once."""
 
     def __init__(self, others: int) -> None:
-        super().__init__(None)
-        self.world = 1 + others
+        super().__init__(None, 1 + others)
 
     def gather(self, message: torch.Tensor) -> torch.Tensor:
         return message.repeat(self.world, 1)
@@ -116,12 +115,12 @@ def _step_seconds(compressor: Lossy, gradients: Gradients, others: int) -> list[
     sgd = torch.optim.SGD(gradients.compressed, lr=0.0, momentum=0.9)
     step = CompressedStep(compressor, gradients, EchoRanks(others), Topology(), sgd)
     generator = torch.Generator(gradients.device).manual_seed(0)
-    local = [torch.randn(p.shape, generator=generator, device=gradients.device).to(p) for p in gradients.compressed]
-    kept = [parameter.grad for parameter in gradients.compressed]
+    local = [torch.randn(p.shape, generator=generator, device=gradients.device).to(p) for p in gradients.parameters]
+    kept = [parameter.grad for parameter in gradients.parameters]
     final = compressor.at(compressor.final_sparsity)
 
     def prepare() -> None:
-        for parameter, gradient in zip(gradients.compressed, local, strict=True):
+        for parameter, gradient in zip(gradients.parameters, local, strict=True):
             parameter.grad = gradient.clone()
 
     times = []
@@ -129,7 +128,7 @@ def _step_seconds(compressor: Lossy, gradients: Gradients, others: int) -> list[
         prepare()
         call = partial(step.compressed, final, "all_gather", number, 1.0, Stats(), False)
         times.append(timed(call, gradients.device)[0])
-    for parameter, grad in zip(gradients.compressed, kept, strict=True):
+    for parameter, grad in zip(gradients.parameters, kept, strict=True):
         parameter.grad = grad
     return times[1:]
 

@@ -1,4 +1,4 @@
-"""A cheap alarm for replicas that have drifted apart: a checksum of every parameter, compared over the ranks."""
+"""Compares a checksum of every parameter over the ranks, to find replicas that differ."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+
+from lightning_gradcomp.averaging.workers import all_gather_single
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -31,7 +33,7 @@ def compare_replicas(
     names, sums = zip(*((name, checksum(parameter)) for name, parameter in named), strict=True)
     own = torch.stack(sums)
     everyone = own.new_empty(dist.get_world_size(group) * len(own))
-    dist.all_gather_into_tensor(everyone, own, group=group)
+    all_gather_single(everyone, own, group)
     differs = everyone.view(-1, len(own)) != everyone[: len(own)]
     if differs.any():
         first = int(differs.any(0).int().argmax())

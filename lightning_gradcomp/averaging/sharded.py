@@ -1,11 +1,14 @@
 """Topologies with shards: each worker averages one shard of the gradient, and sends the mean to all.
 
 "two_phase": payloads of a shard go to the worker that owns it. It decodes them, adds them in the workers' order,
-divides, compresses the mean again, and sends that to everyone. What the second compression leaves out stays in a
-residual of the owner's and is added to its next mean (error feedback on the server's side: DoubleSqueeze, Tang et al.
-2019, Algorithm 1). All workers decode the same bytes, so replicas are equal to the bit. A worker sends about twice its
-payload whatever the number of workers; in an all-gather, N - 1 times. With sparse payloads the second selection keeps
-the average as sparse as one worker's (as in Ok-Topk, Li and Hoefler 2022).
+divides, compresses the mean again, and sends that to everyone. All workers decode the same bytes, so replicas are equal
+to the bit. A worker sends about twice its payload whatever the number of workers; in an all-gather, N - 1 times.
+
+What the second compression changes stays in a residual of the owner's and is added to its next mean (error feedback on
+the server's side: DoubleSqueeze, Tang et al. 2019, Algorithm 1). Sparse payloads are selected a second time, which
+keeps the average as sparse as one worker's. What that selection leaves out has not been applied, so it stays with the
+workers that sent it, and momentum factor masking does not touch it (as in Ok-Topk, Li and Hoefler 2022): DGC trains
+worse where the owner keeps it and the workers' momentum is stopped all the same.
 
 Nothing is lost: applied so far + mean of the workers' states + the shards' residuals = mean of all gradients so far.
 
@@ -23,36 +26,16 @@ from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors.base import Lossy, PayloadCodec
-from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Dense, concatenate, mean_of
+from lightning_gradcomp.compressors.base import PayloadCodec
+from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Dense, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
-from lightning_gradcomp.compressors.layout import Layout, Shard
+from lightning_gradcomp.compressors.layout import Layout
 
 
 def split_dense(n: int, workers: int) -> list[int]:
     """How many of n uncompressed elements each worker averages."""
     whole, more = divmod(n, workers)
     return [whole + (worker < more) for worker in range(workers)]
-
-
-def traffic(compressor: Lossy, layout: Layout, dense: int, flags: int, ranks: Ranks, *, dense_pull: bool) -> int:
-    """Bytes that the worker which sends the most sends in a step.
-
-    Args:
-        layout: what is compressed.
-        dense: number of uncompressed elements.
-        flags: number of flags.
-    """
-    push, pull = [], []
-    for shard, own in zip(layout.shards(ranks.workers), split_dense(dense, ranks.workers), strict=True):
-        there, back = compressor.shard_bytes(shard.layout, ranks.workers, dense_pull) if shard.layout.n else (0, 0)
-        back = value_bytes(shard.layout.n, compressor.dense_values) if dense_pull and shard.layout.n else back
-        push.append(Frame(own, compressor.dense_values, there, flags).length)
-        pull.append(Frame(own, "fp32", back, flags).length)
-    messages = compressor.messages(layout)
-    before = sum(ranks.maximum_traffic(length) for how, length in messages if how == "maximum")
-    fewest = push.index(min(push))
-    return before + ranks.scatter_traffic(push, fewest) + ranks.gather_traffic(max(pull))
 
 
 class DensePull:
@@ -100,18 +83,30 @@ class ShardResidual:
         mean.add_(self.residual)
 
     def subtract(self, mean: torch.Tensor, sent: Decoded) -> None:
-        """Keep what was not sent of `mean`, once the step is committed."""
-        self._next = mean.clone()
-        sent.subtract_from(self._next)
+        """Keep what the second compression changed of `mean`, once the step is committed.
 
-    def commit(self, moved: Set[str]) -> None:
-        """Make the step count, for parameters that had a gradient on any rank."""
-        if self._next is None:  # the compressor's sums are exact
-            return
+        Entries that a sparse payload leaves out keep their residual: the rest of their mean stays with the workers.
+        """
+        if isinstance(sent, Sparse):
+            self._next = self.residual.clone()
+            self._next[sent.indices] = mean[sent.indices] - sent.values
+        else:
+            self._next = mean.clone()
+            sent.subtract_from(self._next)
+
+    def commit(self, moved: Set[str]) -> bool:
+        """Make the step count, for parameters that had a gradient on any rank.
+
+        Returns:
+            Whether the step has used the residual. It has not where the compressor's sums are exact.
+        """
+        if self._next is None:
+            return False
         for name, (start, stop) in zip(self.own.layout.names, self.own.layout.bounds, strict=True):
             if name not in moved:
                 self._next[start:stop] = self.residual[start:stop]
         self.residual, self._next, self.used = self._next, None, True
+        return True
 
     def clear(self) -> None:
         """Forget everything, after all of it was sent."""
@@ -163,7 +158,7 @@ class ShardedExchange(Exchange):
     ) -> None:
         super().__init__(ranks, step, dense, dense_values, finite, present, stats, buffer)
         self._residual, self.dense_pull = residual, dense_pull
-        self.shards: Sequence[Shard] = residual.shards
+        self.shards = residual.shards
         self._dense_sizes = split_dense(dense.numel(), ranks.workers)
         self._scattered, self._shard_mean = False, dense[:0]
 
@@ -213,7 +208,7 @@ class ShardedExchange(Exchange):
 
     def mean_of_payloads(self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[Decoded, Decoded]:
         """Encodes each shard for its owner, averages the own shard, and encodes and gathers the means."""
-        shards, own = self.shards, self._residual.own.layout
+        shards, own = self._residual.shards, self._residual.own.layout
         pull = DensePull(self._dense_values) if self.dense_pull else codec
         with self.phase("compress"):
             pushed = [_encode(codec, shard.of(flat), shard.layout) for shard in shards]
@@ -232,8 +227,10 @@ class ShardedExchange(Exchange):
         with self.phase("decompress"):
             means = [_decode(pull, row, shard.layout) for shard, row in zip(shards, payloads, strict=True)]
             starts = [shard.start for shard in shards]
-            whole = mean_of([concatenate(means, starts)], layout.n, self.buffer)
-            return whole, concatenate([decoded for _, decoded in pushed], starts)
+            applied, own_sent = concatenate(means, starts), concatenate([decoded for _, decoded in pushed], starts)
+            if isinstance(applied, Sparse) and isinstance(own_sent, Sparse):
+                own_sent = own_sent.only(torch.isin(own_sent.indices, applied.indices, assume_unique=True))
+            return mean_of([applied], layout.n, self.buffer), own_sent
 
 
 # A shard is empty where there are more workers than rows.

@@ -24,8 +24,8 @@ class Stats:
         dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent, on the same terms.
         sparsity: what the schedule asked for, 0 in a dense step.
         seconds: by phase: compress, exchange, decompress. Host clock.
-        residual_to_gradient: L2 norm of what was not sent after the step over that of the gradient in it, if it was asked
-            for and something is remembered.
+        residual_to_gradient: L2 norm of what was not sent after the step over that of the gradient in it, if it was
+            asked for and something is remembered.
         norm_seconds: what that has taken.
     """
 
@@ -54,7 +54,7 @@ class Stats:
 def residual_to_gradient(
     gradients: Sequence[torch.Tensor], state: State, stats: Stats, grad_scale: float
 ) -> Iterator[None]:
-    """Around a compressed step: records `residual_to_gradient` in `stats`. Two passes over the model, on this rank alone.
+    """Around a compressed step: records `residual_to_gradient` in `stats`. Two passes over the model; local.
 
     A residual that error feedback keeps in check stays at some multiple of the gradient; one that grows without end,
     while the gradient does not shrink, says that the compressor can't carry what training needs.

@@ -1,7 +1,7 @@
 """One averaging step, top to bottom: collect, compensate, encode, exchange, decode, agree, commit, assign.
 
-There are three kinds. `dense`: everything is sent, nothing is remembered. `compressed`: what is not sent is remembered.
-`sparse_to_dense`: the first dense step after compressed ones sends all that is remembered too.
+There are three kinds. `average_dense`: everything is sent, nothing is remembered. `compressed`: what is not sent is
+remembered. `sparse_to_dense`: the first dense step after compressed ones sends all that is remembered too.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_gradcomp.averaging import sharded
 from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean
-from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.sharded import ShardedExchange
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.topology import SHARDED, Topology
+from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.worker_state import WorkerState
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor, Lossy
@@ -23,7 +21,7 @@ from lightning_gradcomp.compressors.decoded import Dense, all_finite
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
 
-def dense(compressor: Compressor, gradients: Gradients, ranks: Ranks, grad_scale: float, flag: bool) -> bool:
+def average_dense(compressor: Compressor, gradients: Gradients, ranks: Ranks, grad_scale: float, flag: bool) -> bool:
     """`p.grad` becomes the mean over the ranks, sent as the compressor's `wire_dtype`.
 
     Returns:
@@ -58,13 +56,11 @@ class CompressedStep:
         self.compressor, self.ranks, self.gradients = compressor, ranks, gradients
         self.state = WorkerState(compressor, gradients, ranks, topology, optimizer)
         self._buffer = torch.empty(0)
-        self._traffic: dict[tuple[str, float], int] = {}
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients; what is remembered follows by name."""
         self.state.lay_out(gradients)
         self.gradients, self._buffer = gradients, torch.empty(0)
-        self._traffic.clear()
 
     def compressed(
         self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flag: bool
@@ -182,8 +178,7 @@ class CompressedStep:
         gradients, state = self.gradients, self.state
         gradients.compressed_flat = state.compressed.commit(moved, gradients.compressed_flat)
         gradients.dense_flat = state.dense.commit(moved, gradients.dense_flat)
-        if state.shard:
-            state.shard.commit(moved)
+        state.commit_shard(moved)
 
     def _names(self, marked: list[bool]) -> set[str]:
         return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
@@ -197,46 +192,6 @@ class CompressedStep:
         views = gradients.layout.views(momentum)
         named = zip(gradients.layout.names, gradients.compressed, views, strict=True)
         return {parameter: view.clone() for name, parameter, view in named if name in state.started}
-
-    # What a step sends
-
-    def traffic(self, compressor: Lossy, topology: str) -> int:
-        """Bytes that a step of this compressor sends between workers; of the rank that sends the most."""
-        key = topology, getattr(compressor, "sparsity", 0.0)
-        if key not in self._traffic:
-            self._traffic[key] = self._count(compressor, topology)
-        return self._traffic[key]
-
-    def _count(self, compressor: Lossy, topology: str) -> int:
-        ranks, gradients, total = self.ranks, self.gradients, 0
-        if topology in SHARDED:
-            sizes = gradients.layout, gradients.dense_layout.n, 2 + len(gradients.parameters)
-            return sharded.traffic(compressor, *sizes, ranks, dense_pull=topology == "server")
-        for how, length in self.messages(compressor):
-            if how == "gather":
-                total += ranks.gather_traffic(length)
-            elif how == "mean":
-                total += ranks.add_traffic(length, gradients.device)
-            else:
-                total += ranks.maximum_traffic(length)
-        return total
-
-    def messages(self, compressor: Lossy) -> list[tuple[str, int]]:
-        """What a step exchanges without shards: as `Lossy.messages`, with all that travels along with a payload."""
-        dense, flags, messages = self.gradients.dense_layout.n, 2 + len(self.gradients.parameters), []
-        for how, payload in [*compressor.messages(self.gradients.layout), ("finish", 0)]:
-            frame = Frame(dense, compressor.dense_values, payload, flags)
-            if how == "maximum":
-                messages.append((how, payload))
-            elif how == "mean":
-                messages.append((how, payload + 4 * (dense + flags)))
-                dense = flags = 0  # they have travelled
-            elif flags:
-                messages.append(("gather", frame.length))
-                dense = flags = 0
-            elif how == "gather":
-                messages.append((how, payload))
-        return messages
 
 
 def _fill_unless(finite: torch.Tensor, flat: torch.Tensor, value: float) -> None:

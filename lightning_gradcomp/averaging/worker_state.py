@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
@@ -108,13 +108,18 @@ class WorkerState:
             self.shard = self._blank_shard()
             self.offload()
 
+    def commit_shard(self, moved: Set[str]) -> None:
+        """Make the step count. What another compressor's owners remembered is taken over where this one's don't."""
+        if self.shard and not self.shard.commit(moved):
+            self._dissolve_shards()
+
     def _dissolve_shards(self) -> None:
         if shard := self.remembering_shard:
             self.compressed.absorb(shard.whole().mul_(self._ranks.workers))
             shard.clear()
 
     def lay_out(self, gradients: Gradients) -> None:
-        """A parameter was frozen or unfrozen: go on with these gradients. State follows by name; shards are cut anew."""
+        """A parameter was frozen or unfrozen: go on with these gradients. State follows by name."""
         self._dissolve_shards()
         state = self.state_dict()
         self._attach(gradients)

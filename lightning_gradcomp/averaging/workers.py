@@ -47,11 +47,16 @@ def dense_traffic(num_bytes: int, world: int) -> int:
 
 
 class Ranks:
-    """The ranks of a process group, each a worker; None is a world of one, where nothing travels."""
+    """The ranks of a process group, each a worker.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    Args:
+        group: None is a world of one, where nothing travels.
+        world: without a group, the number of ranks whose traffic is only counted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, world: int = 1) -> None:
         self.group = group
-        self.world = group.size() if group else 1
+        self.world = group.size() if group else world
         self.rank = group.rank() if group else 0
         if group:
             pause_at_exit()

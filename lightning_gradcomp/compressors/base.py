@@ -19,12 +19,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded
-from lightning_gradcomp.compressors.kernels.formats import check_format
+from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.state import Residual, State
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_whole, refusal
+
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ class Compressor:
 
     def __post_init__(self) -> None:
         what = type(self).__name__
-        if not isinstance(self.min_elements, int) or self.min_elements < 1:
+        if not is_whole(self.min_elements) or self.min_elements < 1:
             raise refusal(f"{what}.min_elements", self.min_elements, "a whole number from 1")
         if isinstance(self.exclude, str) or not isinstance(self.exclude, Sequence):
             raise refusal(f"{what}.exclude", self.exclude, "a list of patterns")
@@ -181,7 +182,7 @@ class Lossy(Compressor, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_format(f"{type(self).__name__}.dense_values", self.dense_values)
-        if not isinstance(self.warmup_epochs, int) or self.warmup_epochs < 0:
+        if not is_whole(self.warmup_epochs) or self.warmup_epochs < 0:
             raise refusal(f"{type(self).__name__}.warmup_epochs", self.warmup_epochs, "a whole number from 0")
 
     @property
@@ -263,9 +264,9 @@ class Codec(Lossy):
         return [("gather", self.payload_bytes(layout))]
 
     def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """A payload each way."""
+        """A payload each way; uncompressed on its way back with `dense_pull`."""
         length = self.payload_bytes(shard)
-        return length, length
+        return length, value_bytes(shard.n, self.dense_values) if dense_pull else length
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
@@ -327,9 +328,9 @@ class TensorCodec(Lossy):
         return [("gather", self._encodings.of(layout)[1])]
 
     def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """A payload each way."""
+        """A payload each way; uncompressed on its way back with `dense_pull`."""
         length = self._encodings.of(shard)[1]
-        return length, length
+        return length, value_bytes(shard.n, self.dense_values) if dense_pull else length
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
@@ -449,7 +450,7 @@ class TensorPayloads:
     def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
         """The payload (uint8) of a flat tensor (fp32 [n]), and what it decodes to."""
         encodings, length = self._encodings.of(layout)
-        payload = torch.empty(length, dtype=torch.uint8, device=flat.device)
+        payload = torch.zeros(length, dtype=torch.uint8, device=flat.device)  # also the bytes between parts
         for one in encodings:
             parts = _parts(_with_draws(one.codec, one.name, self._draws).encode(flat[one.start : one.stop]))
             got, allowed = ([(part.dtype, tuple(part.shape)) for part in these] for these in (parts, one.parts))

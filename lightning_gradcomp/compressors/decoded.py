@@ -32,6 +32,21 @@ class Sparse:
         """Whether all values are: 0-d bool."""
         return all_finite(self.values)
 
+    def only(self, keep: torch.Tensor) -> KeptSparse:
+        """The entries for which `keep` (bool [k]) is set. Their number is not asked for: a GPU's host would wait."""
+        return KeptSparse(self.indices, torch.where(keep, self.values, 0), keep)
+
+
+@dataclass(frozen=True)
+class KeptSparse(Sparse):
+    """Those entries that `keep` (bool [k]) marks; the values of the others are 0."""
+
+    keep: torch.Tensor
+
+    def zero(self, flat: torch.Tensor) -> None:
+        """flat[indices] = 0 for the marked ones."""
+        flat[self.indices] = torch.where(self.keep, 0, flat[self.indices])
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -141,10 +156,7 @@ def mean_of(decoded: Sequence[Decoded], n: int, buffer: Callable[[], torch.Tenso
     chunked = [one for one in decoded if isinstance(one, Chunked)]
     if len(chunked) == len(decoded):  # all are cut alike: a chunk of all workers at a time, while it is in the cache
         for number, (start, stop) in enumerate(chunked[0].chunks):
-            total, part = (
-                chunked[0].values(number),
-                mean[start:stop],
-            )  # what `values` returns may be a view of a payload
+            total, part = chunked[0].values(number), mean[start:stop]  # `values` may return a view of a payload
             for one in chunked[1:]:
                 total = torch.add(total, one.values(number), out=part)
             torch.div(total, len(chunked), out=part)

@@ -5,9 +5,9 @@ Where the paper and its authors' code (github.com/synxlin/deep-gradient-compress
 - Local clipping. Paper: threshold x N^(-1/2), for gradients already divided by N. Code: no factor, not configured.
   Here: threshold x N^(1/2), the paper's rule for PyTorch's undivided gradients, on the whole local gradient, as
   vanilla clipping does (the paper doesn't say which norm; the code has one per tensor).
-- Selection. Paper: top-k of a sample gives the threshold, and an exact top-k where too many pass. Code: exact top-k above
-  1.3 k; between k and 1.3 k the first k in index order; it may send 0.8 k. Here: exactly the k largest, ties spread
-  evenly.
+- Selection. Paper: a sample gives the threshold, and an exact top-k follows where too many pass. Code: exact top-k
+  above 1.3 k; between k and 1.3 k the first k in index order; it may send 0.8 k. Here: exactly the k largest, ties
+  spread evenly.
 - Nesterov. Paper: corrected. Code: not wired to the gradients. Here: as torch.optim.SGD's.
 - Weight decay. Paper: silent. Code: a dense momentum of its own in the optimizer. Here: added to the local gradient,
   so that it is inside the momentum, at the strength it has in SGD; and no second buffer is needed.
@@ -33,7 +33,7 @@ from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
 from lightning_gradcomp.compressors.state import SGDVelocity
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import entries, register
 
 
@@ -77,9 +77,9 @@ class DGC(Codec):
         super().__post_init__()
         check_sparsity("DGC.sparsity", self.sparsity)
         check_format("DGC.values", self.values)
-        if not isinstance(self.dense_epochs, int) or self.dense_epochs < 0:
+        if not is_whole(self.dense_epochs) or self.dense_epochs < 0:
             raise refusal("DGC.dense_epochs", self.dense_epochs, "a whole number from 0")
-        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             raise refusal("DGC.clip_norm", self.clip_norm, "None or a finite number above 0")
 
     @property

@@ -10,11 +10,11 @@ from itertools import accumulate, pairwise
 import torch
 
 CHUNK = 262_144
-"""Elements that are processed at a time on a CPU: 1 MiB. In smaller chunks Python's calls cost more than the cache saves."""
+"""Elements that a CPU processes at a time: 1 MiB. In smaller chunks Python's calls cost more than the cache saves."""
 
 
 def chunks(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
-    """(start, stop) of chunks of about `CHUNK` elements; all but the last are multiples long. On a GPU a single chunk."""
+    """(start, stop) of chunks of about `CHUNK` elements; all but the last are multiples long. One on a GPU."""
     size = max(CHUNK // multiple, 1) * multiple if device.type == "cpu" else max(stop - start, 1)
     return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 

@@ -19,7 +19,7 @@ import torch
 from lightning_gradcomp.compressors.base import Card, TensorCodec
 from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits
 from lightning_gradcomp.compressors.layout import chunks
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
 
 
@@ -40,7 +40,7 @@ def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def dequantise(bits: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
-    """low + bit · (high - low), for `bits` (fp32 [groups, size], each 0 or 1; overwritten) and `pair` (fp32 [groups, 2]).
+    """low + bit · (high - low), for bits (fp32 [groups, size], 0 or 1; overwritten) and `pair` (fp32 [groups, 2]).
 
     That is `high` but for its last bit, on every rank alike. torch.where takes ten times as long on a CPU.
     """
@@ -83,7 +83,7 @@ class OneBit(TensorCodec):
             raise refusal("OneBit.groups", self.groups, "'block', 'column' or 'tensor'")
         if self.threshold not in ("zero", "mean"):
             raise refusal("OneBit.threshold", self.threshold, "'zero' or 'mean'")
-        if not isinstance(self.group_size, int) or self.group_size < 1:
+        if not is_whole(self.group_size) or self.group_size < 1:
             raise refusal("OneBit.group_size", self.group_size, "a whole number from 1")
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> OneBit:

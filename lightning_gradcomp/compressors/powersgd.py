@@ -5,9 +5,9 @@ Q = Mᵀ P, averaged. The result is P Qᵀ. Averages of factors are factors of t
 packed into one each, and bytes don't grow with the number of ranks. Q of one step is the query of the next.
 
 The error that is fed back is local: M - P Q_localᵀ, as in the paper's Algorithm 2 and in the authors' epfml/powersgd
-package, which subtracts the local factor before the all-reduce. The code of the paper's experiments (`RankKReducer`) and
-torch's hook subtract the averaged P Qᵀ instead. Training is the same either way, but their error is a random walk: it
-keeps each rank's difference from the mean for ever.
+package, which subtracts the local factor before the all-reduce. The code of the paper's experiments (`RankKReducer`)
+and torch's hook subtract the averaged P Qᵀ instead. Training is the same either way, but their error is a random walk:
+it keeps each rank's difference from the mean for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_gradcomp.compressors.base import Card, Collectives, Lossy
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.state import Residual, StateDict
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
 
@@ -107,9 +107,9 @@ class PowerSGD(Lossy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if not is_whole(self.rank) or self.rank < 1:
             raise refusal("PowerSGD.rank", self.rank, "a whole number from 1")
-        if not 1 <= self.min_compression < float("inf"):
+        if not is_number(self.min_compression) or self.min_compression < 1:
             raise refusal("PowerSGD.min_compression", self.min_compression, "a finite number from 1")
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:

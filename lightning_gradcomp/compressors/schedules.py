@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, is_whole, refusal
 
 Schedule = Callable[[int, int], float]
 
@@ -54,8 +54,8 @@ class Ramp:
     def __post_init__(self) -> None:
         for sparsity in (*self.levels, self.final):
             check_sparsity("sparsity level", sparsity)
-        if self.dense < 0:
-            raise refusal("dense periods", self.dense, "0 or more")
+        if not is_whole(self.dense) or self.dense < 0:
+            raise refusal("dense periods", self.dense, "a whole number from 0")
         if self.by not in ("epoch", "step"):
             raise refusal("by", self.by, "'epoch' or 'step'")
 
@@ -73,7 +73,7 @@ class Ramp:
 
 def check_sparsity(what: str, sparsity: float) -> float:
     """`sparsity`, if it lies in [0, 1); ValueError otherwise."""
-    if not 0 <= sparsity < 1:
+    if not is_number(sparsity) or not 0 <= sparsity < 1:
         raise refusal(what, sparsity, "0 <= sparsity < 1")
     return sparsity
 

@@ -11,9 +11,9 @@ the paper's rule, and five ternary digits in a byte, a fixed length of 1.6 bits 
 real gradients, most of which round to 0, the digits' zeroth-order entropy is 0.9 to 1.05 bits.
 
 It extends `Lossy` and not `TensorCodec`, since its scalers are agreed between the workers before anything is encoded,
-and since the owner of a shard adds up digits, not numbers: the sums of N workers' digits -1, 0, 1 are whole numbers from
--N to N, which go back exactly, as digits of base 2N + 1, log2(2N + 1) bits an element instead of 32 (§3). Nothing is
-rounded twice, and the mean is that of an all-gather. A parameter server (topology="server") sends the sums as fp32.
+and since the owner of a shard adds up digits, not numbers: the sums of N workers' digits -1, 0, 1 are whole numbers
+from -N to N, which go back exactly, as digits of base 2N + 1, log2(2N + 1) bits an element instead of 32 (§3). Nothing
+is rounded twice, and the mean is that of an all-gather. A parameter server (topology="server") sends the sums as fp32.
 
 What a worker draws is a function of (seed, worker, step).
 """
@@ -34,7 +34,7 @@ from lightning_gradcomp.compressors.kernels.bits import look_up
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
 from lightning_gradcomp.compressors.state import Residual, State
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
 DIGITS = 5
@@ -139,9 +139,9 @@ class TernGrad(Lossy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.clip_sigma < float("inf"):
+        if not is_number(self.clip_sigma) or self.clip_sigma < 0:
             raise refusal("TernGrad.clip_sigma", self.clip_sigma, "0 (off) or a finite number above it")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**32:
             raise refusal("TernGrad.seed", self.seed, "a whole number from 0 to 2^32 - 1")
 
     @property

@@ -22,7 +22,7 @@ import torch
 from lightning_gradcomp.compressors.base import Card, TensorCodec
 from lightning_gradcomp.compressors.kernels.bits import greater_equal, interleave, look_up
 from lightning_gradcomp.compressors.layout import chunks
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.registry import register
 
 PER_WORD = 16
@@ -91,8 +91,7 @@ class TwoBit(TensorCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.threshold, (int, float)) and not isinstance(self.threshold, bool)
-        if self.threshold != "auto" and not (number and 0 < self.threshold < float("inf")):
+        if self.threshold != "auto" and not (is_number(self.threshold) and self.threshold > 0):
             raise refusal("TwoBit.threshold", self.threshold, "'auto' or a number above 0")
 
     @property

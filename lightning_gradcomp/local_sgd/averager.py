@@ -48,8 +48,7 @@ class DelayedAverager:
     Args:
         model: the bare module (not wrapped in DDP). All ranks start with rank 0's weights and buffers.
         optimizer: any; its state is the rank's own between drains.
-        compressor: compresses the update of each round, with error feedback over rounds: an instance, or a name with
-            default options.
+        compressor: compresses the update of each round, with error feedback over rounds.
         period: K, steps in a round, the same on all ranks.
         delay: D, steps from the end of a round to the step that applies its average, 0 to `period`. "auto": as many as
             hide the exchange, by the times measured in the first rounds; `period` is then the smallest K.
@@ -281,8 +280,8 @@ class DelayedAverager:
         the run that made it. It may continue with another number of ranks.
         """
         self.drain()
-        schedule = self.round_schedule.state_dict()
-        return {"steps": self.steps, "rounds": self._rounds.shared_state(), "round_schedule": schedule}
+        rounds, schedule = self._rounds.shared_state(), self.round_schedule.state_dict()
+        return {"steps": self.steps, "rounds": rounds, "round_schedule": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state. Collective. Load the model's and the optimizer's first, the same on all ranks.

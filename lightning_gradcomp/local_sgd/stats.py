@@ -1,4 +1,4 @@
-"""Costs of delayed averaging on one rank: bytes, waits, and how far the ranks are apart."""
+"""Costs of delayed averaging on one rank: bytes, waits, and the distance between the ranks' weights."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ And "dga" one of the Trainer: Fabric leaves the loop to its user, and with it th
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+from lightning_gradcomp.plugin.communication_monitor import CommunicationMonitor
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.fabric import CompressedFabricStrategy
+from lightning_gradcomp.plugin.sparsity_warmup import SparsityWarmup
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
-from lightning_gradcomp.plugin.warmup import SparsityWarmup
 from lightning_gradcomp.registry import Entry, notify
 
 __all__ = [

@@ -23,16 +23,17 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
-from lightning_gradcomp.plugin import launch, sigterm
-from lightning_gradcomp.plugin.named_faults import DDPWithNamedFaults
-from lightning_gradcomp.plugin.refusals import check_batches, check_callbacks
+from lightning_gradcomp.plugin import sigterm
+from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.launchers import optimizers_of
+from lightning_gradcomp.plugin.validation import check_batches, check_callbacks
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
 """Where a checkpoint has the averager's state."""
 
 
-class DelayedStrategy(DDPWithNamedFaults):
+class DelayedStrategy(BaseStrategy):
     """Delayed gradient averaging, local SGD or DiLoCo: for links with a long delay.
 
         Trainer(strategy=DelayedStrategy(period=8, delay=8), devices=2)
@@ -62,6 +63,8 @@ class DelayedStrategy(DDPWithNamedFaults):
         timeout: timedelta = TIMEOUT,
         **options: Any,
     ) -> None:
+        if not isinstance(outer, Nesterov | None):
+            raise refusal("DelayedStrategy.outer", outer, "None, or an outer optimizer: Nesterov(lr=0.7, momentum=0.9)")
         super().__init__(timeout=timeout, **options)
         for option in ("ddp_comm_hook", "model_averaging_period"):
             if options.get(option) is not None:
@@ -76,9 +79,6 @@ class DelayedStrategy(DDPWithNamedFaults):
         """Set while fitting."""
         self._in_training_step = self._told_of_waits = False
 
-    def _configure_launcher(self) -> None:
-        self._launcher = launch.launcher(self, self._start_method, self.check)
-
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
@@ -86,7 +86,7 @@ class DelayedStrategy(DDPWithNamedFaults):
             raise refusal(
                 "sync_batchnorm with DelayedStrategy", True, "False: it waits for the network in each forward"
             )
-        self._check_optimizers(launch.optimizers_of(module))
+        self._check_optimizers(optimizers_of(module))
 
     def _check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
         if len(optimizers) > 1:
@@ -97,27 +97,29 @@ class DelayedStrategy(DDPWithNamedFaults):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        sigterm.leave(trainer)
+        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.lightning_module is not None
         self._check_optimizers(self.optimizers)
-        self.averager = DelayedAverager(
-            self.lightning_module,
-            self.optimizers[0],
-            self.compressor,
-            process_group=torch.distributed.new_group(timeout=self._timeout),  # type: ignore[arg-type] - of all ranks
-            epoch=trainer.current_epoch,
-            **self.rule,
-        )
+        with self.explained("setting up the averages"):
+            self.averager = DelayedAverager(
+                self.lightning_module,
+                self.optimizers[0],
+                self.compressor,
+                process_group=torch.distributed.new_group(timeout=self._timeout),  # type: ignore[arg-type] - of all
+                epoch=trainer.current_epoch,
+                **self.rule,
+            )
         self.averager.steps = trainer.global_step  # another fit goes on counting
-        sigterm.listen(trainer, self.averager)
+        sigterm.set_handler(trainer, self.averager)
         rank_zero_info(self.averager.describe())
 
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        check_batches(self.lightning_module.trainer, self.root_device)
+        with self.explained("at the start of training"):
+            check_batches(self.lightning_module.trainer, self.root_device)
 
     @contextmanager
     def explained(self, doing: str) -> Iterator[None]:
@@ -163,7 +165,7 @@ class DelayedStrategy(DDPWithNamedFaults):
         if ends or self.averager.flagged:
             self.drain()
         if self.averager.flagged:  # SIGTERM: all ranks know at this step, and what is saved on the way out is drained
-            sigterm.heed(self.averager, trainer)
+            sigterm.stop_after_batch(self.averager, trainer)
         return result
 
     def drain(self) -> None:
@@ -200,7 +202,8 @@ class DelayedStrategy(DDPWithNamedFaults):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with the state of the rounds; a checkpoint of weights alone has none of it."""
         if "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
-            checkpoint[KEY] = self.averager.state_dict()
+            with self.explained("saving a checkpoint"):
+                checkpoint[KEY] = self.averager.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.types import Optimizable
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
+from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
+from lightning_gradcomp.plugin.ddp_hook import DDPHook
+from lightning_gradcomp.plugin.rank_states import KEY, RankStates, export_momentum
 from lightning_gradcomp.registry import build
-from lightning_gradcomp.averaging.topology import resolve
 
 
 class CompressedFabricStrategy(DDPStrategy):
@@ -26,6 +31,9 @@ class CompressedFabricStrategy(DDPStrategy):
         model, optimizer = fabric.setup(model, optimizer)
         for epoch in range(epochs):
             fabric.strategy.set_epoch(epoch)      # or steps_per_epoch=... for the strategy
+
+    Gradients are averaged when the optimizer steps, those of its parameters; until then `p.grad` is the rank's own in
+    compressed steps. `fabric.save` and `fabric.load`, with the optimizer in `state`, keep what the ranks had not sent.
 
     Args:
         compressor: a compressor, or its name.
@@ -60,6 +68,9 @@ class CompressedFabricStrategy(DDPStrategy):
         self._epoch: int | None = None
         self._ddp: DistributedDataParallel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._loaded: tuple[dict[str, Any], Any] | None = None
+        """What ranks remembered, of a checkpoint that was loaded before there was an averager; and the file's path."""
+        self._steps_itself = self._saves = False
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch begins."""
@@ -69,28 +80,127 @@ class CompressedFabricStrategy(DDPStrategy):
         if self._ddp is not None:
             raise refusal("modules set up with CompressedFabricStrategy", "a second one", "one")
         self._ddp = super().setup_module(module)
-        self._switch = DDPSwitch(self._ddp)
+        self._hook = DDPHook(self._ddp, at_optimizer_step=True)
         return self._ddp
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if self.compressor.owns_momentum and self._optimizer is not None:
             raise refusal(f"optimizers with {type(self.compressor).__name__}", "a second one", "one")
         self._optimizer = optimizer
+        optimizer.register_step_pre_hook(self._check_averaged)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
         averager = self._averager()
         averager.epoch = self._epoch
-        self._switch.before_backward(averager, self.precision)
+        self._hook.before_backward(averager, self.precision)
         super().backward(tensor, module, *args, **kwargs)
-        self._switch.after_backward(averager)
+        self._hook.after_backward(averager)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        """Average the gradients of the optimizer's parameters; then step, without momentum that is in the averages."""
         assert isinstance(optimizer, torch.optim.Optimizer)
-        with self._averager().taken_over(optimizer):
-            result = super().optimizer_step(optimizer, **kwargs)
-        self._switch.spent()
-        return result
+        averager, closure = self._averager(), kwargs.pop("closure", None)
+        with ExitStack() as until_the_end_of_the_step:
+
+            def average() -> None:
+                self._hook.before_optimizer_step(averager, optimizer)
+                until_the_end_of_the_step.enter_context(averager.taken_over(optimizer))
+
+            def closure_then_average() -> Any:
+                result = closure()
+                average()
+                return result
+
+            if closure is None:
+                average()
+            else:
+                kwargs["closure"] = closure_then_average
+            self._steps_itself = True
+            until_the_end_of_the_step.callback(setattr, self, "_steps_itself", False)
+            return super().optimizer_step(optimizer, **kwargs)
+
+    def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        """Before any step of an optimizer: `optimizer_step`, which averages its gradients, must have called it."""
+        if not self._steps_itself and self._hook.pending(optimizer):
+            allowed = "what fabric.setup returns for it, whose step averages the gradients first"
+            raise refusal("optimizer", f"torch's own {type(optimizer).__name__}", allowed)
+
+    def clip_gradients_norm(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kw: Any
+    ) -> Any:
+        """Clip the average by norm.
+
+        Raises:
+            ValueError: a compressor that owns the momentum: what is cut off the average has left the memory.
+        """
+        self._average_to_clip(optimizer)
+        return super().clip_gradients_norm(module, optimizer, *args, **kw)
+
+    def clip_gradients_value(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kw: Any
+    ) -> Any:
+        """Clip the average by value. Raises as `clip_gradients_norm`."""
+        self._average_to_clip(optimizer)
+        return super().clip_gradients_value(module, optimizer, *args, **kw)
+
+    def _average_to_clip(self, optimizer: torch.optim.Optimizer) -> None:
+        name = type(self.compressor).__name__
+        if self.compressor.owns_momentum:
+            allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
+            raise refusal(f"clipping with {name}", "fabric.clip_gradients", allowed)
+        self._hook.before_optimizer_step(self._averager(), optimizer)
+
+    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state; in a checkpoint with the momentum that the averager keeps, where plain SGD has it."""
+        state = super().get_optimizer_state(optimizer)
+        if self._saves and self.averager is not None:  # by itself, `optimizer.state_dict()` may be one rank's
+            export_momentum(self.averager, optimizer, state)
+        return state
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
+    ) -> None:
+        """As DDP's; beside an optimizer also what all ranks remember, under the key "lightning_gradcomp"."""
+        saved: dict[str, Any] = {}
+        if self.averager is not None and _has_optimizer(state):
+            self._rank_states.put_into(saved, path, self.averager, self._hook.accumulating)
+        self._saves = True
+        try:
+            super().save_checkpoint(path, {**state, **saved}, storage_options, filter)
+        finally:
+            self._saves = False
+        self._rank_states.after_saving(saved, path)
+
+    def load_checkpoint(self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As DDP's. Into an optimizer, what all ranks remembered is loaded, too. Runs no code from the file, unless
+        weights_only=False is given.
+
+        Raises:
+            ValueError: what the ranks remembered doesn't fit the model.
+        """
+        with no_code(kwargs.get("weights_only")):
+            rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, dict) and _has_optimizer(state):
+            self._loaded = {KEY: rest.pop(KEY, None)}, path
+            if self.averager is not None:
+                self._restore(self.averager)
+        elif KEY in rest:
+            rank_zero_warn(
+                "fabric.load: what the ranks had not sent yet is in the checkpoint, and was not restored. "
+                "That needs the optimizer: fabric.load(path, {'model': model, 'optimizer': optimizer})."
+            )
+        return rest
+
+    def _restore(self, averager: GradientAverager) -> None:
+        if self._loaded is not None:
+            (checkpoint, path), self._loaded = self._loaded, None
+            self._rank_states.restore(checkpoint, path, averager)
+            self._rank_states.put_back_accumulated(averager)
+
+    @cached_property
+    def _rank_states(self) -> RankStates:
+        return RankStates("gather", Sidecars(self.checkpoint_io))
 
     def _averager(self) -> GradientAverager:
         if self.averager is None:
@@ -104,8 +214,13 @@ class CompressedFabricStrategy(DDPStrategy):
                 steps_per_epoch=self.steps_per_epoch,
                 epoch=self._epoch,
             )
+            self._restore(self.averager)
         return self.averager
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: names come from the registry of compressors. (Inherited, it would claim "ddp" again.)"""
+
+
+def _has_optimizer(state: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.optim.Optimizer) for value in state.values())

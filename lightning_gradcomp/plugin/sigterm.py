@@ -1,8 +1,8 @@
 """SIGTERM, as clusters send it before they take a machine away: every rank ends after the same step.
 
 Lightning 2.6 broadcasts from inside the signal handler, where it meets another rank's exchange of gradients, and both
-wait until the timeout; it also asks rank 0 before every batch, one round trip each. Here the handler only takes note.
-A compressed step, or a delayed round, tells the others with its message; before a dense step they are asked.
+wait until the timeout; it also broadcasts from rank 0 before every batch, one round trip each. Here the handler only
+sets a flag. A compressed step, or a delayed round, sends it with its message; before a dense step it is all-reduced.
 
 Private Lightning names used here: the Trainer's `_signal_connector` with its `_sigterm_notifier_fn` and
 `received_sigterm`, and the epoch loop's `_broadcast_sigterm_tensor`.
@@ -22,11 +22,11 @@ from lightning_gradcomp.local_sgd.averager import DelayedAverager
 
 log = logging.getLogger(__name__)
 Averager = GradientAverager | DelayedAverager
-HANDLER, QUESTION = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
+HANDLER, BROADCAST = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
 
 
-def listen(trainer: Trainer, averager: Averager) -> None:
-    """Take note of SIGTERM in `averager.flag`. Call it before Lightning registers its handlers."""
+def set_handler(trainer: Trainer, averager: Averager) -> None:
+    """Set `averager.flag` at SIGTERM. Call it before Lightning registers its handlers."""
     connector = trainer._signal_connector
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -36,21 +36,21 @@ def listen(trainer: Trainer, averager: Averager) -> None:
         averager.flag = True
 
     setattr(connector, HANDLER, note)
-    setattr(trainer.fit_loop.epoch_loop, QUESTION, lambda: None)
+    setattr(trainer.fit_loop.epoch_loop, BROADCAST, lambda: None)
 
 
-def leave(trainer: Trainer) -> None:
-    """Give the handler and the question back to Lightning."""
+def restore_handler(trainer: Trainer) -> None:
+    """Restore Lightning's handler and its broadcast before each batch."""
     vars(trainer._signal_connector).pop(HANDLER, None)
-    vars(trainer.fit_loop.epoch_loop).pop(QUESTION, None)
+    vars(trainer.fit_loop.epoch_loop).pop(BROADCAST, None)
 
 
-def heed(averager: Averager, trainer: Trainer) -> None:
-    """After a step that has heard of the others: if any has a SIGTERM, Lightning ends all ranks after this batch."""
+def stop_after_batch(averager: Averager, trainer: Trainer) -> None:
+    """After a step whose message had all ranks' flags: if any is set, Lightning ends all ranks after this batch."""
     trainer._signal_connector.received_sigterm = averager.flagged
 
 
-def ask(averager: GradientAverager, trainer: Trainer) -> None:
+def stop_before_dense_step(averager: GradientAverager, trainer: Trainer) -> None:
     """Before a dense step: end the run if any rank received a SIGTERM. Collective."""
     if averager.dense_step:
         flag = torch.tensor([averager.flag], dtype=torch.uint8, device=trainer.strategy.root_device)

@@ -1,7 +1,8 @@
 """CompressedDDPStrategy: DDP with another way to average gradients.
 
-DDP wraps the model as always; a switch in its communication hook lets it average dense steps only. Compressed steps
-are averaged after backward, before Lightning's `on_after_backward`.
+DDP wraps the model, and its communication hook (plugin/ddp_hook.py) averages dense steps only. Compressed steps are
+averaged by the `GradientAverager`: after backward, before Lightning's `on_after_backward`; in manual optimization when
+the optimizer steps, before Lightning's `on_before_optimizer_step`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,26 +23,26 @@ from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.replicas import compare_replicas
+from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
-from lightning_gradcomp.plugin import buffers, launch, sigterm
-from lightning_gradcomp.plugin.checkpoint import RankStates, export_momentum, in_step
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin import buffers, sigterm
+from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars
 from lightning_gradcomp.plugin.clipping import LocalClipping
-from lightning_gradcomp.plugin.ddp_switch import DDPSwitch
-from lightning_gradcomp.plugin.named_faults import DDPWithNamedFaults
-from lightning_gradcomp.plugin.reading import read
-from lightning_gradcomp.plugin.refusals import (
+from lightning_gradcomp.plugin.ddp_hook import DDPHook
+from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, export_momentum
+from lightning_gradcomp.plugin.validation import (
     check_batches,
     check_fit,
     check_gradients,
     check_optimizers,
     check_options,
 )
-from lightning_gradcomp.plugin.sidecar import Sidecars
 from lightning_gradcomp.registry import build
-from lightning_gradcomp.averaging.topology import resolve
 
 
-class CompressedDDPStrategy(DDPWithNamedFaults):
+class CompressedDDPStrategy(BaseStrategy):
     """Data-parallel training whose gradients travel compressed.
 
         Trainer(strategy=CompressedDDPStrategy(compressor=DGC(sparsity=0.999)), devices=2)
@@ -86,15 +87,13 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         self.checkpoint_state = checkpoint_state
         self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
         self.compressor: Compressor = build(compressor)
-        resolve(topology, inside, residual_device, self.compressor)  # raises
+        resolve(topology, inside, residual_device, self.compressor)  # refuses
         self._travel = {"topology": topology, "inside": inside, "residual_device": residual_device}
         self.averager: GradientAverager | None = None
         """Set while fitting."""
         self._clipping = LocalClipping()
-        self._buffers_spared = False
-
-    def _configure_launcher(self) -> None:
-        self._launcher = launch.launcher(self, self._start_method, self.check)
+        self._buffers_spared = self._steps_itself = False
+        self._guards: list[Any] = []
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
@@ -102,47 +101,56 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        assert isinstance(self.model, DistributedDataParallel)
+        assert isinstance(self.model, DistributedDataParallel) and self.lightning_module is not None
         as_ddp_does = {"broadcast_buffers", "forward_sync_buffers"}.isdisjoint(self._ddp_kwargs)
         self._buffers_spared = as_ddp_does and buffers.spare_buffers(self.model, self.compressor)
-        self._switch = DDPSwitch(self.model)
+        self._hook = DDPHook(self.model, at_optimizer_step=not self.lightning_module.automatic_optimization)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        sigterm.leave(trainer)
+        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return  # with what an earlier fit has left, which a checkpoint may still be made of
         assert self.lightning_module is not None
         check_optimizers(self.compressor, self.optimizers)
-        self.averager = GradientAverager(
-            self.lightning_module,
-            self._clipping.take_over(self.compressor, trainer),
-            optimizer=self.optimizers[0] if self.compressor.owns_momentum else None,
-            ranks_per_node=self.num_processes,
-            **self._travel,
-            epoch=trainer.current_epoch,
-        )
-        sigterm.listen(trainer, self.averager)
+        with self.explained("setting up the averages"):
+            self.averager = GradientAverager(
+                self.lightning_module,
+                self._clipping.take_over(self.compressor, trainer),
+                optimizer=self.optimizers[0] if self.compressor.owns_momentum else None,
+                ranks_per_node=self.num_processes,
+                **self._travel,
+                epoch=trainer.current_epoch,
+            )
+        sigterm.set_handler(trainer, self.averager)
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
+        self._guards = [optimizer.register_step_pre_hook(self._check_averaged) for optimizer in self.optimizers]
+        if not self.lightning_module.automatic_optimization:
+            setattr(self.precision_plugin, "clip_gradients", self._clip_manually)  # noqa: B010 - shadows the method
         rank_zero_info(self.averager.describe())
 
     def teardown(self) -> None:
         self._clipping.give_back()
+        vars(self.precision_plugin).pop("clip_gradients", None)
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
         super().teardown()
 
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None and self.averager is not None
         self.rank_states.put_back_accumulated(self.averager)
-        check_batches(self.lightning_module.trainer, self.root_device)
+        with self.explained("at the start of training"):
+            check_batches(self.lightning_module.trainer, self.root_device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None and self.averager is not None
         self.averager.epoch = self.lightning_module.current_epoch
         with self.explained("before a dense step"):
-            sigterm.ask(self.averager, self.lightning_module.trainer)
+            sigterm.stop_before_dense_step(self.averager, self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -151,28 +159,37 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
     def _share_buffers(self) -> None:
         if self._buffers_spared:
             assert self.model is not None and self.averager is not None
-            buffers.share_buffers(self.model, self.averager.ranks)
+            with self.explained("sharing buffers"):
+                buffers.share_buffers(self.model, self.averager.ranks)
 
     on_validation_start = on_test_start = on_predict_start = _share_buffers
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """As `Strategy.backward`, with the averaging before the hooks that look at the gradients."""
+        """As `Strategy.backward`. In automatic optimization the averages are there before `on_after_backward`."""
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
-        tuned = averager.autotune.outcome if averager.autotune else ""
-        self._switch.before_backward(averager, precision)
+        self._hook.before_backward(averager, precision)
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         with self.explained("backward"):  # DDP averages in it where a step is dense
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
-        if self._switch.after_backward(averager):
-            sigterm.heed(averager, module.trainer)
+        self._average(self._hook.after_backward)
+        return precision.post_backward(closure_loss, module)
+
+    def _average(self, average: Callable[..., bool], *args: Any) -> None:
+        """Call `average(averager, *args)` of the hook; pass on what it tells of SIGTERM and of topology="auto"."""
+        averager = self.averager
+        assert averager is not None and self.lightning_module is not None
+        tuned = averager.autotune.outcome if averager.autotune else ""
+        with self.explained("averaging gradients"):
+            by_averager = average(averager, *args)
+        if by_averager:
+            sigterm.stop_after_batch(averager, self.lightning_module.trainer)
         if averager.autotune and averager.autotune.outcome != tuned and averager.autotune.choice != DENSE:
             rank_zero_info(averager.autotune.outcome)
-        return precision.post_backward(closure_loss, module)
 
     def optimizer_step(
         self,
@@ -181,37 +198,67 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As DDP's; between the closure, which averages, and the end of the step, the momentum is taken over."""
-        assert self.averager is not None
+        """As DDP's; after the closure, gradients that are not averaged yet are, and the momentum is taken over."""
+        assert self.averager is not None and self.lightning_module is not None
         averager, before = self.averager, self.averager.steps
         with ExitStack() as until_the_end_of_the_step:
 
-            def closure_then_take_over() -> Any:
+            def closure_then_average() -> Any:
                 result = closure()
+                self._average(self._hook.before_optimizer_step, optimizer)
                 check_gradients(averager.compressor, optimizer, averager.steps - before)
                 until_the_end_of_the_step.enter_context(averager.taken_over(optimizer))
                 return result
 
-            result = super().optimizer_step(optimizer, closure_then_take_over, model, **kwargs)
-        self._switch.spent()
+            self._steps_itself = True
+            until_the_end_of_the_step.callback(setattr, self, "_steps_itself", False)
+            result = super().optimizer_step(optimizer, closure_then_average, model, **kwargs)
+        self._hook.after_optimizer_step()
         every = self.verify_replicas_every_n_steps
         if every and averager.steps != self._compared and averager.steps % every == 0:
-            assert self.lightning_module is not None
             self._compared = averager.steps
-            compare_replicas(self.lightning_module.named_parameters(), averager.steps)
+            with self.explained("comparing replicas"):
+                compare_replicas(self.lightning_module.named_parameters(), averager.steps)
         return result
 
+    def _clip_manually(
+        self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any
+    ) -> None:
+        """`self.clip_gradients(optimizer, ...)` in manual optimization: clips the average, as under DDP.
+
+        Raises:
+            ValueError: a compressor that owns the momentum: what is cut off the average has left the memory.
+        """
+        name, precision = type(self.compressor).__name__, self.precision_plugin
+        if clip_val > 0 and self.compressor.owns_momentum:
+            allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
+            raise refusal(f"clipping with {name} in manual optimization", "self.clip_gradients", allowed)
+        self._average(self._hook.before_optimizer_step, optimizer)
+        type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
+
+    def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        """Before any step of an optimizer: `optimizer_step`, which averages its gradients, must have called it.
+
+        Raises:
+            ValueError: a step of torch's own optimizer, past Lightning's, with gradients that are not averaged.
+        """
+        if not self._steps_itself and self._hook.pending(optimizer):
+            allowed = "those of self.optimizers(), whose step averages the gradients first"
+            raise refusal("optimizer in manual optimization", f"torch's own {type(optimizer).__name__}", allowed)
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state as plain DDP would have it: with the momentum that is kept elsewhere meanwhile."""
+        """The optimizer's state as plain DDP would have it: with the momentum that is kept in the averager."""
         state = super().optimizer_state(optimizer)
-        if self.averager is not None and in_step(self.lightning_module):
-            export_momentum(self.averager, optimizer, state)
+        if self.averager is not None and all_ranks_present(self.lightning_module):
+            with self.explained("saving a checkpoint"):
+                export_momentum(self.averager, optimizer, state)
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with what the ranks remember; a checkpoint of weights alone has none of it."""
-        if "optimizer_states" in checkpoint and self.averager is not None and in_step(self.lightning_module):
-            self.rank_states.put_into(checkpoint, filepath, self.averager, self._switch.accumulating)
+        if "optimizer_states" in checkpoint and self.averager is not None and all_ranks_present(self.lightning_module):
+            with self.explained("saving a checkpoint"):
+                self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.rank_states.after_saving(checkpoint, filepath)
 
@@ -219,19 +266,10 @@ class CompressedDDPStrategy(DDPWithNamedFaults):
         super().remove_checkpoint(filepath)
         self.rank_states.after_removing(filepath)
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As `Strategy.load_checkpoint`.
-
-        Raises:
-            ValueError: a file that is not a whole checkpoint.
-        """
-        self._loaded_from = checkpoint_path
-        load = partial(super().load_checkpoint, *args, **kwargs)
-        return read(load, checkpoint_path, "checkpoint", "state_dict", "a file that Lightning saved, whole")
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
+        self.averager.steps = checkpoint["global_step"]
         self.rank_states.restore(checkpoint, self._loaded_from, self.averager)
 
     @cached_property

@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning_gradcomp.app import loggers
 from lightning_gradcomp.app.progress import WireBar
 from lightning_gradcomp.app.trainer import build_trainer
-from lightning_gradcomp.plugin.callbacks import CommunicationMonitor
+from lightning_gradcomp.plugin import CommunicationMonitor
 from tests.app.test_compose import run_of
 
 

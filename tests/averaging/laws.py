@@ -1,4 +1,4 @@
-"""Every compressor there is, made quick for small models; and what the laws look at."""
+"""Every compressor, registered or an example, made quick for small models; and what the laws look at."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch import nn
 
 from lightning_gradcomp import registry
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.averaging.topology import not_sharded_because
+from lightning_gradcomp.compressors import Codec, Lossy, TensorCodec
 from lightning_gradcomp.compressors.layout import Layout
-from tests.averaging.workers import averaged, seeded
+from tests.averaging.workers import averaged, seeded, weights
+from tests.compressors.examples import EXAMPLES
 from tests.threads import COLLECTIVES
 
 QUICK = {"min_elements": 40, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9}
@@ -41,24 +43,31 @@ def quick(cls, **options):
     return cls(**{**{key: value for key, value in QUICK.items() if key in known}, **options})
 
 
-def _cases():
-    cases = {}
-    for entry in registry.entries():
-        for options in [{}, *OTHER_OPTIONS.get(entry.name, [])]:
-            label = ",".join([entry.name, *(f"{key}={value}" for key, value in options.items())])
-            cases[label] = partial(quick, entry.cls, **options)
-    return cases
+def cases(classes):
+    """Label -> function that makes a compressor, for each of these classes (name -> class) and its `OTHER_OPTIONS`."""
+    made = {}
+    for name, cls in classes.items():
+        for options in [{}, *OTHER_OPTIONS.get(name, [])]:
+            label = ",".join([name, *(f"{key}={value}" for key, value in options.items())])
+            made[label] = partial(quick, cls, **options)
+    return made
 
 
 def _remembers(make):
-    """Whether what is not sent is kept, as its state tells after a step."""
+    """Whether what is not sent is kept."""
     compressor, layout = make(), Layout(("a",), ((40, 40),))
     return isinstance(compressor, Lossy) and compressor.state(layout, torch.device("cpu")).unsent is not None
 
 
-EVERY = _cases()
+REGISTERED = cases({entry.name: entry.cls for entry in registry.entries()})
+EVERY = {**REGISTERED, **cases(EXAMPLES)}
+"""The examples are registered for the length of a test (conftest.py)."""
 LOSSY = {label: make for label, make in EVERY.items() if isinstance(make(), Lossy)}
 REMEMBERING = {label: make for label, make in EVERY.items() if _remembers(make)}
+SHARDED = {label: make for label, make in LOSSY.items() if not_sharded_because(make()) is None}
+"""Those that work with topologies that have shards."""
+CODECS = {label: make for label, make in SHARDED.items() if isinstance(make(), (Codec, TensorCodec))}
+"""Of these, those whose owners encode a mean again."""
 ANY_OPTIMIZER = {label: make for label, make in EVERY.items() if not make().owns_momentum}
 SCALE_FREE = {label: make for label, make in EVERY.items() if label not in ("fp16", "twobit,threshold=0.5")}
 """Without those whose numbers have a unit."""
@@ -91,9 +100,16 @@ def with_adamw(model, group, compressor):
     return optimizer, GradientAverager(model, compressor, optimizer=optimizer, process_group=group)
 
 
-def without_momentum(model, group, compressor, schedule=None):
+def without_momentum(model, group, compressor, schedule=None, **options):
     """An optimizer and an averager, with plain SGD: what is compressed is then the gradient itself."""
-    return averaged(model, group, compressor, schedule, momentum=0.0)
+    return averaged(model, group, compressor, schedule, momentum=0.0, **options)
+
+
+def finite(averager, model):
+    """Whether weights and everything that is remembered are finite."""
+    state = averager.state_dict()["memory"]
+    parts = [part for kind in state.values() for part in kind.values() if part.is_floating_point()]
+    return all(bool(torch.isfinite(part).all()) for part in [weights(model), *parts])
 
 
 def kept(averager):

@@ -10,11 +10,14 @@ in forty steps of full-rank noise. With a warm start they feed on themselves and
 takes each step from where the averager is.
 """
 
+from itertools import count
+
 import numpy as np
 import pytest
+import torch
 
 from lightning_gradcomp.compressors import GradientDropping, OneBit, PowerSGD, TernGrad, TwoBit
-from lightning_gradcomp.compressors.kernels.rng import HostGenerator
+from lightning_gradcomp.compressors.kernels.rng import Uniform
 from tests.averaging.workers import Table, averaged, bowl_gradient, bowl_loss, train
 from tests.reference.gradient_dropping import PaperGradientDropping
 from tests.reference.onebit import PaperOneBit
@@ -29,9 +32,10 @@ COMPRESSED = ["kernel", "matrix"]
 
 
 def draws(rank, seed=0):
-    """The uniform numbers that TernGrad's rank draws."""
-    generator = HostGenerator(seed * 1_000_003 + rank)
-    return lambda n: generator.uniform(n, 0.0).numpy()
+    """The uniform numbers that TernGrad's rank draws: those of a step are for each tensor in turn."""
+    streams = (Uniform(torch.device("cpu"), seed, rank, step) for step in count())
+    each = (stream for stream in streams for _ in COMPRESSED)
+    return lambda n: next(each).draw(n, 0.0).numpy()
 
 
 def queries(rank):
@@ -155,7 +159,7 @@ def span(q):
 
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
-def test_powersgds_steps_are_the_references_from_wherever_the_averager_is(world, rank):
+def test_each_powersgd_step_is_the_references(world, rank):
     compressor, twin_class, options = powersgd(rank)
     twin = None
     for step, ranks in zip(STEPS, averagers_stations(world, compressor), strict=True):

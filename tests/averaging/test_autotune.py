@@ -1,166 +1,233 @@
-"""topology="auto" goes on with what was quicker when both were tried, alike on all ranks, and loses nothing by it."""
+"""topology="auto" goes on with what a trial found quickest, alike on all ranks, and loses nothing by it."""
 
-import threading
 import warnings
 from copy import deepcopy
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_gradcomp.averaging import trial
-from lightning_gradcomp.compressors import schedules
-from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, weights
+from lightning_gradcomp import GradientAverager
+from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.compressors.schedules import Ramp
+from tests.averaging.laws import LOSSY, SHARDED, kept
+from tests.averaging.simulated_clock import EACH, simulated_clock, timed_steps
+from tests.averaging.workers import Table, all_equal, averaged, prescribed_loss, same, train, weights
 from tests.threads import run_ranks
 
-UNCOUNTED, COUNTED = 2, 4
-"""As in `trial`, but fewer."""
-EACH = UNCOUNTED + COUNTED
-pytestmark = pytest.mark.filterwarnings("ignore:DGC. Steps are dense")
+pytestmark = pytest.mark.filterwarnings("ignore:.*Steps are dense")
+DENSE, GATHER, PHASES = "dense", "all_gather", "two_phase"
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that each rank's thread sets for itself, for short trials."""
-    monkeypatch.setattr(trial, "UNCOUNTED", UNCOUNTED)
-    monkeypatch.setattr(trial, "COUNTED", COUNTED)
-    times = threading.local()
-    times_of_thread = SimpleNamespace(perf_counter=lambda: times.now)
-    monkeypatch.setattr(trial, "time", times_of_thread)
-    return times
+@pytest.fixture(autouse=True)
+def clock():
+    with simulated_clock() as clock:
+        yield clock
 
 
-def run(model, averager, optimizer, rank, clock, steps, compressed, dense=1.0):
-    """The sparsity of each step, where a compressed one takes `compressed` seconds and a dense one `dense`."""
-    seen = []
-    for step in steps:
-        backward(model, optimizer, rank, step, prescribed_loss)
-        clock.now = getattr(clock, "now", 0.0) + (compressed(averager.sparsity) if averager.sparsity else dense)
-        averager.step()
-        seen.append(averager.stats.sparsity)
-    return seen
+def begin(group, compressor=None, schedule=None, **options):
+    model = Table()
+    return model, *averaged(model, group, compressor, schedule, topology="auto", **options)
 
 
-@pytest.mark.parametrize(
-    ("world", "seconds", "rounds", "after"),
-    [(2, 0.7, 1, 0.9), (2, 1.3, 1, 0.0), (2, 0.9, 2, 0.9), (2, 1.1, 2, 0.0), (2, 1.0, 2, 0.0), (3, 1.1, 2, 0.0)],
-    ids=["much quicker", "much slower", "quicker", "slower", "equal", "slower, three ranks"],
-)
-def test_the_run_goes_on_with_what_was_quicker(world, seconds, rounds, after, clock):
-    def rank_main(rank, group):
-        model = Table()
-        optimizer, averager = averaged(model, group, topology="auto")
-        seen = run(model, averager, optimizer, rank, clock, range((2 * rounds + 1) * EACH), lambda sparsity: seconds)
-        return seen, averager.trial.outcome, weights(model)
-
-    results = run_ranks(world, rank_main)
-    for seen, outcome, _ in results:
-        assert seen == ([0.0] * EACH + [0.9] * EACH) * rounds + [after] * EACH
-        assert outcome.startswith("Steps are compressed" if after else "Steps are dense")
-        assert f"{1e3 * seconds:.1f} ms compressed and 1000.0 ms dense" in outcome
-    assert all_equal([result[2] for result in results])
+def takes(all_gather=2.0, two_phase=2.0, dense=1.0):
+    """Seconds of a step, whatever its sparsity."""
+    seconds = {DENSE: dense, GATHER: all_gather, PHASES: two_phase}
+    return lambda what, sparsity: seconds[what]
 
 
-def test_a_mood_of_the_machine_that_meets_the_first_compressed_steps_decides_nothing(clock):
-    """They take 1.2 times as long as dense ones, all that follow 0.9 times; the quickest quarter decides."""
+TRIALS = {
+    "much quicker": (2, takes(0.7), [[DENSE, GATHER]], GATHER),
+    "much slower": (2, takes(1.3), [[DENSE, GATHER]], DENSE),
+    "quicker": (2, takes(0.9), [[DENSE, GATHER]] * 2, GATHER),
+    "slower": (2, takes(1.1), [[DENSE, GATHER]] * 2, DENSE),
+    "equal": (2, takes(1.0), [[DENSE, GATHER]] * 2, DENSE),
+    "three ranks, a gather": (3, takes(0.5, 0.7), [[DENSE, GATHER, PHASES]], GATHER),
+    "three ranks, shards": (3, takes(0.7, 0.5), [[DENSE, GATHER, PHASES]], PHASES),
+    "three ranks, two are close": (3, takes(0.6, 0.5), [[DENSE, GATHER, PHASES], [GATHER, PHASES]], PHASES),
+    "three ranks, dense is close": (3, takes(2.0, 1.1), [[DENSE, GATHER, PHASES], [DENSE, PHASES]], DENSE),
+    "three ranks, all are close": (3, takes(1.1, 0.9), [[DENSE, GATHER, PHASES]] * 2, PHASES),
+}
+"""Ranks, seconds of a step, the candidates of each round, and what comes after."""
 
-    def rank_main(rank, group):
+
+@pytest.mark.parametrize(("world", "seconds", "rounds", "after"), TRIALS.values(), ids=TRIALS)
+def test_the_run_goes_on_with_what_was_quickest(world, seconds, rounds, after, clock):
+    expected = [what for candidates in rounds for what in candidates for _ in range(EACH)]
+
+    def work(rank, group):
+        parts = begin(group)
+        assert all(what in parts[2].describe() for what in rounds[0])
+        seen = timed_steps(parts, rank, clock, range(len(expected) + EACH), seconds)
+        assert parts[2].autotune.outcome in parts[2].describe()
+        return seen, parts[2].topology, parts[2].autotune.outcome, weights(parts[0])
+
+    results = run_ranks(world, work)
+    for seen, topology, outcome, _ in results:
+        assert seen == expected + [after] * EACH
+        assert outcome.startswith("Steps are dense from now on" if after == DENSE else f"Steps are compressed ({after})")
+        assert all(f"{1e3 * seconds(what, 0):.1f} ms {what}" in outcome for what in rounds[0])
+        assert topology == after or after == DENSE
+    assert all_equal([values for *_, values in results])
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSY if "," not in name])
+def test_every_method_is_tried_with_what_carries_it(name, clock):
+    candidates = [DENSE, GATHER, PHASES] if name in SHARDED else [DENSE, GATHER]
+
+    def work(rank, group):
+        parts = begin(group, LOSSY[name]())
+        return timed_steps(parts, rank, clock, range(4 * EACH), takes(0.7, 0.5)), weights(parts[0])
+
+    (seen, values), *others = run_ranks(3, work)
+    expected = [what for what in candidates for _ in range(EACH)]
+    assert seen == expected + [candidates[-1]] * (4 * EACH - len(expected))
+    assert all(seen == other and torch.equal(values, value) for other, value in others)
+
+
+def test_slow_steps_that_meet_one_candidate_decide_nothing(clock):
+    """Its first take 1.2 times as long as dense ones, all that follow 0.9 times; the quickest quarter decides."""
+
+    def work(rank, group):
         own = [1.2] * EACH + [0.9] * 100
-        model = Table()
-        optimizer, averager = averaged(model, group, topology="auto")
-        steps = range(5 * EACH)
-        return run(model, averager, optimizer, rank, clock, steps, lambda sparsity: own.pop(0))[-1]
+        seconds = lambda what, sparsity: 1.0 if what == DENSE else own.pop(0)  # noqa: E731
+        return timed_steps(begin(group), rank, clock, range(5 * EACH), seconds)[-1]
 
-    assert run_ranks(2, rank_main) == [0.9, 0.9]
+    assert run_ranks(2, work) == [GATHER, GATHER]
 
 
 def test_the_slowest_rank_decides_for_all(clock):
-    def rank_main(rank, group):
-        model = Table()
-        optimizer, averager = averaged(model, group, topology="auto")
-        return run(model, averager, optimizer, rank, clock, range(3 * EACH), lambda sparsity: 0.5 if rank else 1.5)[-1]
+    def work(rank, group):
+        seconds = takes(0.5, 3.0) if rank else takes(1.5, 3.0)
+        return timed_steps(begin(group), rank, clock, range(4 * EACH), seconds)[-1]
 
-    assert run_ranks(3, rank_main) == [0.0, 0.0, 0.0]
+    assert run_ranks(3, work) == [DENSE] * 3
 
 
-def test_the_first_rank_warns_once_and_says_how_to_compress_all_the_same(clock):
-    def rank_main(rank, group):
-        model = Table()
-        optimizer, averager = averaged(model, group, topology="auto")
-        run(model, averager, optimizer, rank, clock, range(3 * EACH), lambda sparsity: 2.0)
+def test_the_first_rank_warns_once_where_dense_wins(clock):
+    def work(rank, group):
+        timed_steps(begin(group), rank, clock, range(3 * EACH), takes(2.0))
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_ranks(2, rank_main)
+        run_ranks(2, work)
     [message] = [str(warning.message) for warning in caught if "dense" in str(warning.message)]
-    assert message.startswith("DGC: Steps are dense from now on: one takes 2000.0 ms compressed and 1000.0 ms dense")
-    assert "topology='all_gather'" in message
+    assert message.startswith("DGC: Steps are dense from now on: one takes 1000.0 ms dense, 2000.0 ms all_gather")
+    assert "topology='all_gather' compresses all the same" in message
 
 
-def test_a_sparser_level_is_tried_again(clock):
-    """0.5 loses; 0.6 is not half as dense, so it is not tried; 0.8 is, and wins; 0.9 needs no trial any more."""
-    levels = [0.5, 0.6, 0.8, 0.9]
+def test_dense_is_tried_again_at_half_the_density(clock):
+    """0.5 loses; 0.6 is not half as dense, so it is not tried; 0.8 is, and wins; 0.9 needs no trial any more.
 
-    def rank_main(rank, group):
-        model = Table()
-        schedule = schedules.Ramp(tuple(levels), 0.9, dense=1, by="epoch")
-        optimizer, averager = averaged(model, group, schedule=schedule, topology="auto", steps_per_epoch=2 * EACH)
-        steps = range(2 * EACH * 5)
-        return run(model, averager, optimizer, rank, clock, steps, lambda sparsity: 2.0 if sparsity < 0.7 else 0.5)
+    The dense steps of the warm-up, and those after a trial, count for the next trial.
+    """
 
-    for seen in run_ranks(2, rank_main):
+    def work(rank, group):
+        schedule = Ramp((0.5, 0.6, 0.8, 0.9), 0.9, dense=1, by="epoch")
+        parts = begin(group, schedule=schedule, steps_per_epoch=2 * EACH)
+        seconds = lambda what, sparsity: 1.0 if what == DENSE else 2.0 if sparsity < 0.7 else 0.5  # noqa: E731
+        return timed_steps(parts, rank, clock, range(2 * EACH * 5), seconds)
+
+    for seen in run_ranks(2, work):
         epochs = [seen[begin : begin + 2 * EACH] for begin in range(0, len(seen), 2 * EACH)]
-        dense, tried = [0.0] * 2 * EACH, [0.5] * EACH + [0.0] * EACH
-        assert epochs == [dense, tried, dense, [0.8] * 2 * EACH, [0.9] * 2 * EACH]
+        dense, tried, compressed = [DENSE] * 2 * EACH, [GATHER] * EACH + [DENSE] * EACH, [GATHER] * 2 * EACH
+        assert epochs == [dense, tried, dense, compressed, compressed]
 
 
-@pytest.mark.parametrize("seconds", [0.5, 0.9, 2.0], ids=["quicker", "close", "slower"])
-def test_a_resumed_run_decides_as_the_whole_one(seconds, clock):
+def test_topologies_are_tried_again_at_half_the_density(clock):
+    """Without dense steps, which have lost already."""
+    levels = [0.5] * 3 * EACH + [0.9] * 3 * EACH + [0.96] * 2 * EACH
+
+    def work(rank, group):
+        seconds = lambda what, sparsity: 9.0 if what == DENSE else 3.0 if (what == GATHER) == (sparsity < 0.7) else 1.0  # noqa: E731
+        parts = begin(group, schedule=lambda epoch, step: levels[step])
+        return timed_steps(parts, rank, clock, range(len(levels)), seconds)
+
+    first, second, third = [DENSE, GATHER, PHASES], [GATHER, PHASES, GATHER], [GATHER, PHASES]
+    for seen in run_ranks(3, work):
+        assert seen == [what for what in [*first, *second, *third] for _ in range(EACH)]
+
+
+def test_a_topology_that_sends_more_than_dense_is_not_tried(clock):
+    """A quarter of all elements, from each of 8 ranks to every other, would be more than a dense ring."""
+
+    def work(rank, group):
+        schedule = lambda epoch, step: 0.75  # noqa: E731
+        parts = begin(group, schedule=schedule)
+        _, fixed = averaged(Table(), group, schedule=schedule, topology=GATHER)
+        return timed_steps(parts, rank, clock, range(2 * EACH + 1), takes(0.1, 0.5)), fixed.sparsity
+
+    assert run_ranks(8, work) == [([DENSE] * EACH + [PHASES] * (EACH + 1), 0.0)] * 8
+
+
+def test_nothing_is_lost_while_candidates_alternate(clock):
+    """Two rounds of three candidates: owners' residuals go to the workers, and dense steps send everything."""
+
+    def work(rank, group):
+        parts = begin(group, LOSSY["onebit"](), momentum=0.0)
+        layout, log = parts[2].gradients.layout, []
+
+        def flat(tensors):
+            return layout.join(tensors, torch.device("cpu")).double()
+
+        def noted(averager):
+            had = flat({name: p.grad for name, p in parts[0].named_parameters()})
+            averager.average()
+            came = flat({name: p.grad for name, p in parts[0].named_parameters()})
+            log.append((had, came, flat(kept(averager)), flat(averager.state_dict()["memory"].get(SHARD, {}))))
+
+        seen = timed_steps(parts, rank, clock, range(6 * EACH + 3), takes(1.1, 1.05), noted)
+        return seen, log
+
+    ranks = run_ranks(3, work)
+    assert ranks[0][0][: 6 * EACH] == [what for what in [DENSE, GATHER, PHASES] * 2 for _ in range(EACH)]
+    owed = 0
+    for step in zip(*(log for _, log in ranks), strict=True):
+        had, came, left, shards = (torch.stack(each) for each in zip(*step, strict=True))
+        owed = owed + had.mean(0) - came[0]
+        assert all_equal(came)
+        torch.testing.assert_close(left.mean(0) + shards.sum(0), owed, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("world", "seconds"), [(2, 0.5), (2, 0.9), (2, 2.0), (3, 0.9)])
+def test_a_resumed_run_decides_as_the_whole_one(world, seconds, clock):
     """Wherever it was stopped: the states that runs resume from are saved on the way of the whole one."""
-    stops, end = [3, EACH + 2, 2 * EACH + 5, 3 * EACH + 2], 4 * EACH + 3  # a close one is decided after 4 * EACH
+    stops, end = [3, EACH + 2, 2 * EACH + 5, 3 * EACH + 2], 2 * EACH * world + 3
+    after = GATHER if seconds < 1 else DENSE
 
-    def rank_main(rank, group):
-        def begin():
-            model = Table()
-            return model, *averaged(model, group, topology="auto")
-
-        def go_on(parts, steps):
-            model, optimizer, averager = parts
-            run(model, averager, optimizer, rank, clock, steps, lambda sparsity: seconds)
-
-        straight, states = begin(), []
+    def work(rank, group):
+        straight, states = begin(group), []
         for start, stop in pairwise([0, *stops, end]):
-            go_on(straight, range(start, stop))
+            timed_steps(straight, rank, clock, range(start, stop), takes(seconds, 1.05))
             states.append(deepcopy([part.state_dict() for part in straight]))
         for stop, state in zip(stops, states, strict=False):
-            resumed = begin()
+            resumed = begin(group)
             for part, saved in zip(resumed, state, strict=True):
                 part.load_state_dict(saved)
-            clock.now = 1e6  # the machine was off for a while
-            go_on(resumed, range(stop, end))
-            assert resumed[2].trial.won == straight[2].trial.won == (seconds < 1)
+            clock.now += 1e6  # the machine was off for a while
+            timed_steps(resumed, rank, clock, range(stop, end), takes(seconds, 1.05))
+            assert resumed[2].autotune.choice == straight[2].autotune.choice == after
             assert same(resumed[2].state_dict()["memory"], straight[2].state_dict()["memory"])
             assert torch.equal(weights(resumed[0]), weights(straight[0]))
 
-    run_ranks(2, rank_main)
+    run_ranks(world, work)
 
 
 def test_alone_or_dense_there_is_nothing_to_try():
-    assert averaged(Table(), None, topology="auto")[1].trial is None
+    assert begin(None)[2].autotune is None
 
-    def rank_main(rank, group):
-        return averaged(Table(), group, compressor="none", topology="auto")[1].trial
+    def work(rank, group):
+        averager = GradientAverager(Table(), "fp16", process_group=group, topology="auto")
+        return averager.autotune, averager.topology, begin(group, "none")[2].autotune
 
-    assert run_ranks(2, rank_main) == [None, None]
+    assert run_ranks(2, work) == [(None, "all_reduce", None)] * 2
 
 
 def test_all_gather_compresses_from_the_first_step():
-    def rank_main(rank, group):
+    def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, topology="all_gather")
-        backward(model, optimizer, rank, 0, prescribed_loss)
-        averager.step()
+        train(model, optimizer, averager, rank, 1, prescribed_loss)
         return averager.stats.sparsity
 
-    assert run_ranks(2, rank_main) == [0.9, 0.9]
+    assert run_ranks(2, work) == [0.9, 0.9]

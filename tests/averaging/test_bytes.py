@@ -6,7 +6,7 @@ import torch
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.schedules import Ramp, exponential
 from lightning_gradcomp.compressors.kernels.topk import count
-from lightning_gradcomp.compressors.wire import index_bytes
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 from tests.averaging.workers import SHAPES, Table, averaged, backward, dgc, prescribed_loss
 from tests.threads import GATHERS, checked_collectives, run_ranks, short_sum
 
@@ -32,7 +32,7 @@ def steps_of(world, schedule, steps):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sparsity", [0.75, 0.9, 0.99])
-def test_a_sparse_step_is_one_gather_and_reports_its_length_times_the_other_ranks(world, sparsity):
+def test_a_sparse_step_is_one_gather_and_reports_it(world, sparsity):
     for rank in steps_of(world, lambda epoch, step: sparsity, 3):
         for stats, [(collective, length)] in rank:
             assert collective in GATHERS
@@ -40,7 +40,7 @@ def test_a_sparse_step_is_one_gather_and_reports_its_length_times_the_other_rank
             assert stats.sparsity == sparsity
 
 
-def test_the_message_is_dense_values_payload_and_flags_and_nothing_else():
+def test_a_message_is_dense_values_payload_and_flags():
     k = count(360, 0.1) + count(300, 0.1)
     least = 4 * (9 + 10) + 4 * k + index_bytes(660, k)
     [(_, [(_, length)])] = steps_of(2, lambda epoch, step: 0.9, 1)[0]
@@ -48,7 +48,7 @@ def test_the_message_is_dense_values_payload_and_flags_and_nothing_else():
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_dense_step_is_one_sum_of_every_gradient_and_reports_a_rings_traffic(world):
+def test_a_dense_step_is_one_sum_and_reports_a_rings_traffic(world):
     for rank in steps_of(world, lambda epoch, step: 0.0, 3):
         for stats, exchanged in rank:
             flags = 2 * len(SHAPES)  # more than there are
@@ -59,13 +59,13 @@ def test_a_dense_step_is_one_sum_of_every_gradient_and_reports_a_rings_traffic(w
 
 
 @pytest.mark.parametrize(("device", "sent"), [("cpu", 2 * 2 * 136), ("cuda", 533)])
-def test_three_ranks_pad_a_short_sum_of_400_bytes_to_equal_stretches_and_a_gpus_ring_does_not(device, sent):
+def test_a_short_sum_is_padded_to_equal_parts_a_ring_is_not(device, sent):
     ranks = Ranks(None)
     ranks.world = 3
     assert ranks.add_traffic(400, torch.device(device)) == sent
 
 
-def test_the_return_to_dense_reports_the_momentum_that_travels_with_it():
+def test_the_return_to_dense_reports_the_momentum_it_sends():
     stats, [(collective, length)] = steps_of(2, lambda epoch, step: 0.9 if step < 2 else 0.0, 3)[0][-1]
     assert [(collective, length)] == short_sum(2, length)
     assert stats.bytes_sent == pytest.approx(length, abs=64)
@@ -94,7 +94,7 @@ def test_every_phase_of_a_step_is_timed():
         assert all(0 < seconds < 10 for seconds in stats.seconds.values())
 
 
-def test_a_schedule_sees_the_epoch_that_steps_make_up_and_the_step():
+def test_a_schedule_gets_the_epoch_and_the_step():
     def work(rank, group):
         model, seen = Table(), []
         options = {"sparsity": 0.99, "dense_epochs": 1, "warmup_epochs": 2}
@@ -124,14 +124,14 @@ def test_an_epoch_that_is_set_is_the_epoch():
     assert run_ranks(2, work)[0] == [0, 0, 0, 0.9, 0] * 2
 
 
-def test_a_warm_up_in_epochs_that_nobody_counts_is_refused():
+def test_a_warm_up_in_uncounted_epochs_is_refused():
     message = r"steps_per_epoch.*: got None, allowed: steps_per_epoch=.*warmup_epochs=0"
     for options in ({"dense_epochs": 1}, {"warmup_epochs": 2}):
         with pytest.raises(ValueError, match=message):
             averaged(Table(), None, dgc(**options))
 
 
-def test_a_schedule_in_epochs_that_nobody_counts_is_refused_also_when_it_comes_later():
+def test_a_later_schedule_in_uncounted_epochs_is_refused():
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group)
@@ -144,7 +144,7 @@ def test_a_schedule_in_epochs_that_nobody_counts_is_refused_also_when_it_comes_l
 
 
 @pytest.mark.parametrize("wrong", [1.0, -0.1, float("nan")])
-def test_a_schedule_that_leaves_its_range_is_refused_when_it_does(wrong):
+def test_a_schedule_out_of_range_is_refused(wrong):
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, schedule=lambda epoch, step: wrong)

@@ -29,7 +29,7 @@ RULES = {
 
 def remembered(averager, key, name, like):
     """fp64 copy of what the memory holds of `name`, 0 if nothing."""
-    return averager.memory.state_dict()[key].get(name, torch.zeros_like(like)).double()
+    return averager.state.state_dict()[key].get(name, torch.zeros_like(like)).double()
 
 
 def corrected(u, gradient, parameter, started, *, momentum, dampening=0.0, nesterov=False, weight_decay=0.0):
@@ -42,7 +42,7 @@ def corrected(u, gradient, parameter, started, *, momentum, dampening=0.0, neste
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("world", [2, 3])
-def test_on_every_rank_at_every_step_sent_and_remembered_are_all_there_was(world, rule, masking):
+def test_sent_plus_velocity_is_velocity_plus_update(world, rule, masking):
     """What each rank sent is told by what arrived: the average over the ranks of what left their memories."""
 
     def work(rank, group):
@@ -77,7 +77,7 @@ def test_on_every_rank_at_every_step_sent_and_remembered_are_all_there_was(world
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_at_every_step_applied_plus_mean_residual_is_what_sgd_would_have_applied(world, nesterov):
+def test_applied_plus_mean_velocity_is_what_sgd_applies(world, nesterov):
     """Dense, sparse, dense, sparse: gradients here do not depend on the weights, so SGD's own path is comparable."""
     learning_rate, steps = 0.02, 40
 
@@ -108,7 +108,7 @@ def test_at_every_step_applied_plus_mean_residual_is_what_sgd_would_have_applied
         )
 
 
-def test_after_a_sparse_phase_the_momentum_is_back_in_the_optimizer_and_the_memory_is_empty():
+def test_after_a_sparse_phase_the_optimizer_has_its_momentum():
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, None, lambda epoch, step: 0.9 if 2 <= step < 8 else 0.0)
@@ -116,7 +116,7 @@ def test_after_a_sparse_phase_the_momentum_is_back_in_the_optimizer_and_the_memo
         for step in range(10):
             train(model, optimizer, averager, rank, range(step, step + 1), prescribed_loss)
             in_optimizer = "momentum_buffer" in optimizer.state[model.kernel]
-            held.append((in_optimizer, "kernel" in averager.memory.state_dict()["momentum"]))
+            held.append((in_optimizer, "kernel" in averager.state.state_dict()["momentum"]))
         return held, optimizer.state[model.kernel]["momentum_buffer"]
 
     results = run_ranks(2, work)
@@ -134,7 +134,7 @@ def test_replicas_are_equal_to_the_bit_after_200_steps():
         model = conv_net()
         optimizer, averager = averaged(model, group, dgc(clip_norm=2.0), schedule, nesterov=True, weight_decay=0.01)
         train(model, optimizer, averager, rank, 200, image_loss)
-        return weights(model), averager.memory.state_dict()
+        return weights(model), averager.state.state_dict()
 
     results = run_ranks(3, work)
     assert all_equal([values for values, _ in results])

@@ -28,7 +28,7 @@ def test_a_dense_exchange_is_a_ring_played_out(workers):
 
 
 @pytest.mark.parametrize("workers", WORLDS)
-def test_a_long_gather_is_a_ring_played_out_and_a_short_one_waits_once(workers):
+def test_a_long_gather_is_a_ring_and_a_short_one_waits_once(workers):
     for size in (SHORT, SHORT + 1):
         sent = (workers - 1) * size
         if size > SHORT or workers == 2:
@@ -41,7 +41,7 @@ def test_a_long_gather_is_a_ring_played_out_and_a_short_one_waits_once(workers):
 
 @pytest.mark.parametrize("workers", WORLDS)
 @pytest.mark.parametrize("size", [1000, SHORT_SUM, SHORT_SUM + 1])
-def test_a_long_sum_is_a_ring_played_out_and_of_a_short_one_stretches_are_added_up_and_gathered(workers, size):
+def test_a_long_sum_is_a_ring_and_a_short_one_two_messages(workers, size):
     part, sent = size / workers, 2 * (workers - 1) / workers * size
     if size > SHORT_SUM:
         played = ring(2 * (workers - 1), part, workers, LINK)
@@ -90,7 +90,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("topology", ["all_gather", "two_phase", "server"])
-def test_a_better_link_is_never_slower_and_more_work_never_quicker(topology):
+def test_a_better_link_is_quicker_and_more_work_slower(topology):
     messages, work = [("gather", 1_000_000)], Work(0.03, 0.01)
 
     def seconds(link=LINK, work=work, sent=3_000_000):
@@ -124,7 +124,7 @@ def test_a_rank_alone_exchanges_nothing():
     assert compressed_seconds("all_gather", 0, [("gather", 1000)], 1, LINK, Work(1.0, 1.0)) == 0
 
 
-def test_backward_hides_a_part_of_the_waiting_and_nothing_of_the_work():
+def test_backward_hides_waiting_and_not_work():
     assert exposed(1.0, backward=0.0) == 1.0
     assert exposed(0.5, backward=1.0) == 0.0
     assert exposed(1.0, backward=1.0) == pytest.approx(1 - cost.HIDES)
@@ -142,7 +142,7 @@ def test_on_another_wire_the_processor_works_as_long_for_a_byte():
 
 
 @pytest.mark.parametrize("workers", WORLDS)
-def test_the_bandwidth_that_hides_the_dense_exchange_is_the_least(workers):
+def test_bandwidth_to_hide_is_the_least_that_does(workers):
     size, backward = 44_700_000, 0.5
     enough = cost.bandwidth_to_hide(size, workers, 1e-3, backward)
     seconds = [dense_seconds(size, workers, Link(1e-3, share * enough)) for share in (1.001, 0.999)]

@@ -145,7 +145,7 @@ LINEAR = [options for options in OPTIONS.values() if "weight_decay" not in optio
 
 
 @pytest.mark.parametrize(("world", "options"), [(2, o) for o in LINEAR] + [(3, OPTIONS["nesterov"])], ids=str)
-def test_a_sparse_phase_only_postpones_once_all_is_sent_the_weights_are_sgds(world, options):
+def test_once_all_is_sent_the_weights_are_sgds(world, options):
     """True where gradients do not depend on the weights and momentum is not masked: then everything is linear."""
     run = Run(world, Table, prescribed_loss, sgd(**options))
     run.assert_alike(dgc(momentum_masking=False), sparse_for_a_while, tolerance=2e-5)

@@ -34,7 +34,7 @@ def books(world, compressor, steps=8, schedule=lambda epoch, step: 0.9):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("values", FORMATS)
-def test_what_was_applied_and_the_mean_of_what_is_remembered_is_all_there_was(values, world):
+def test_applied_plus_mean_residual_is_all_gradients(values, world):
     ranks = books(world, lambda: quick(OneBit, dense_values=values))
     remembered = mean_state([state for _, _, state, _ in ranks])["memory"]["dense_residual"]
     for name in DENSE:
@@ -82,7 +82,7 @@ def test_a_resumed_run_is_the_straight_run_to_the_bit():
     run_ranks(2, work)
 
 
-def test_a_layer_frozen_for_a_while_finds_what_is_remembered_again():
+def test_a_layer_frozen_for_a_while_keeps_its_residual():
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, quick(DGC, dense_values="bf16"))

@@ -8,7 +8,7 @@ import torch
 
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.compressors import TernGrad
-from tests.averaging.laws import KEPT, LOSSY, REMEMBERING, quick, without_momentum
+from tests.averaging.laws import KEPT, REMEMBERING, quick, without_momentum
 from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same, train
 from tests.threads import run_ranks
 
@@ -16,7 +16,6 @@ WORLDS = (4, 3, 8, 2)
 STEPS = 3
 """In each world."""
 
-lossy = pytest.mark.parametrize("make", LOSSY.values(), ids=LOSSY)
 remembering = pytest.mark.parametrize("make", REMEMBERING.values(), ids=REMEMBERING)
 feeding_back = partial(quick, TernGrad, error_feedback=True)
 
@@ -39,7 +38,7 @@ def remembered(averager):
 
 
 @remembering
-def test_from_world_to_world_what_was_applied_and_the_mean_of_what_is_remembered_is_all_there_was(make):
+def test_nothing_is_lost_from_world_to_world(make):
     """Four ranks, then three, eight, two, the mean of all states handed on each time."""
 
     def work(rank, group, state, steps):
@@ -85,28 +84,10 @@ def test_states_are_read_one_by_one():
     assert state["memory"]["residual"]["w"].tolist() == [1.5, 1.5, 1.5]
 
 
-def test_a_name_that_only_some_ranks_have_counts_as_0_on_the_others():
+def test_a_name_that_some_ranks_lack_counts_as_0_there():
     parts = [{"a": torch.tensor([6.0])}, {"a": torch.tensor([3.0]), "b": torch.tensor([3.0])}, {}]
     state = mean_state({"steps": 1, "memory": {"accumulated": part}, "shapes": {}} for part in parts)
     assert state["memory"] == {"accumulated": {"a": torch.tensor([3.0]), "b": torch.tensor([1.0])}}
-
-
-def test_a_generator_is_no_number_and_every_new_rank_begins_its_own():
-    def work(rank, group, state=None):
-        model = Table()
-        optimizer, averager = averaged(model, group, feeding_back())
-        if state:
-            averager.load_state_dict(state)
-            assert torch.equal(averager.memory.generator.get_state(), fresh[rank])
-        before = averager.memory.generator.get_state()
-        train(model, optimizer, averager, rank, 2, prescribed_loss)
-        return before, averager.state_dict()
-
-    fresh, states = zip(*run_ranks(3, work), strict=True)
-    assert not torch.equal(fresh[0], fresh[1])
-    state = mean_state(states)
-    assert set(state["memory"]) == {"residual"}
-    run_ranks(2, partial(work, state=state))
 
 
 # Models and options that are not quite the same
@@ -143,7 +124,7 @@ class Renamed(Table):
         return super().forward(kernel, small, bias, matrix)
 
 
-@lossy
+@remembering
 def test_a_renamed_parameter_is_named_both_as_gone_and_as_new(make):
     averager, state = alone(make, Renamed), state_of(make)
     with pytest.warns(UserWarning) as warned:
@@ -158,22 +139,22 @@ def test_a_renamed_parameter_is_named_both_as_gone_and_as_new(make):
 
 
 @remembering
-def test_what_is_said_to_be_lost_is_not_in_the_next_checkpoint(make):
+def test_what_is_lost_is_not_in_the_next_checkpoint(make):
     averager = alone(make, Renamed)
     with pytest.warns(UserWarning):
         averager.load_state_dict(state_of(make))
     assert all("matrix" not in parts for parts in averager.state_dict()["memory"].values())
 
 
-@lossy
-def test_a_parameter_of_another_shape_is_refused_by_name_and_nothing_has_changed(make):
+@remembering
+def test_another_shape_is_refused_and_nothing_changes(make):
     """Whether its shape is said to be another one, or a tensor of it has another one."""
     averager, state = alone(make), state_of(make)
     averager.load_state_dict(state)
     before = averager.state_dict()
     spoilt = [{**state, "steps": 99, "shapes": {**state["shapes"], "matrix": (5, 7)}}]
     for kind, parts in state["memory"].items():
-        if parts and kind != "generator":
+        if parts:
             memory = {key: {name: part + 1 for name, part in those.items()} for key, those in state["memory"].items()}
             memory[kind][next(iter(parts))] = torch.zeros(5, 7)
             spoilt.append({**state, "steps": 99, "memory": memory})

@@ -43,7 +43,7 @@ def on_two_ranks(watch, schedule=lambda epoch, step: 0.9 if 2 <= step < 5 else 0
     return run_ranks(2, work)[0]
 
 
-def test_the_groups_are_the_same_objects_with_the_same_values_after_every_step():
+def test_groups_are_the_same_objects_after_every_step():
     def watch(optimizer, take_step):
         before = seen(optimizer)
         take_step()
@@ -71,7 +71,7 @@ def test_also_when_the_optimizers_step_raises():
         assert before == after
 
 
-def test_inside_a_sparse_step_the_optimizer_applies_no_momentum_of_its_own_to_what_was_compressed():
+def test_inside_a_sparse_step_momentum_is_not_applied_twice():
     def watch(optimizer, take_step):
         inside = {}
 
@@ -98,7 +98,7 @@ def test_inside_a_sparse_step_the_optimizer_applies_no_momentum_of_its_own_to_wh
     assert steps[-1] == own
 
 
-def test_the_optimizers_state_can_be_saved_and_loaded_at_every_step():
+def test_the_optimizer_can_be_saved_and_loaded_at_every_step():
     def watch(optimizer, take_step):
         take_step()
         optimizer.load_state_dict(optimizer.state_dict())
@@ -111,7 +111,7 @@ def test_the_optimizers_state_can_be_saved_and_loaded_at_every_step():
     assert on_two_ranks(plain) == [None] * 8
 
 
-def test_a_parameter_that_the_optimizer_does_not_hold_is_averaged_and_left_alone():
+def test_a_parameter_outside_the_optimizer_is_left_alone():
     def work(rank, group):
         model = Table()
         optimizer = torch.optim.SGD([model.matrix, model.bias], lr=0.02, momentum=0.9)
@@ -147,13 +147,13 @@ class SGDSubclass(torch.optim.SGD):
         (partial(torch.optim.SGD, maximize=True), "maximize"),
     ],
 )
-def test_dgc_refuses_an_optimizer_whose_momentum_it_cannot_correct(make, got):
+def test_dgc_refuses_other_optimizers_than_sgd(make, got):
     model = Table()
     with pytest.raises(ValueError, match=rf"the optimizer of DGC: got .*{got}.*, allowed: .*SGD"):
         GradientAverager(model, dgc(), optimizer=make(model.parameters()))
 
 
-def test_a_compressor_without_momentum_takes_any_optimizer_and_average_takes_none():
+def test_others_take_any_optimizer_and_average_needs_none():
     model = Table()
     GradientAverager(model, "none", optimizer=torch.optim.Adam(model.parameters())).step()
     averager = GradientAverager(model, "none")

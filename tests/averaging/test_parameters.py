@@ -38,12 +38,12 @@ def test_a_layer_unfrozen_on_the_way_is_averaged_from_then_on(sparsity):
     assert all_equal(run_ranks(2, work))
 
 
-def test_a_layer_frozen_for_a_while_finds_its_memory_again():
+def test_a_layer_frozen_for_a_while_keeps_its_state():
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group)
         train(model, optimizer, averager, rank, 4, prescribed_loss)
-        before = averager.memory.state_dict()
+        before = averager.state.state_dict()
         model.kernel.requires_grad_(False)
         optimizer.zero_grad()
         frozen = model.kernel.detach().clone()
@@ -56,7 +56,7 @@ def test_a_layer_frozen_for_a_while_finds_its_memory_again():
         backward(model, optimizer, rank, 0, lambda *given: 0 * prescribed_loss(*given))
         averager.step()
         expected = before["velocity"]["kernel"] + 0.9 * before["momentum"]["kernel"]
-        now = averager.memory.state_dict()["velocity"]["kernel"]
+        now = averager.state.state_dict()["velocity"]["kernel"]
         kept = now != 0
         assert 0 < int(kept.sum()) < kept.numel()
         torch.testing.assert_close(now[kept], expected[kept])
@@ -86,7 +86,7 @@ def test_tied_weights_are_one_parameter():
             model = Tied()
             optimizer, averager = averaged(model, group, dgc(sparsity=sparsity))
             train(model, optimizer, averager, rank, 20, token_loss)
-            assert set(averager.memory.state_dict()["velocity"]) <= {"embed.weight"}
+            assert set(averager.state.state_dict()["velocity"]) <= {"embed.weight"}
             assert model.head.weight is model.embed.weight
             return weights(model)
 
@@ -101,7 +101,7 @@ def test_tied_weights_are_one_parameter():
     assert all_equal(ours(0.9))
 
 
-def test_channels_last_weights_train_to_the_same_bits_and_keep_their_layout():
+def test_channels_last_weights_keep_bits_and_layout():
     def run(memory_format):
         def work(rank, group):
             model = Table()
@@ -109,7 +109,7 @@ def test_channels_last_weights_train_to_the_same_bits_and_keep_their_layout():
             optimizer, averager = averaged(model, group, nesterov=True, weight_decay=0.1)
             train(model, optimizer, averager, rank, 10, prescribed_loss)
             assert model.kernel.is_contiguous(memory_format=memory_format)
-            return weights(model), averager.memory.state_dict()
+            return weights(model), averager.state.state_dict()
 
         return run_ranks(2, work)
 
@@ -119,7 +119,7 @@ def test_channels_last_weights_train_to_the_same_bits_and_keep_their_layout():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_parameters_of_another_precision_have_memories_in_fp32(dtype):
+def test_parameters_of_another_precision_have_fp32_state(dtype):
     sparsities = [0.0] * 2 + [0.9] * 6 + [0.0] * 2
 
     def work(rank, group):
@@ -127,7 +127,7 @@ def test_parameters_of_another_precision_have_memories_in_fp32(dtype):
         optimizer, averager = averaged(model, group, None, lambda epoch, step: sparsities[step], weight_decay=0.1)
         for step in range(10):
             train(model, optimizer, averager, rank, range(step, step + 1), prescribed_loss)
-            parts = averager.memory.state_dict()["velocity"]
+            parts = averager.state.state_dict()["velocity"]
             assert all(part.dtype == torch.float32 for part in parts.values())
             assert bool(parts) == (2 <= step < 8)
         assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {dtype}
@@ -166,7 +166,7 @@ def test_excluded_parameters_travel_whole():
         model = Table()
         optimizer, averager = averaged(model, group, dgc(exclude=["ker*"]))
         train(model, optimizer, averager, rank, 3, prescribed_loss)
-        return set(averager.memory.state_dict()["velocity"]), model.kernel.grad
+        return set(averager.state.state_dict()["velocity"]), model.kernel.grad
 
     (names, grad), _ = run_ranks(2, work)
     assert names == {"matrix"}

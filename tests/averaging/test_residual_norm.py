@@ -18,7 +18,7 @@ def weighed(compressor, schedule=None, steps=4, spoil=False, **options):
     def work(rank, group):
         model, seen = Table(), []
         optimizer, averager = averaged(model, group, compressor, schedule, **options)
-        averager.weighs = True
+        averager.measures_residual = True
         for step in range(steps):
             backward(model, optimizer, rank, step, prescribed_loss)
             if spoil and step == steps - 1:
@@ -44,10 +44,10 @@ def weighed(compressor, schedule=None, steps=4, spoil=False, **options):
         (PowerSGD(rank=1, **NOW), "all_gather"),
     ],
 )
-def test_the_unsent_is_weighed_against_the_ranks_own_gradient(compressor, topology):
+def test_the_residual_is_compared_with_the_ranks_own_gradient(compressor, topology):
     for stats, unsent, own in weighed(compressor, topology=topology):
         assert stats.residual_to_gradient == pytest.approx(float(unsent.norm() / own.norm()), rel=1e-5)
-        assert stats.weighing_seconds > 0
+        assert stats.norm_seconds > 0
 
 
 def test_a_loss_scale_is_not_in_it():
@@ -56,7 +56,7 @@ def test_a_loss_scale_is_not_in_it():
         for scale in (1.0, 1024.0):
             model = Table()
             _, averager = averaged(model, group)
-            averager.weighs = True
+            averager.measures_residual = True
             (scale * prescribed_loss(model, rank, 0)).backward()
             averager.average(grad_scale=scale)
             noted.append(averager.stats.residual_to_gradient)
@@ -83,7 +83,7 @@ def test_a_step_that_overflows_has_none():
     assert all(noted[:-1]) and noted[-1] is None
 
 
-def test_nothing_is_weighed_unasked():
+def test_nothing_is_measured_unasked():
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, DGC(sparsity=0.9, **NOW, dense_epochs=0))
@@ -92,4 +92,4 @@ def test_nothing_is_weighed_unasked():
         return averager.stats
 
     stats = run_ranks(2, work)[0]
-    assert stats.residual_to_gradient is None and stats.weighing_seconds == 0
+    assert stats.residual_to_gradient is None and stats.norm_seconds == 0

@@ -8,25 +8,22 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging import mean_state
-from lightning_gradcomp.averaging.checkpoint_state import OWNED
+from lightning_gradcomp.averaging import mean_state, sharded
+from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.averaging.two_phase import Owners
-from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.state import Momentum
-from tests.averaging.laws import KEPT, LOSSY, REMEMBERING
+from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING
 from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.compressors.examples import RandomK
 from tests.reference.two_phase import Workers
 from tests.threads import run_ranks
 
 TERNARY = {"terngrad": {}, "terngrad,error_feedback=True": {"error_feedback": True}}
-"""With one scaler for all ranks, whose owners are in test_exact_owners.py."""
-CODECS = {label: make for label, make in LOSSY.items() if isinstance(make(), Codec)}
+"""With one scaler for all ranks, whose owners are in test_sharded_terngrad.py."""
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS}
 ADDING = {label: partial(LOSSY["terngrad"], **options) for label, options in TERNARY.items()}
-OWNED_SOMEHOW = {**CODECS, **ADDING}
-every = pytest.mark.parametrize("make", OWNED_SOMEHOW.values(), ids=OWNED_SOMEHOW)
+EVERY_SHARDED = {**CODECS, **ADDING}
+every = pytest.mark.parametrize("make", EVERY_SHARDED.values(), ids=EVERY_SHARDED)
 every_codec = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 remembering = pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
 CUTS = {2: [9], 3: [6, 13], 4: [5, 9, 15], 8: [2, 5, 7, 9, 12, 15, 19]}
@@ -84,16 +81,16 @@ def is_the_simulation(make, world, topology, steps):
 
     ranks = run_ranks(world, work)
     shapes = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
-    rule = Momentum(momentum=0.9) if make().owns_momentum else Momentum()
-    workers = Workers(make(), shapes, CUTS[world], [rule, rule], dense_pull=topology == "server")
+    momentum = 0.9 if make().owns_momentum else 0.0
+    workers = Workers(make(), shapes, CUTS[world], momentum, dense_pull=topology == "server")
     for step in range(steps):
-        average = workers.step([seen[step][0] for seen, _ in ranks], 0.1)
+        average = workers.step([seen[step][0] for seen, _ in ranks])
         for seen, _ in ranks:
             assert torch.equal(seen[step][1], average)
     for rank, (_, memory) in enumerate(ranks):
-        theirs = workers.memories[rank].state_dict()
+        theirs = workers.states[rank].state_dict()
         assert same({kind: memory[kind] for kind in theirs}, theirs)
-    owned = sum(workers.layout.join(memory[OWNED], torch.device("cpu")) for _, memory in ranks)
+    owned = sum(workers.layout.join(memory[SHARD], torch.device("cpu")) for _, memory in ranks)
     assert torch.equal(owned, workers.residual)
 
 
@@ -102,7 +99,7 @@ def kept(state):
     layout, cpu = Layout(("kernel", "matrix"), ((10, 4, 3, 3), (12, 25))), torch.device("cpu")
     memory = state["memory"]
     own = sum(layout.join(memory[kind], cpu).double() for kind in KEPT if kind in memory)
-    return own, layout.join(memory.get(OWNED, {}), cpu).double()
+    return own, layout.join(memory.get(SHARD, {}), cpu).double()
 
 
 class Ledger:
@@ -136,8 +133,9 @@ def assert_nothing_lost(difference, scale):
 def test_nothing_is_lost(make, world):
     ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(6)))
     assert_nothing_lost(*balance(ledgers))
-    assert all(OWNED in state["memory"] for _, _, state in ledgers)
-    assert any(kept(state)[1].any() for _, _, state in ledgers)
+    assert all(SHARD in state["memory"] for _, _, state in ledgers)
+    # Random-k's mean is already on the entries that its owner draws.
+    assert any(kept(state)[1].any() for _, _, state in ledgers) != isinstance(make(), RandomK)
 
 
 @pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
@@ -184,7 +182,7 @@ def test_from_sparse_to_dense_everything_is_sent(make):
     def work(rank, group):
         ledger = Ledger(group, make, schedule=lambda epoch, step: 0.9 * (step < 6))
         had, came, _ = ledger.go(rank, range(7))
-        assert ledger.averager.memory.empty and ledger.averager.dense_step
+        assert ledger.averager.settled and ledger.averager.dense_step
         return had, came
 
     ledgers = run_ranks(3, work)
@@ -193,7 +191,7 @@ def test_from_sparse_to_dense_everything_is_sent(make):
 
 
 @remembering
-def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded_comes_back_with_it(make):
+def test_a_shard_residual_loaded_while_frozen_is_not_lost(make):
     ledgers = run_ranks(3, lambda rank, group: Ledger(group, make).go(rank, range(4)))
     states = [state for _, _, state in ledgers]
 
@@ -212,7 +210,7 @@ def test_what_owners_remembered_of_a_parameter_that_is_frozen_while_it_is_loaded
 
 
 @every
-def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
+def test_shards_are_cut_anew_when_a_parameter_is_frozen(make):
     def work(rank, group):
         model, optimizer, averager = begin(group, make)
         train(model, optimizer, averager, rank, range(3), prescribed_loss)
@@ -228,7 +226,7 @@ def test_a_frozen_parameter_changes_owners_and_replicas_stay_equal(make):
     assert all_equal(run_ranks(3, work))
 
 
-@on([2, 3], OWNED_SOMEHOW)
+@on([2, 3], EVERY_SHARDED)
 def test_a_resumed_run_is_the_straight_one_to_the_bit(make, world):
     def work(rank, group):
         straight = begin(group, make)
@@ -246,7 +244,7 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(make, world):
 
 
 @every
-def test_a_gradient_that_is_not_finite_leaves_all_memories_as_they_were(make):
+def test_a_gradient_that_is_not_finite_changes_no_state(make):
     def work(rank, group):
         model, optimizer, averager = begin(group, make)
         train(model, optimizer, averager, rank, range(3), prescribed_loss)
@@ -261,7 +259,7 @@ def test_a_gradient_that_is_not_finite_leaves_all_memories_as_they_were(make):
     assert all(run_ranks(3, work))
 
 
-@on(CUTS, OWNED_SOMEHOW)
+@on(CUTS, EVERY_SHARDED)
 @pytest.mark.parametrize("topology", ["two_phase", "server"])
 def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topology):
     def work(rank, group):
@@ -278,22 +276,22 @@ def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topo
 @every_codec
 def test_bytes_do_not_grow_with_the_ranks(make):
     """Two messages at most, but for what each of N parts costs by itself: a count and a scale rounded up."""
-    layout, codec = Layout(("a", "b"), ((512, 1024), (256, 512))), make()
-    payload = codec.payload_bytes(layout, 0.01)
+    layout, compressor = Layout(("a", "b"), ((512, 1024), (256, 512))), make()
+    [(_, payload)] = compressor.messages(layout)
     for world in (2, 8, 64):
         ranks = Ranks(None)
         ranks.world = world
-        sent = Owners(codec, layout, 0, ranks, torch.device("cpu"), dense_pull=False).traffic(0.01, 8)
+        sent = sharded.traffic(compressor, layout, 0, 8, ranks, dense_pull=False)
         assert sent <= 2 * (payload * (world - 1) / world) * 1.2 + 40 * world
 
 
 @pytest.mark.parametrize(
     ("compressor", "why"),
     [
-        (lgc.PowerSGD(), "PowerSGD: got '{}', allowed: 'auto' or 'all_gather': an owner can't decode"),
+        (lgc.PowerSGD(), "PowerSGD: got '{}', allowed: 'auto' or 'all_gather': the owner of a shard can't average"),
         (
             lgc.TernGrad(share_scaler=False),
-            "TernGrad(share_scaler=False): got '{}', allowed: 'auto' or 'all_gather': only with one s",
+            "TernGrad(share_scaler=False): got '{}', allowed: 'auto' or 'all_gather': digits add up only with one s",
         ),
     ],
     ids=["powersgd", "terngrad with own scalers"],
@@ -302,6 +300,6 @@ def test_bytes_do_not_grow_with_the_ranks(make):
 @pytest.mark.parametrize(
     "make", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy, partial(lgc.GradientAverager, Table())]
 )
-def test_compressors_whose_parts_mean_nothing_alone_are_refused(make, topology, compressor, why):
+def test_compressors_without_shards_are_refused(make, topology, compressor, why):
     with pytest.raises(ValueError, match=re.escape(f"topology with {why.format(topology)}")):
         make(compressor, topology=topology)

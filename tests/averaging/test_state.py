@@ -37,7 +37,7 @@ def straight_run(world):
     def straight(rank, group):
         model, optimizer, averager = make(group, rank)
         train(model, optimizer, averager, rank, 20)
-        return weights(model), averager.memory.state_dict()
+        return weights(model), averager.state.state_dict()
 
     return run_ranks(world, straight)
 
@@ -52,7 +52,7 @@ def test_a_resumed_run_is_the_straight_run_to_the_bit(world, stop):
         for part, state in zip(second, stored(*first), strict=True):
             part.load_state_dict(state)
         train(*second, rank, range(stop, 20))
-        return weights(second[0]), second[2].memory.state_dict()
+        return weights(second[0]), second[2].state.state_dict()
 
     for (got, memory), (expected, other) in zip(run_ranks(world, resumed), straight_run(world), strict=True):
         assert torch.equal(got, expected)
@@ -86,7 +86,7 @@ def test_a_state_of_another_shape_is_refused_by_name():
     run_ranks(2, work)
 
 
-def test_a_memory_loaded_into_a_new_averager_replaces_what_was_there():
+def test_a_loaded_state_replaces_what_was_there():
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group)
@@ -101,7 +101,7 @@ def test_a_memory_loaded_into_a_new_averager_replaces_what_was_there():
     assert all_equal(run_ranks(2, work))
 
 
-def test_plain_sgd_takes_over_after_a_return_to_dense_and_the_averager_takes_over_from_plain_sgd():
+def test_plain_sgd_goes_on_after_a_return_to_dense():
     """The momentum is where torch keeps it whenever training is dense, so either may go on from the other's state."""
 
     def ours(rank, group, steps):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.averaging.laws import LOSSY, REMEMBERING, SHARDED, kept, without_momentum
 from tests.averaging.workers import (
     Table,
     all_equal,
@@ -12,6 +13,7 @@ from tests.averaging.workers import (
     dgc,
     filled,
     prescribed_loss,
+    same,
     seeded,
     train,
     train_ddp,
@@ -35,10 +37,6 @@ class Branches(nn.Module):
 
 def own_branch_loss(model, rank, step):
     return model(torch.randn(5, 12, generator=seeded(rank, step)), int(rank > 0))
-
-
-def first_branch_loss(model, rank, step):
-    return model(torch.randn(5, 12, generator=seeded(rank, step)), 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True, "weight_decay": 0.1}], ids=str)
@@ -79,23 +77,75 @@ def test_a_parameter_unused_on_some_ranks_gets_its_average_on_all_and_one_unused
     assert all_equal(run_ranks(world, work))
 
 
-def test_a_parameter_that_is_no_longer_used_still_sends_what_is_remembered_of_it():
-    def work(rank, group):
-        model = Branches()
-        optimizer, averager = averaged(model, group, momentum=0.0)
-        for step in range(30):
-            loss = own_branch_loss if step < 3 else first_branch_loss
-            train(model, optimizer, averager, rank, range(step, step + 1), loss)
-            if step == 2:
-                remembered = averager.memory.state_dict()["velocity"].get("branches.1.weight", torch.zeros(1)).any()
-                assert bool(remembered) == (rank > 0)
-        left = averager.memory.state_dict()["velocity"].get("branches.1.weight", torch.zeros(1))
-        return weights(model), bool(left.any())
+def on_topologies(makes):
+    """Default options alone, by all_gather, and by two_phase where that works."""
+    cases = {
+        f"{topology}-{label}": (make, topology)
+        for topology in ("all_gather", "two_phase")
+        for label, make in makes.items()
+        if "," not in label and (topology == "all_gather" or label in SHARDED)
+    }
+    return pytest.mark.parametrize(("make", "topology"), cases.values(), ids=cases)
 
-    (first, left), (second, other_left) = run_ranks(2, work)
-    assert torch.equal(first, second)
-    assert not left
-    assert not other_left
+
+def of_matrix(averager):
+    """Kind -> what this rank remembers of the matrix."""
+    memory = averager.state_dict()["memory"]
+    return {kind: {"matrix": parts["matrix"]} for kind, parts in memory.items() if "matrix" in parts}
+
+
+@on_topologies(LOSSY)
+def test_a_parameter_unused_on_all_ranks_stays_as_in_ddp(make, topology):
+    """Neither momentum nor weight decay nor what is remembered moves it, and what is remembered is kept."""
+
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, make(), topology=topology, nesterov=True, weight_decay=0.1)
+        for step in range(6):
+            used, kernel, matrix = step < 3, model.kernel.detach().clone(), model.matrix.detach().clone()
+            remembered = of_matrix(averager)
+            backward(model, optimizer, rank, step, prescribed_loss)
+            if not used:
+                model.matrix.grad = None
+            averager.step()
+            assert averager.stats.bytes_sent < averager.stats.dense_bytes
+            assert torch.equal(model.matrix, matrix) != used
+            assert (model.matrix.grad is not None) == used
+            assert used or same(of_matrix(averager), remembered)
+            assert not torch.equal(model.kernel, kernel)
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
+@on_topologies(REMEMBERING)
+def test_what_is_remembered_of_an_unused_parameter_is_sent_later(make, topology):
+    """In part as soon as any rank uses it again, and the rest in the first dense step, even if none uses it then."""
+    unused, zero, dense = (3, 4), 5, 7
+
+    def work(rank, group):
+        model, left = Table(), torch.zeros(12, 25)
+        schedule = lambda epoch, step: 0.9 * (step < dense)  # noqa: E731
+        optimizer, averager = without_momentum(model, group, make(), schedule, topology=topology)
+        for step in range(dense + 1):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            if step in (*unused, dense) or (step == zero and rank):
+                model.matrix.grad = None
+            elif step == zero:
+                model.matrix.grad.zero_()
+            had = 0 if model.matrix.grad is None else model.matrix.grad.clone()
+            averager.average()
+            assert (model.matrix.grad is None) == (step in unused)
+            if step not in unused:
+                assert model.matrix.grad.any()
+                left = left + had - model.matrix.grad
+            assert ("matrix" in kept(averager)) == (step < dense)
+        assert averager.settled and averager.dense_step
+        return model.matrix.grad, left
+
+    came, left = zip(*run_ranks(2, work), strict=True)
+    assert all_equal(came)
+    assert float((sum(left) / 2).abs().max()) <= 2e-5
 
 
 def test_ranks_that_used_none_of_the_compressed_parameters_return_to_dense_with_the_others():

@@ -48,7 +48,7 @@ def test_a_delay_is_one_way():
     assert 0.03 <= round_trip < 0.06
 
 
-def test_a_node_that_fails_ends_the_others_and_no_namespace_is_left():
+def test_a_failing_node_ends_the_others_and_leaves_no_namespace():
     done = run(*LINK, "--", sys.executable, SCRIPT, "fail", cwd=ROOT, timeout=40)
     assert done.returncode == 3
     own = next(line for line in done.stdout.splitlines() if line.startswith("link")).removesuffix("n1")
@@ -56,7 +56,7 @@ def test_a_node_that_fails_ends_the_others_and_no_namespace_is_left():
     assert not re.search(rf"^{own}(s|n\d)\b", left, re.MULTILINE)  # another test may have a network of its own
 
 
-def test_ranks_that_reduce_inside_their_node_send_one_payload_to_the_other():
+def test_a_node_sends_one_payload_to_the_other():
     """Ten steps on 2 nodes of 2 ranks, twice; all else that crosses the link is the same both times."""
     script = str(Path(SCRIPT).with_name("nodes_script.py"))
     done = run(*LINK, "--ranks-per-node", "2", "--", sys.executable, script, cwd=ROOT, timeout=90)

@@ -122,6 +122,8 @@ def test_a_parameter_may_be_frozen_and_unfrozen():
         assert torch.equal(frozen, weights_after(averager, model, optimizer, rank, range(7, 13)))
         model.matrix.requires_grad_(True)
         assert not torch.equal(frozen, weights_after(averager, model, optimizer, rank, range(13, 16)))
+        everything, matrix = len(weights(model)), model.matrix.numel()
+        assert averager.stats.dense_bytes == 4 * (9 * everything + 7 * (everything - matrix))
         averager.drain()
         return weights(model)
 

@@ -22,10 +22,10 @@ from strategies import forced
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
-from lightning_gradcomp.plugin import checkpoint
+from lightning_gradcomp.plugin import rank_states
 
 FOLDER, WORLD = Path(sys.argv[1]), int(os.environ.get("WORLD_SIZE", 2))
-KEY, BATCHES = checkpoint.KEY, 8
+KEY, BATCHES = rank_states.KEY, 8
 MOMENTS = {(0, "end"): "epoch end", (1, 2): "mid-epoch", (1, 4): "mid-accumulation"}
 """After which batch of which epoch a checkpoint is saved. Three batches are a step; the last is the second of three."""
 QUICK = {"min_elements": 32, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9}
@@ -130,7 +130,7 @@ def other_ways():
     """Written in the background, to a URL, too much for one file; and the ways that don't keep everything."""
     result = {"async": stops("async", DGC, plugins=[AsyncCheckpointIO(Slow())])}
     result["url"] = stops("url", DGC, "sidecar", f"file://{FOLDER}")
-    with mock.patch.object(checkpoint, "GATHER_LIMIT", 1):
+    with mock.patch.object(rank_states, "GATHER_LIMIT", 1):
         result["limit"] = stops("limit", DGC)
     return {**result, **{state: stops("dgc", DGC, state) for state in ("mean", "drop")}}
 
@@ -174,14 +174,16 @@ def from_two_ranks():
 
 
 def spawned():
-    """How far what the main process saves afterwards is from the weights that it got back.
+    """How far what the main process saves afterwards is from the weights that it got back; what the monitor knows.
 
     Lightning has one launcher for "spawn" and "fork"; forked ranks need not import everything again.
     """
-    trainer, weights, _ = fit(DGC, start_method="fork")
+    monitor = lgc.CommunicationMonitor()
+    trainer, weights, _ = fit(DGC, start_method="fork", callbacks=[monitor, ModelCheckpoint(FOLDER / "spawned")])
     trainer.save_checkpoint(FOLDER / "spawned.ckpt")
     saved = torch.load(FOLDER / "spawned.ckpt", weights_only=True)
-    return (torch.cat([part.reshape(-1) for part in saved["state_dict"].values()]) - weights).abs().max().item()
+    off = (torch.cat([part.reshape(-1) for part in saved["state_dict"].values()]) - weights).abs().max().item()
+    return {"off": off, "summary": monitor.summary(), "saved": saved["callbacks"]["CommunicationMonitor"]}
 
 
 DGC, ONEBIT, FED_BACK = quick(lgc.DGC), quick(lgc.OneBit), quick(lgc.TernGrad, error_feedback=True)

@@ -1,38 +1,177 @@
-"""A Fabric training script. Prints the last sparsity, bytes and how far the ranks are apart."""
+"""Runs on every rank of a world: Fabric trainings. Prints the outcomes as one JSON line.
+
+usage: fabric_script.py FOLDER
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lightning_gradcomp as lgc
 
-if __name__ == "__main__":
-    strategy = lgc.CompressedFabricStrategy("dgc", topology="all_gather")
-    fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=2)
-    fabric.launch()
-    fabric.seed_everything(0, verbose=False)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = fabric.setup(model, optimizer)
-    torch.manual_seed(fabric.global_rank)
-    losses = []
+FOLDER, WORLD = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+QUICK = {"min_elements": 32, "warmup_epochs": 0}
+METHODS = {
+    "dgc": lgc.DGC(sparsity=0.9, dense_epochs=0, **QUICK),
+    "onebit": lgc.OneBit(**QUICK),
+    "terngrad": lgc.TernGrad(error_feedback=True, **QUICK),
+    "ddp": None,
+}
+
+
+class Two(nn.Module):
+    """A body and a head, each with an optimizer of its own where there are two."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.head(self.body(images).relu())
+
+
+class Run:
+    """A model, set up, that trains on batches which depend on rank and step alone."""
+
+    def __init__(self, method, **options):
+        method = METHODS.get(method, method) if isinstance(method, str) else method
+        topology = {"topology": "all_gather"} | options
+        strategy = "ddp" if method is None else lgc.CompressedFabricStrategy(method, **topology)
+        self.fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=WORLD)
+        self.fabric.launch()
+        self.fabric.seed_everything(0, verbose=False)
+        self.bare, self.steps = Two(), 0
+        self.sgd = torch.optim.SGD(self.bare.parameters(), lr=0.05, momentum=0.9)
+        self.model, self.optimizer = self.fabric.setup(self.bare, self.sgd)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "steps": 0}
+
+    def loss(self, number):
+        generator = torch.Generator().manual_seed(100 * number + self.fabric.global_rank)
+        images = torch.randn(16, 64, generator=generator)
+        return nn.functional.cross_entropy(self.model(images), (images.mean(1) * 20 + 5).long().clamp(0, 9))
+
+    def train(self, steps, then=lambda: None):
+        losses = []
+        for _ in range(steps):
+            for half in range(2):
+                with self.fabric.no_backward_sync(self.model, enabled=half == 0):
+                    loss = self.loss(2 * self.steps + half)
+                    self.fabric.backward(loss)
+            then()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+            losses.append(loss.item())
+        return losses
+
+    def weights(self):
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.bare.parameters()])
+
+
+def apart(a, b):
+    """Largest difference between two vectors, over all ranks."""
+    difference = (a - b).abs().max()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    return difference.item()
+
+
+def spread(vector):
+    """Largest difference to rank 0's."""
+    first = vector.clone()
+    dist.broadcast(first, 0)
+    return apart(vector, first)
+
+
+def raised(action, *arguments, **options):
+    try:
+        action(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def trains():
+    run, losses = Run(lgc.DGC(dense_epochs=1, warmup_epochs=4)), []
     for epoch in range(7):
-        fabric.strategy.set_epoch(epoch)
-        for step in range(10):
-            images = torch.randn(16, 64)
-            labels = (images.mean(1) * 20 + 5).long().clamp(0, 9)
-            with fabric.no_backward_sync(model, enabled=step % 2 == 0):
-                loss = nn.functional.cross_entropy(model(images), labels)
-                fabric.backward(loss)
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-                assert optimizer.param_groups[0]["momentum"] == 0.9
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    apart = (fabric.all_gather(weights) - weights).abs().max().item()
-    stats = fabric.strategy.averager.stats
-    if fabric.global_rank == 0:
-        averager = fabric.strategy.averager
-        print(f"sparsity={stats.sparsity:.3f} steps={averager.steps} apart={apart} sent={stats.bytes_sent}")
-        print(f"learned={sum(losses[-5:]) < sum(losses[:5])}")
+        run.fabric.strategy.set_epoch(epoch)
+        losses += run.train(5)
+    averager = run.fabric.strategy.averager
+    return {
+        "sparsity": averager.stats.sparsity, "steps": averager.steps, "momentum": run.sgd.param_groups[0]["momentum"],
+        "spread": spread(run.weights()), "learned": sum(losses[-5:]) < sum(losses[:5]),
+    }  # fmt: skip
+
+
+def goes_on():
+    """How far runs that load a checkpoint of step 6 are from the straight run at step 12; before and after a step."""
+    result = {}
+    for name in METHODS:
+        straight, path = Run(name), FOLDER / f"{name}.ckpt"
+        straight.train(6)
+        straight.fabric.save(path, straight.state)
+        straight.train(6)
+        result[name] = []
+        for steps_before in (0, 3):
+            run = Run(name)
+            run.train(steps_before)
+            rest = run.fabric.load(path, run.state)
+            assert not rest, rest.keys()
+            run.steps = 6
+            run.train(6)
+            result[name].append(apart(run.weights(), straight.weights()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Run("dgc").fabric.load(FOLDER / "dgc.ckpt")
+    return {**result, "warned": [str(warning.message) for warning in caught]}
+
+
+def clipping():
+    """What DGC says; and how far clipped averages of a baseline are from DDP's, and from those that aren't clipped."""
+    ours, stock, unclipped = Run("none"), Run("ddp"), Run("ddp")
+    for run in (ours, stock):
+        run.train(3, lambda run=run: run.fabric.clip_gradients(run.model, run.optimizer, max_norm=0.01))
+    unclipped.train(3)
+    dgc, onebit = Run("dgc"), Run("onebit")
+    onebit.train(3, lambda: onebit.fabric.clip_gradients(onebit.model, onebit.optimizer, clip_val=0.001))
+    return {
+        "dgc": raised(dgc.train, 1, lambda: dgc.fabric.clip_gradients(dgc.model, dgc.optimizer, max_norm=1.0)),
+        "apart": apart(ours.weights(), stock.weights()),
+        "clipped": apart(stock.weights(), unclipped.weights()),
+        "spread": spread(onebit.weights()),
+    }
+
+
+def two_optimizers():
+    """The head's own loss is 0; the gradients that the body's leaves on it are discarded. How far both have moved."""
+    run = Run("onebit")
+    parts = run.bare.body, run.bare.head
+    body, head = (run.fabric.setup_optimizers(torch.optim.SGD(part.parameters(), lr=0.1)) for part in parts)
+    before = run.bare.body.weight.clone(), run.bare.head.weight.clone()
+    for number in range(4):
+        for optimizer, factor in ((body, 1), (head, 0)):
+            optimizer.zero_grad()
+            run.fabric.backward(factor * run.loss(number))
+            optimizer.step()
+    now = run.bare.body.weight, run.bare.head.weight
+    moved = [(a - b).abs().max().item() for a, b in zip(now, before, strict=True)]
+    return {"moved": moved, "spread": spread(run.weights())}
+
+
+def torchs_own_optimizer():
+    run = Run("onebit")
+    run.fabric.backward(run.loss(0))
+    return raised(run.sgd.step)
+
+
+if __name__ == "__main__":
+    parts = trains, goes_on, clipping, two_optimizers, torchs_own_optimizer
+    outcome = {part.__name__: part() for part in parts}
+    if os.environ["RANK"] == "0":
+        print(json.dumps(outcome))

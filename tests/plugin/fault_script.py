@@ -1,6 +1,8 @@
-"""A training in which something happens to rank 1 at step 8. usage: fault_script.py KIND FOLDER STRATEGY SECONDS
+"""A training with a fault on one rank. usage: fault_script.py KIND FOLDER STRATEGY SECONDS [RANK [PLACE]]
 
-KIND: kill, stop, raise, term (SIGTERM) or none. Nothing happens after a restart of torchrun's.
+KIND: kill, stop, raise, term (SIGTERM) or none. RANK: 1 where none is given. PLACE: step (the ninth, where none is
+given), start (of the training), save (a checkpoint), sidecar (its file), or metric (an exchange of the user's).
+No fault happens after a restart of torchrun's.
 """
 
 import os
@@ -12,13 +14,15 @@ from pathlib import Path
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from strategies import forced
 from torch import nn
 
 import lightning_gradcomp as lgc
 
-KIND, FOLDER, STRATEGY, SECONDS = sys.argv[1:]
+KIND, FOLDER, STRATEGY, SECONDS, RANK, PLACE = [*sys.argv[1:], *("1", "step")[len(sys.argv) - 5 :]]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 FIRST_TRY = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
@@ -27,19 +31,47 @@ def say(*what):
     print(" ".join(["\n" + f"{time.time():.1f}", *map(str, what)]), flush=True)  # in one piece: ranks share the output
 
 
+def fault(place):
+    if place == PLACE and FIRST_TRY and dist.get_rank() == int(RANK):
+        say(KIND, "on rank", RANK)
+        if KIND == "raise":
+            raise ArithmeticError("a mistake in the training step")
+        if KIND in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[KIND])
+
+
+class Files(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if "token" in checkpoint:
+            fault("sidecar")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
 class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
+    def setup(self, stage):
+        """The timeout counts from here on, so that it need not be long enough for a rank to start."""
+        patience = timedelta(seconds=float(SECONDS))
+        dist.distributed_c10d._set_pg_timeout(patience)
+        self.trainer.strategy._timeout = patience  # of the group that delayed averages use
+
+    def on_train_start(self):
+        fault("start")
+
+    def on_save_checkpoint(self, checkpoint):
+        fault("save")
+
+    def on_train_batch_start(self, *args):
+        if self.trainer.global_step == 8 and PLACE == "metric":
+            fault("metric")
+            dist.all_reduce(torch.ones(1))
+
     def training_step(self, batch, index):
-        rank = self.trainer.global_rank
-        if self.trainer.global_step == 8 and rank == 1 and FIRST_TRY:
-            say(KIND, "on rank", rank)
-            if KIND == "raise":
-                raise ArithmeticError("a mistake in the training step")
-            if KIND in SIGNALS:
-                os.kill(os.getpid(), SIGNALS[KIND])
+        if self.trainer.global_step == 8:
+            fault("step")
         images, labels = batch
         return nn.functional.cross_entropy(self.layers(images), labels)
 
@@ -55,15 +87,15 @@ class Say(L.Callback):
 
 if __name__ == "__main__":
     L.seed_everything(0, verbose=False)
-    patience = timedelta(seconds=float(SECONDS))
+    patience = timedelta(seconds=60)
     if STRATEGY == "dga":  # at step 8 the second round has just been sent
         strategy = lgc.DelayedStrategy(period=4, delay=3, timeout=patience)
     else:
         compressor = lgc.NoCompression() if STRATEGY == "ddp_dense" else lgc.DGC(dense_epochs=0, warmup_epochs=0)
-        strategy = forced(compressor, timeout=patience)
+        strategy = forced(compressor, timeout=patience, checkpoint_state="sidecar" if PLACE == "sidecar" else "gather")
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, plugins=[Files()],
         callbacks=[Say(), ModelCheckpoint(FOLDER, "last", every_n_train_steps=5, enable_version_counter=False)],
     )  # fmt: skip
     images = torch.randn(320, 64)

@@ -4,6 +4,7 @@ usage: features.py FOLDER
 """
 
 import features_errors
+import features_gradients
 import features_monitor
 import features_more
 import torch
@@ -190,4 +191,12 @@ if __name__ == "__main__":
         manual_static_graph, several_optimizers, unused_parameters, static_graph, gradient_as_bucket_view, freezing,
         new_parameter_group,
     )  # fmt: skip
-    run((*own, *features_more.FEATURES, *features_monitor.FEATURES, *features_errors.FEATURES))
+    run(
+        (
+            *own,
+            *features_gradients.FEATURES,
+            *features_more.FEATURES,
+            *features_monitor.FEATURES,
+            *features_errors.FEATURES,
+        )
+    )

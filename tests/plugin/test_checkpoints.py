@@ -11,8 +11,8 @@ from packaging.version import Version
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
-from lightning_gradcomp.plugin.checkpoint import KEY, RankStates
-from lightning_gradcomp.plugin.sidecar import Sidecars
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars
+from lightning_gradcomp.plugin.rank_states import KEY, RankStates
 from tests.averaging.workers import Table, averaged, prescribed_loss, train
 from tests.processes import Forked, run_world
 from tests.threads import checked_collectives, run_ranks
@@ -188,8 +188,13 @@ def test_the_best_checkpoint_keeps_its_folder_the_others_are_gone_with_theirs_an
     assert two["best"]["apart"] == 0
 
 
-def test_after_a_spawned_fit_the_main_process_saves_alone(tmp_path):
+def test_the_main_process_after_a_spawned_fit(tmp_path):
     done = Forked(SCRIPT, str(tmp_path), timeout=90).end()
     assert done.returncode == 0, done.stdout
-    assert json.loads(done.stdout.splitlines()[-1]) == {"spawned": 0}
-    assert [path.name for path in tmp_path.iterdir()] == ["spawned.ckpt"]
+    outcome = json.loads(done.stdout.splitlines()[-1])["spawned"]
+    assert outcome["off"] == 0
+    summary = outcome["summary"]
+    assert summary["world_size"] == 2 and summary["steps"] == 6 and summary["bytes_sent"] > 0
+    assert summary["milliseconds"]["exchange"] > 0
+    assert outcome["saved"].items() <= summary["totals"].items()
+    assert {path.name for path in tmp_path.iterdir()} == {"spawned", "spawned.ckpt"}

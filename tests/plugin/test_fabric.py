@@ -1,12 +1,78 @@
-"""Fabric trains with the same averaging."""
+"""Fabric trains with the same averaging. One run of `fabric_script.py` on two ranks serves most tests here."""
 
+import json
+import re
 from pathlib import Path
 
-from tests.processes import Forked
+import lightning as L
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.averaging import mean_state
+from tests.processes import run_world
 
 
-def test_a_fabric_script_trains():
-    done = Forked(str(Path(__file__).with_name("fabric_script.py"))).end()
-    assert done.returncode == 0, done.stdout
-    assert "sparsity=0.999 steps=35 apart=0.0" in done.stdout
-    assert "learned=True" in done.stdout
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fabric")
+
+
+@pytest.fixture(scope="module")
+def outcome(folder):
+    output = run_world(2, str(Path(__file__).with_name("fabric_script.py")), str(folder), timeout=120)
+    return json.loads(output.splitlines()[-1])
+
+
+def test_fabric_trains(outcome):
+    expected = {"sparsity": 0.999, "steps": 35, "momentum": 0.9, "spread": 0, "learned": True}
+    assert outcome["trains"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["dgc", "onebit", "terngrad", "ddp"])
+def test_fabric_goes_on_from_a_checkpoint(outcome, name):
+    assert outcome["goes_on"][name] == [0, 0]
+
+
+def test_fabric_warns_of_state_it_does_not_restore(outcome):
+    assert any("what the ranks had not sent yet is in the checkpoint" in said for said in outcome["goes_on"]["warned"])
+
+
+def test_fabric_on_one_rank_starts_with_the_mean(outcome, folder):
+    strategy = lgc.CompressedFabricStrategy(lgc.DGC(sparsity=0.9, min_elements=32, dense_epochs=0, warmup_epochs=0))
+    fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(64, 64), "head": torch.nn.Linear(64, 10)})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, sgd)
+    fabric.load(folder / "dgc.ckpt", {"model": wrapped, "optimizer": optimizer})
+    fabric.backward(sum(parameter.sum() for parameter in model.parameters()), model=wrapped)
+    saved = torch.load(folder / "dgc.ckpt", weights_only=True)["lightning_gradcomp"]
+    expected = mean_state(saved["ranks"])["memory"]["velocity"]
+    got = strategy.averager.state_dict()["memory"]["velocity"]
+    assert expected["body.weight"].any() and all(torch.equal(got[name], part) for name, part in expected.items())
+    torch.distributed.destroy_process_group()
+
+
+def test_fabric_clips_the_average(outcome):
+    clipping = outcome["clipping"]
+    assert clipping["apart"] == clipping["spread"] == 0 < clipping["clipped"]
+
+
+@pytest.mark.parametrize(
+    ("got", "message"),
+    [
+        (("clipping", "dgc"), r"ValueError: clipping with DGC: got 'fabric.clip_gradients', allowed: DGC\(clip_norm="),
+        (("torchs_own_optimizer",), r"ValueError: optimizer: got .*SGD.*, allowed: what fabric.setup returns"),
+    ],
+)
+def test_fabric_refuses(outcome, got, message):
+    said = outcome
+    for key in got:
+        said = said[key]
+    assert re.match(message, said), said
+
+
+def test_fabric_discarded_gradients_stay_discarded(outcome):
+    body, head = outcome["two_optimizers"]["moved"]
+    assert head == 0 < body and outcome["two_optimizers"]["spread"] == 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gradcomp.plugin.named_faults import warn_of_stale_addresses
+from lightning_gradcomp.plugin.base_strategy import warn_of_stale_addresses
 from tests.processes import Forked, run_world, start_world
 
 SCRIPT = str(Path(__file__).with_name("fault_script.py"))

@@ -29,6 +29,8 @@ SUPPORTED = [
     "accumulation", "clipping_the_average", "manual_optimization", "manual_static_graph", "several_optimizers",
     "unused_parameters", "static_graph", "gradient_as_bucket_view", "freezing", "new_parameter_group", "tied_weights",
     "stochastic_weight_averaging", "ema_weight_averaging", "no_sync", "block_backward_sync",
+    "two_backward_calls", "unfrozen_layers_unknown_to_ddp", "untoggled_optimizers", "one_backward_for_two_optimizers",
+    "manual_clipping",
 ]  # fmt: skip
 
 
@@ -183,12 +185,35 @@ def check_raised(raised, kind, message):
     ("feature", "message"),
     [
         ("sparse_gradients", r"gradients of 'table': got 'Embedding\(sparse=True\)', allowed: sparse=False"),
-        ("two_backward_calls", r"backward calls with OneBit between two optimizer steps: got .*no_sync"),
+        ("added_layer", r"parameters that train: got .*'more.weight', which was added later"),
+        ("frozen_while_training", r"frozen while training: got 'body.weight', allowed: find_unused_parameters=True"),
+        ("torchs_own_optimizer", r"optimizer in manual optimization: got .*SGD.*, allowed: those of self.optimizers"),
         ("uneven_batches", r"training batches an epoch: got 'rank 0: 4, rank 1: 6'"),
     ],
 )
 def test_refused_on_every_rank(result, feature, message):
     check_raised(result(feature), "ValueError", message)
+
+
+def test_unfrozen_layers_with_topology_auto(result):
+    assert result("unfrozen_layers_unknown_to_ddp")["auto"] == [0, 0]
+
+
+@pytest.mark.parametrize("compressor", ["OneBit", "GradientDropping", "PowerSGD", "TwoBit"])
+def test_discarded_gradients_stay_discarded(result, compressor):
+    head, body = result("discarded_gradients")[compressor]
+    assert head == 0 < body
+
+
+def test_averages_that_no_step_uses(result):
+    outcome = result("skipped_steps")
+    assert any("discarded before an optimizer used them" in said for said in outcome["warned"])
+    check_raised(outcome["not_zeroing"], "ValueError", r"backward calls with OneBit between two .* got .*no_sync")
+
+
+def test_manual_clipping(result):
+    assert result("manual_clipping")["moved"] > 0.01
+    check_raised(result("manual_clipping")["dgc"], "ValueError", r"clipping with DGC in manual .*DGC\(clip_norm=")
 
 
 def test_an_optimizer_that_takes_two_gradients_trains_dense_only(result):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.plugin import launch
+from lightning_gradcomp.plugin import launchers
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -38,7 +38,7 @@ def check_refused(monkeypatch, message, make, compressor, **options):
     def start(*args):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(launch.SubprocessLauncher, "_call_children_scripts", start)
+    monkeypatch.setattr(launchers.SubprocessLauncher, "_call_children_scripts", start)
     strategy = lgc.CompressedDDPStrategy(compressor=compressor)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **QUIET, **options)
     with pytest.raises(ValueError, match=message):

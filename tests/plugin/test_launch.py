@@ -10,7 +10,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.plugin.launch import SubprocessLauncher
+from lightning_gradcomp.plugin.launchers import SubprocessLauncher
 from tests.processes import Forked
 
 SCRIPT = str(Path(__file__).with_name("user_script.py"))

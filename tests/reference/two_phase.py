@@ -1,78 +1,102 @@
-"""Two-phase averaging of several workers in one process, as DoubleSqueeze has it (Tang et al. 2019, Algorithm 1)."""
+"""topology="two_phase" and "server" in one process: every worker's state, and every shard's mean and residual."""
 
 import torch
 
+from lightning_gradcomp.compressors.base import TensorCodec
+from lightning_gradcomp.compressors.decoded import Dense, Sparse
+from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
-from tests.compressors.one_worker import CPU, payload_codec
+
+CPU = torch.device("cpu")
 
 
 class Workers:
-    """Every worker's state, and every owner's residual, of tensors laid end to end; `step` takes all gradients.
+    """`step` takes the gradients of all workers, of tensors laid end to end.
 
     Args:
-        compressor: one that sends payloads; it encodes each owner's rows by themselves.
+        compressor: encodes the rows of each shard by themselves.
         shapes: name -> shape of what is compressed.
-        cuts: places between owners, in rows from the first tensor's first to the last's last: N - 1 numbers.
-        momentum: of SGD, for a compressor that owns the momentum.
-        dense_pull: owners send their means as they are.
+        cuts: rows at which shards begin, counted over all tensors: one fewer than there are workers.
+        momentum: of the optimizer, for a compressor that owns it.
+        dense_pull: means go back uncompressed.
     """
 
     def __init__(self, compressor, shapes, cuts, momentum=0.0, *, dense_pull=False):
         self.compressor, self.dense_pull, self.steps = compressor, dense_pull, 0
         self.layout = Layout(tuple(shapes), tuple(shapes.values()))
         rows = [(name, shape[1:]) for name, shape in shapes.items() for _ in range(shape[0])]
-        self.owned = []
+        self.shards = []
         for begin, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-            names = dict.fromkeys(name for name, _ in rows[begin:end])
-            layout = Layout(
-                tuple(names),
-                tuple((sum(own == name for own, _ in rows[begin:end]), *shapes[name][1:]) for name in names),
-            )
+            counts = {name: sum(own == name for own, _ in rows[begin:end]) for name in shapes}
+            held = {name: (count, *shapes[name][1:]) for name, count in counts.items() if count}
             start = sum(torch.Size(row).numel() for _, row in rows[:begin])
-            self.owned.append((slice(start, start + layout.n), layout))
-        parameters = [torch.zeros(shape) for shape in shapes.values()]
-        self.states = [compressor.state(self.layout, CPU) for _ in self.owned]
-        for state in self.states:
-            state.attach(torch.optim.SGD(parameters, lr=1.0, momentum=momentum), parameters)
+            self.shards.append((start, Layout(tuple(held), tuple(held.values()))))
+        self.states = []
+        for _ in self.shards:
+            weights = [torch.zeros(shape, requires_grad=True) for shape in shapes.values()]
+            self.states.append(compressor.state(self.layout, CPU))
+            self.states[-1].attach(torch.optim.SGD(weights, lr=1.0, momentum=momentum), weights)
         self.residual = torch.zeros(self.layout.n)
 
     def step(self, gradients):
         """The average of flat gradients, one a worker."""
-        codecs = [payload_codec(self.compressor, self.layout, worker, self.steps) for worker in range(len(gradients))]
-        sums = torch.zeros(self.layout.n)
-        for codec, state, gradient in zip(codecs, self.states, gradients, strict=True):
-            flat = torch.empty(self.layout.n)
-            state.compensate(LocalGradient.of(gradient.clone(), self.layout), flat)
-            sent = [(part, codec.encode(flat[part], own)[1]) for part, own in self.owned if own.n]
-            for part, decoded in sent:
-                decoded.add_to(sums[part])
-            state.subtract(_Shards(sent))
-            state.commit(set(self.layout.names), flat)
-        means, average = sums / len(gradients) + self.residual, torch.zeros(self.layout.n)
-        self.residual = torch.zeros(self.layout.n)
-        for codec, (part, own) in zip(codecs, self.owned, strict=True):
+        outs = [torch.empty(self.layout.n) for _ in gradients]
+        for state, gradient, out in zip(self.states, gradients, outs, strict=True):
+            state.compensate(LocalGradient.of(gradient.clone(), self.layout), out)
+        owed, average = [out.clone() for out in outs], torch.zeros(self.layout.n)
+        draws = [Draws(getattr(self.compressor, "seed", 0), worker, self.steps) for worker in range(len(outs))]
+        sent = [
+            [(start, self.decoded(flat[start : start + shard.n], shard, own)) for start, shard in self.shards]
+            for flat, own in zip(owed, draws, strict=True)
+        ]
+        for owner, (start, shard) in enumerate(self.shards):
+            part, mean = slice(start, start + shard.n), torch.zeros(shard.n)
+            for parts in sent:
+                parts[owner][1].add_to(mean)
+            mean = mean / len(outs) + self.residual[part]
             if self.dense_pull:
-                average[part] = means[part]
-            elif own.n:
-                _, sent = codec.encode(means[part], own)
-                sent.add_to(average[part])
-                self.residual[part] = means[part]
-                sent.subtract_from(self.residual[part])
+                average[part] = mean
+            elif shard.n:
+                decoded = self.decoded(mean, shard, draws[owner])
+                decoded.add_to(average[part])
+                if isinstance(decoded, Sparse):  # what is left out of the mean stays with those who sent it
+                    applied = decoded.indices
+                    self.residual[start + applied] = mean[applied] - decoded.values
+                    for parts in sent:
+                        parts[owner] = start, chosen(parts[owner][1], set(applied.tolist()))
+                else:
+                    decoded.subtract_from(mean)
+                    self.residual[part] = mean
+        for state, parts, out in zip(self.states, sent, outs, strict=True):
+            state.subtract(together(parts))
+            state.commit(set(self.layout.names), out)
         self.steps += 1
         return average
 
+    def decoded(self, flat, layout, draws):
+        """What the others decode of `flat`."""
+        if not isinstance(self.compressor, TensorCodec):
+            return self.compressor.encode(flat, layout)[1]
+        values = torch.empty(layout.n)
+        for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
+            codec = self.compressor.for_tensor(name, shape)
+            if codec.random:
+                codec.draws = draws.of(name)
+            parts = codec.encode(flat[start:stop])
+            values[start:stop] = codec.decode([parts] if isinstance(parts, torch.Tensor) else parts, stop - start)
+        return Dense(values)
 
-class _Shards:
-    """The decoded payloads of shards, as a state takes them."""
 
-    def __init__(self, parts):
-        self.parts = parts
+def chosen(sent, places):
+    """The entries of a sparse payload at some places."""
+    kept = [i for i, place in enumerate(sent.indices.tolist()) if place in places]
+    return Sparse(sent.indices[kept], sent.values[kept])
 
-    def subtract_from(self, flat):
-        for part, decoded in self.parts:
-            decoded.subtract_from(flat[part])
 
-    def zero(self, flat):
-        for part, decoded in self.parts:
-            decoded.zero(flat[part])
+def together(parts):
+    """The decoded shards, (start, decoded) each, as one."""
+    if isinstance(parts[0][1], Sparse):
+        indices = torch.cat([decoded.indices + start for start, decoded in parts])
+        return Sparse(indices, torch.cat([decoded.values for _, decoded in parts]))
+    return Dense(torch.cat([decoded.values for _, decoded in parts]))

@@ -1,9 +1,10 @@
-"""CommunicationMonitor shows what the exchange costs."""
+"""CommunicationMonitor: a callback that logs bytes, ratio, sparsity and time of the exchange."""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
@@ -18,6 +19,10 @@ from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.stats import DelayedStats
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
+
+RECENT_STEPS = 1000
+"""Steps over which `summary` takes medians: the most recent ones. Older steps' times are not kept."""
+PHASES = ("compute", "compress", "exchange", "decompress")
 
 
 def averager_of(trainer: Trainer) -> GradientAverager | DelayedAverager:
@@ -42,22 +47,25 @@ class CommunicationMonitor(Callback):
 
     `memory/residual_to_gradient` is the length (L2 norm) of what this rank has not sent after a step, over that of its
     gradient in the step, before any clipping, both over the compressed parameters; with inside="dense", what its node
-    has not sent. For DGC that is the velocity, in which momentum has added gradients up already. Owners' memories
-    (topology="two_phase") are not in it. It takes two passes over the model, so only the steps that go to a logger
-    have it; dense steps, the steps of topology="auto"'s trial and compressors that remember nothing have none.
+    has not sent. For DGC that is the velocity, in which momentum has added gradients up already. The residuals of
+    shards (topology="two_phase") are not in it. It takes two passes over the model, so only the steps that go to a
+    logger have it; dense steps, the steps that topology="auto" times and compressors without a residual have none.
 
     With delayed averaging the bytes of a round are logged at the step that applies its average, the ratio is that of
     all steps so far, and exchange is the time that the step waited for the network. Three more metrics are logged:
     `dga/overlapped_steps`, steps that ended while the latest exchange was running; `dga/late_rounds`, averages so far
-    that a step had to wait for; and `dga/consensus_distance`, the distance between the ranks' weights and their
-    average, over the norm of the weights. There is no `memory/residual_to_gradient`: each drain averages the residual.
+    that a step or a drain had to wait for; and `dga/consensus_distance`, the distance between the ranks' weights and
+    their average, over the norm of the weights. The residual of rounds is not measured: each drain averages it.
+
+    Memory is bounded: totals are running sums, and times are kept of the most recent 1,000 steps.
 
     Raises:
-        ValueError: a strategy of others, before training starts.
+        ValueError: another strategy, before training starts.
     """
 
     def __init__(self) -> None:
         self._begun = self._ended = 0.0
+        self._summary: dict[str, Any] = {}
         self._saved = Totals()
         self._spent: Totals | DelayedStats = Totals()
 
@@ -70,7 +78,7 @@ class CommunicationMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.check_strategy(trainer.strategy)
         if stage == "fit":  # before a checkpoint's state is loaded
-            self._begun, self._ended = time.perf_counter(), 0.0
+            self._begun, self._ended, self._summary = time.perf_counter(), 0.0, {}
             self._saved, self._spent = Totals(), Totals()
             # The totals are a rank's own, also beside a validation's metrics, which Lightning wants synchronised.
             ours = r"It is recommended to use `self\.log\('(comm/total_bytes_sent|time/total_s)'"
@@ -96,9 +104,9 @@ class CommunicationMonitor(Callback):
         averager = averager_of(trainer)
         self._spent = averager.stats if isinstance(averager, DelayedAverager) else Totals()
         self._seen: Stats | DelayedStats = averager.stats
-        self._booked, self._steps_seen = DelayedStats(), averager.steps
-        self._steps: list[Stats] = []
-        self._compute: list[float] = []
+        self._counted, self._steps_seen = DelayedStats(), averager.steps
+        self._steps = self._bytes_sent = self._dense_bytes = self._last_bytes_sent = 0
+        self._times = {phase: deque[float](maxlen=RECENT_STEPS) for phase in PHASES}
         self._elapsed = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -115,11 +123,16 @@ class CommunicationMonitor(Callback):
         stats, more = self._of_step(averager)
         if stats is None:  # gradients are still accumulating
             return
-        self._steps.append(stats)
-        self._compute.append(self._elapsed - sum(stats.seconds.values()) - stats.norm_seconds)
+        compute = self._elapsed - sum(stats.seconds.values()) - stats.norm_seconds
+        phases = {"compute": compute, **stats.seconds}
+        self._steps += 1
+        self._bytes_sent += stats.bytes_sent
+        self._dense_bytes += stats.dense_bytes
+        self._last_bytes_sent = stats.bytes_sent
+        for phase, times in self._times.items():
+            times.append(phases[phase])
         self._elapsed = 0.0
         world, ratio = averager.ranks.world, averager.stats.ratio
-        phases = {"compute": self._compute[-1], **stats.seconds}
         pl_module.log_dict(
             {
                 "comm/bytes_sent": float(stats.bytes_sent),
@@ -139,8 +152,8 @@ class CommunicationMonitor(Callback):
         if isinstance(averager, DelayedAverager):
             if averager.steps == self._steps_seen:
                 return None, {}
-            before, now = self._booked, replace(averager.stats)
-            self._booked, self._steps_seen = now, averager.steps
+            before, now = self._counted, replace(averager.stats)
+            self._counted, self._steps_seen = now, averager.steps
             names = ("overlapped_steps", "late_rounds", "consensus_distance")
             return now.since(before), {f"dga/{name}": float(getattr(now, name)) for name in names}
         if averager.stats is self._seen:
@@ -163,32 +176,46 @@ class CommunicationMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager = averager_of(trainer)
         self._ended = time.perf_counter()
-        self._world, self._ratio = averager.ranks.world, averager.stats.ratio
         if isinstance(averager, DelayedAverager):
-            self._how = {"rounds": {"period": averager.period, "delay": averager.delay, **asdict(averager.stats)}}
+            how: dict[str, Any] = {
+                "rounds": {"period": averager.period, "delay": averager.delay, **asdict(averager.stats)}
+            }
         else:
             topology = "all_reduce" if averager.dense_step else averager.topology
-            self._how = {"topology": topology, "auto": averager.autotune.outcome if averager.autotune else ""}
+            how = {"topology": topology, "auto": averager.autotune.outcome if averager.autotune else ""}
+        self._summary = {
+            "world_size": averager.ranks.world,
+            **how,
+            "steps": self._steps,
+            "bytes_sent": self._bytes_sent,
+            "dense_bytes": self._dense_bytes,
+            "ratio": self._dense_bytes / self._bytes_sent if self._bytes_sent else 1.0,
+            "totals": {**asdict(self.totals), "ratio": self.totals.ratio},
+            "last_step": {"bytes_sent": self._last_bytes_sent, "ratio": averager.stats.ratio},
+            "milliseconds": {phase: 1e3 * median(times) if times else 0.0 for phase, times in self._times.items()},
+        }
 
     def summary(self) -> dict[str, Any]:
-        """Totals over the fit and the last step's bytes, of this rank, and the median milliseconds a step by phase.
+        """Totals over the fit, the last step's bytes, and medians of the milliseconds a step, of this rank.
 
-        Call it after the fit. All bytes are this rank's, of gradients; `ratio` is dense bytes over bytes sent.
-        `totals` has bytes, ratio and seconds with those of the fits that this one goes on from.
-        With topology="auto", `auto` says in words what was chosen and why, and `trial` what the first steps have shown.
-        With delayed averages, `rounds` has period, delay, and what they have cost until the end of the fit.
+        Call it after the fit. With start_method "spawn", "fork" or "forkserver", the main process has rank 0's. All
+        bytes are of gradients; `ratio` is dense bytes over bytes sent. `milliseconds` has a median a phase, over the
+        most recent 1,000 steps. `totals` has bytes, ratio and seconds with those of the fits that this one continues.
+        With topology="auto", `auto` says what was chosen and why. With delayed averages, `rounds` has period, delay,
+        and what they have cost until the end of the fit.
+
+        Raises:
+            RuntimeError: no fit has ended.
         """
-        sent, dense = sum(s.bytes_sent for s in self._steps), sum(s.dense_bytes for s in self._steps)
-        phases = {"compute": self._compute}
-        phases |= {name: [s.seconds[name] for s in self._steps] for name in ("compress", "exchange", "decompress")}
-        return {
-            "world_size": self._world,
-            **self._how,
-            "steps": len(self._steps),
-            "bytes_sent": sent,
-            "dense_bytes": dense,
-            "ratio": dense / sent if sent else 1.0,
-            "totals": {**asdict(self.totals), "ratio": self.totals.ratio},
-            "last_step": {"bytes_sent": self._steps[-1].bytes_sent, "ratio": self._ratio},
-            "milliseconds": {name: 1e3 * median(values) if values else 0.0 for name, values in phases.items()},
-        }
+        if not self._summary:
+            raise RuntimeError("CommunicationMonitor.summary(): no fit with this monitor has ended in this process")
+        return self._summary
+
+    def rank_zero_results(self) -> dict[str, Any]:
+        """What the main process gets from rank 0 where ranks are started by multiprocessing."""
+        return {"summary": self._summary, "totals": self.state_dict()}
+
+    def load_rank_zero_results(self, results: dict[str, Any]) -> None:
+        """In the main process: have what `rank_zero_results` returned on rank 0."""
+        self._summary = results["summary"]
+        self.load_state_dict(results["totals"])

@@ -1,4 +1,4 @@
-"""What CompressedDDPStrategy can't honour, and the sentence that says so."""
+"""Checks of options, optimizers and Trainer features, with errors that say what, got, allowed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gradcomp.averaging.workers import all_gather_single
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.checkpoint import MODES
-from lightning_gradcomp.plugin.clipping import check_clipping
-from lightning_gradcomp.plugin.launch import optimizers_of
+from lightning_gradcomp.plugin.clipping import clips
+from lightning_gradcomp.plugin.launchers import optimizers_of
+from lightning_gradcomp.plugin.rank_states import MODES
 
 if TYPE_CHECKING:
     from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
@@ -45,6 +47,29 @@ def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: Lightni
         allowed = "True or False: it calls DDP's hook with something else"
         raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
     check_callbacks(strategy, trainer)
+
+
+def check_clipping(compressor: Compressor, trainer: Trainer, module: LightningModule) -> None:
+    """Refuse clipping that a compressor which owns the momentum can't do locally, before the accumulation.
+
+    Raises:
+        ValueError: clipping by value, in a hook of the user's, or with a second threshold.
+    """
+    if not compressor.owns_momentum:
+        return
+    name = type(compressor).__name__
+    if is_overridden("configure_gradient_clipping", module):
+        allowed = f"{name}(clip_norm=...): the hook would clip what is sent, which has left the memory already"
+        raise refusal(f"configure_gradient_clipping with {name}", "a hook of the module", allowed)
+    if not clips(trainer):
+        return
+    if not hasattr(compressor, "clip_norm"):
+        raise refusal(f"Trainer(gradient_clip_val) with {name}", trainer.gradient_clip_val, "None")
+    if trainer.gradient_clip_algorithm == "value":
+        raise refusal(f"Trainer(gradient_clip_algorithm) with {name}", "value", "norm, which is applied locally")
+    if compressor.clip_norm is not None:  # type: ignore[attr-defined]
+        allowed = f"one of {name}(clip_norm=...) and Trainer(gradient_clip_val=...), which mean the same here"
+        raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
 
 
 def check_callbacks(strategy: DDPStrategy, trainer: Trainer) -> None:
@@ -78,7 +103,7 @@ def check_batches(trainer: Trainer, device: torch.device) -> None:
     """
     own = torch.tensor([float(trainer.num_training_batches)], device=device)
     everyones = own.new_empty(trainer.world_size)
-    torch.distributed.all_gather_into_tensor(everyones, own)
+    all_gather_single(everyones, own, None)
     counts = everyones.tolist()
     if len(set(counts)) > 1:
         got = ", ".join(f"rank {rank}: {count:g}" for rank, count in enumerate(counts))

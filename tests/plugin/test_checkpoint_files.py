@@ -3,6 +3,7 @@
 import os
 import shutil
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
@@ -11,10 +12,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from packaging.version import Version
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.plugin.checkpoint import KEY
-from lightning_gradcomp.plugin.sidecar import Sidecars
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars
+from lightning_gradcomp.plugin.rank_states import KEY
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -34,15 +36,17 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def fit(state="gather", ckpt=None, plugins=None, epochs=1):
+def trainer_for(strategy, **options):
+    return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, **{"max_epochs": 1, **QUIET, **options})
+
+
+def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None, **options):
     """A fit on one rank, which has files of its own like any other."""
-    trainer = L.Trainer(
-        strategy=lgc.CompressedDDPStrategy(checkpoint_state=state), accelerator="cpu", devices=1, max_epochs=epochs,
-        plugins=plugins, **QUIET,
-    )  # fmt: skip
+    strategy = strategy or lgc.CompressedDDPStrategy(checkpoint_state=state)
+    trainer = trainer_for(strategy, max_epochs=epochs, plugins=plugins)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(Net(), torch.ones(4, 4), ckpt_path=ckpt)
+        trainer.fit(Net(), torch.ones(4, 4), ckpt_path=ckpt, **options)
     return trainer
 
 
@@ -87,7 +91,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("spoil", "reason"), BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("which", ["checkpoint", "sidecar of rank 0"])
-def test_a_file_that_is_no_checkpoint_is_named_with_what_is_wrong_and_what_would_do(copies, which, spoil, reason):
+def test_a_broken_file_is_named_with_the_reason(copies, which, spoil, reason):
     state = "gather" if which == "checkpoint" else "sidecar"
     checkpoint = copies / f"{state}.ckpt"
     path = checkpoint if which == "checkpoint" else beside(checkpoint) / "rank-0.ckpt"
@@ -95,6 +99,63 @@ def test_a_file_that_is_no_checkpoint_is_named_with_what_is_wrong_and_what_would
     with pytest.raises(ValueError, match=rf"^{which}: got .*, allowed: \w") as error:
         fit(state, checkpoint)
     assert str(path) in str(error.value) and reason in str(error.value)
+
+
+class RunsCode:
+    """Unpickled with weights_only=False, it makes a folder."""
+
+    def __init__(self, trace):
+        self.trace = str(trace)
+
+    def __reduce__(self):
+        return os.mkdir, (self.trace,)
+
+
+def add_code(path, trace):
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "code": RunsCode(trace)}, path)
+
+
+def load_in_fabric(path, **options):
+    fabric = L.Fabric(strategy=lgc.CompressedFabricStrategy(), accelerator="cpu", devices=1)
+    fabric.launch()
+    fabric.load(path, **options)
+
+
+LOADS = {
+    "fit": lambda path: fit("gather", path),
+    "sidecar": lambda path: fit("sidecar", path),
+    "dga": lambda path: fit(strategy=lgc.DelayedStrategy(), ckpt=path),
+    "validate": lambda path: trainer_for(lgc.CompressedDDPStrategy()).validate(Net(), torch.ones(4, 4), ckpt_path=path),
+    "fabric": load_in_fabric,
+}
+
+
+@pytest.mark.parametrize("default", [None, False], ids=["Lightning's default", "the default of 2.5 and of URLs"])
+@pytest.mark.parametrize("way", LOADS)
+def test_a_checkpoint_runs_no_code(copies, tmp_path_factory, way, default):
+    state = "sidecar" if way == "sidecar" else "gather"
+    trace = tmp_path_factory.mktemp("trace") / "ran"
+    add_code(beside(copies / "sidecar.ckpt") / "rank-0.ckpt" if way == "sidecar" else copies / "gather.ckpt", trace)
+
+    def as_for_urls(self, path, map_location=None, weights_only=None):
+        return torch.load(path, map_location, weights_only=False)
+
+    load = as_for_urls if default is False else TorchCheckpointIO.load_checkpoint
+    with mock.patch.object(TorchCheckpointIO, "load_checkpoint", load), pytest.raises(Exception, match="eights"):
+        LOADS[way](copies / f"{state}.ckpt")
+    assert not trace.exists()
+
+
+@pytest.mark.skipif(Version(version("lightning")) < Version("2.6"), reason="has no weights_only")
+def test_weights_only_false_is_the_users_choice(copies, tmp_path_factory):
+    traces = [tmp_path_factory.mktemp("trace") / "ran" for _ in range(2)]
+    add_code(copies / "gather.ckpt", traces[0])
+    fit(ckpt=copies / "gather.ckpt", weights_only=False)
+    assert traces[0].exists()
+    add_code(copies / "other.ckpt", traces[1])
+    load_in_fabric(copies / "other.ckpt", weights_only=False)
+    assert traces[1].exists()
 
 
 def test_a_file_of_another_save_or_rank_is_refused(copies):
@@ -115,7 +176,7 @@ def test_a_format_of_the_future_is_refused(copies):
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_checkpoint_is_read_with_its_folder_from_where_both_were_moved_to(copies, scheme):
+def test_a_checkpoint_moved_with_its_folder_is_read(copies, scheme):
     for name in ("moved", "moved/again"):
         (copies / name).mkdir()
     folder = beside(copies / "sidecar.ckpt")
@@ -125,7 +186,7 @@ def test_a_checkpoint_is_read_with_its_folder_from_where_both_were_moved_to(copi
     assert fit("sidecar", f"{scheme}{copies}/moved/again/link.ckpt", epochs=2).global_step == 8
 
 
-def test_what_is_saved_to_one_path_again_and_again_has_one_folder_and_none_when_it_is_removed(saved, tmp_path):
+def test_one_path_has_one_folder_and_none_once_removed(saved, tmp_path):
     trainer, path, seen = fit("sidecar"), tmp_path / "last.ckpt", set()
     for _ in range(3):
         trainer.save_checkpoint(path)
@@ -147,7 +208,7 @@ def test_a_validation_after_a_fit_does_not_cost_the_state(saved, tmp_path):
     assert KEY in torch.load(tmp_path / "last.ckpt", weights_only=True)
 
 
-def test_weights_alone_take_the_place_of_a_whole_checkpoint(saved, tmp_path):
+def test_weights_alone_replace_a_whole_checkpoint(saved, tmp_path):
     trainer, path = fit("sidecar"), tmp_path / "last.ckpt"
     trainer.save_checkpoint(path)
     trainer.save_checkpoint(path, weights_only=True)
@@ -155,7 +216,7 @@ def test_weights_alone_take_the_place_of_a_whole_checkpoint(saved, tmp_path):
     assert KEY not in torch.load(path, weights_only=True)
 
 
-def test_a_file_that_breaks_off_while_it_is_written_leaves_the_checkpoint_of_before_whole(saved, tmp_path):
+def test_a_failed_save_leaves_the_earlier_checkpoint(saved, tmp_path):
     trainer, path = fit("sidecar"), tmp_path / "last.ckpt"
     trainer.save_checkpoint(path)
     write = TorchCheckpointIO.save_checkpoint
@@ -170,10 +231,10 @@ def test_a_file_that_breaks_off_while_it_is_written_leaves_the_checkpoint_of_bef
     assert fit("sidecar", path, epochs=2).global_step == 8
 
 
-def test_in_the_background_everything_goes_into_one_file(saved, tmp_path):
+def test_async_checkpoints_are_one_file(saved, tmp_path):
     with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*got 'sidecar', allowed: gather, mean or drop"):
         fit("sidecar", plugins=[AsyncCheckpointIO()])
-    with mock.patch("lightning_gradcomp.plugin.checkpoint.GATHER_LIMIT", -1):
+    with mock.patch("lightning_gradcomp.plugin.rank_states.GATHER_LIMIT", -1):
         trainer = fit(plugins=[AsyncCheckpointIO()])
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     trainer.strategy.checkpoint_io.teardown()

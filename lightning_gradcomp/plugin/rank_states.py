@@ -22,7 +22,7 @@ from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.sidecar import Sidecars
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars
 from lightning_gradcomp.registry import entries
 
 KEY = "lightning_gradcomp"
@@ -34,7 +34,7 @@ GATHER_LIMIT = 2**30
 State = dict[str, Any]
 
 
-def in_step(module: LightningModule | None) -> bool:
+def all_ranks_present(module: LightningModule | None) -> bool:
     """Whether all ranks are here to gather: not after an interruption, which may have hit one of them alone.
 
     A SIGTERM is heard by all of them after the same step (plugin/sigterm.py).
@@ -80,7 +80,7 @@ class RankStates:
         saved: State = {"format": FORMAT, "compressor": _name(averager), "world_size": averager.world}
         checkpoint[KEY] = saved
         if mode == "sidecar":
-            saved["sidecars"] = self.sidecars.write(state, path)
+            saved["sidecars"] = self.sidecars.write(state, path, averager.steps)
         elif mode == "mean":
             saved["mean"] = _mean_over_ranks(state, averager)
         else:
@@ -103,7 +103,6 @@ class RankStates:
             ValueError: a state that can't be read, or doesn't fit the model.
         """
         saved = checkpoint.get(KEY)
-        averager.steps = checkpoint["global_step"]
         if saved is None or self.mode == "drop" or saved.get("compressor") != _name(averager):
             held = "nothing that ranks remember" if saved is None else f"what {saved.get('compressor')!r} remembers"
             why = "checkpoint_state='drop'" if self.mode == "drop" else f"the checkpoint holds {held}"

@@ -1,7 +1,8 @@
-"""Lightning's launchers, asked to check before they start processes.
+"""Lightning's launchers, which check before they start processes, and return callbacks' results.
 
 Private Lightning names used here: `_SubprocessScriptLauncher`, `_MultiProcessingLauncher` (their `launch` is where the
-other processes start) and `_configure_optimizers` (which reads every form that `configure_optimizers` may return).
+other processes start; `get_extra_results` and `update_main_process_results` carry results back) and
+`_configure_optimizers` (which reads every form that `configure_optimizers` may return).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
+KEY = "lightning_gradcomp"
+"""Where the results of callbacks are, among those that Lightning sends to the main process."""
 Check = Callable[[Trainer, LightningModule], None]
 
 
@@ -37,7 +40,23 @@ class SubprocessLauncher(_Checked, _SubprocessScriptLauncher):
 
 
 class MultiProcessingLauncher(_Checked, _MultiProcessingLauncher):
-    """start_method="spawn", "fork" or "forkserver"."""
+    """start_method="spawn", "fork" or "forkserver". Results of callbacks return from rank 0 to the main process."""
+
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        """Also those of the callbacks that have `rank_zero_results`."""
+        results = [callback.rank_zero_results() for callback in _with_results(trainer)]
+        return {**super().get_extra_results(trainer), KEY: results}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        """Give each callback of the main process what its copy on rank 0 had."""
+        super().update_main_process_results(trainer, extra)
+        for callback, results in zip(_with_results(trainer), extra[KEY], strict=False):
+            callback.load_rank_zero_results(results)
+
+
+def _with_results(trainer: Trainer) -> list[Any]:
+    every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in every if hasattr(callback, "rank_zero_results")]
 
 
 def launcher(strategy: DDPStrategy, start_method: str, check: Check) -> SubprocessLauncher | MultiProcessingLauncher:

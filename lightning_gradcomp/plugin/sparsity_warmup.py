@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.callbacks import averager_of
+from lightning_gradcomp.plugin.communication_monitor import averager_of
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 
 

@@ -1,4 +1,4 @@
-"""TernGrad by owners: whole numbers added up and sent on, so that nothing is lost on the way."""
+"""TernGrad with shards: owners add up whole numbers and send the sums, so that nothing is rounded on the way."""
 
 from functools import partial
 
@@ -6,14 +6,18 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.checkpoint_state import OWNED
-from lightning_gradcomp.averaging.exact_owners import ExactOwners
+from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging import sharded
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.step import CompressedStep
+from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import TernGrad
 from tests.averaging.laws import note_sent
-from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
-from tests.reference.lattice import Server
+from tests.averaging.workers import SGD, Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.reference.terngrad_server import Server
 from tests.threads import run_ranks, subgroups
 
 SHAPES = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
@@ -59,10 +63,10 @@ def test_it_is_the_simulation_in_one_process_to_the_bit(world, topology, options
         average = server.step([seen[step][0] for seen, _ in ranks])
         for seen, _ in ranks:
             assert torch.equal(seen[step][1], average)
-    for memory, (_, state) in zip(server.memories, ranks, strict=True):
-        theirs = memory.state_dict()
+    for own, (_, state) in zip(server.states, ranks, strict=True):
+        theirs = own.state_dict()
         assert same({kind: state[kind] for kind in theirs}, theirs)
-        assert OWNED not in state
+        assert SHARD not in state
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_with_two_ranks_that_is_so_to_the_bit():
         assert same(memory, others)
 
 
-def test_there_may_be_more_ranks_than_rows():
+def test_more_ranks_than_rows():
     def work(rank, group):
         model = torch.nn.Linear(40, 2)
         _, averager = averaged(model, group, terngrad(), topology="two_phase")
@@ -119,48 +123,60 @@ def test_nodes_are_workers_too(topology):
 def test_a_change_of_topology_between_steps_changes_no_draw():
     """Two ranks: with more, the gather's sums are rounded, and these are not."""
 
+    compressor = terngrad(error_feedback=True)
+
     def work(rank, group):
         models = []
-        for change in (False, True):
+        for topologies in (["all_gather"], ["all_gather", "two_phase", "server"]):
             model = Table()
-            optimizer, averager = averaged(model, group, terngrad(error_feedback=True))
+            optimizer = torch.optim.SGD(model.parameters(), **SGD)
+            step_of = CompressedStep(compressor, Gradients(model, compressor), Ranks(group), Topology(), optimizer)
             for step in range(6):
-                if change:
-                    averager._compression.books.travel(("all_gather", "two_phase", "server")[step % 3])
                 backward(model, optimizer, rank, step, prescribed_loss)
-                averager._compression.average(0.1, 1.0, averager.stats, False)
+                step_of.compressed(compressor, topologies[step % len(topologies)], step, 1.0, Stats(), False)
                 optimizer.step()
             models.append(weights(model))
-        return torch.equal(*models)
+        return torch.equal(*models) and not torch.equal(models[0], weights(Table()))
 
     assert all(run_ranks(2, work))
 
 
-def test_a_state_of_other_owners_goes_into_the_residual_or_nowhere():
-    """What 1-bit's owners remembered, where the next run is TernGrad's."""
+def test_shard_residuals_of_another_method_go_to_the_workers():
+    """What 1-bit's owners remembered is sent by TernGrad's workers; without error feedback it is dropped."""
 
     def work(rank, group):
         model = Table()
         first = averaged(model, group, lgc.OneBit(min_elements=40, warmup_epochs=0), topology="two_phase")
         train(model, *first, rank, 2, prescribed_loss)
-        state = first[1].state_dict()
-        assert OWNED in state["memory"]
-        for error_feedback in (False, True):
-            optimizer, averager = averaged(model, group, terngrad(error_feedback=error_feedback), topology="two_phase")
-            averager._compression.books.load_state_dict(state["memory"], 2)
-            assert OWNED not in averager.state_dict()["memory"]
-            train(model, optimizer, averager, rank, 2, prescribed_loss)
-        return weights(model)
+        state, ledgers = first[1].state_dict(), []
+        for kept in (False, True):
+            optimizer, averager = averaged(model, group, terngrad(error_feedback=kept), topology="two_phase")
+            averager.load_state_dict(state)
+            backward(model, optimizer, rank, 2, prescribed_loss)
+            had = flat_gradients(model).clone()
+            averager.average()
+            after = averager.state_dict()["memory"]
+            assert SHARD not in after and bool(after) == kept
+            ledgers.append((had, flat_gradients(model).clone(), after))
+        layout = averager.gradients.layout
+        own, shard, left = (
+            layout.join(parts, torch.device("cpu"))
+            for parts in (state["memory"]["residual"], state["memory"][SHARD], after["residual"])
+        )
+        return own / 2 + shard + ledgers[1][0] / 2 - left / 2, ledgers[1][1], shard
 
-    assert all_equal(run_ranks(2, work))
+    with pytest.warns(UserWarning, match="keeps as 'residual' is lost"):
+        owed, came, shards = zip(*run_ranks(2, work), strict=True)
+    assert all_equal(came) and all(shard.any() for shard in shards)
+    torch.testing.assert_close(sum(owed), came[0], rtol=1e-5, atol=1e-5)
 
 
 def traffic(world, n, topology):
     """Bytes of a step, n elements in rows of 64, with nothing beside them but flags."""
     ranks = Ranks(None)
     ranks.world = world
-    owners = ExactOwners(terngrad(), Layout(("a",), ((n // 64, 64),)), 0, ranks, dense_pull=topology == "server")
-    return owners.traffic(0.01, 3)
+    layout = Layout(("a",), ((n // 64, 64),))
+    return sharded.traffic(terngrad(), layout, 0, 3, ranks, dense_pull=topology == "server")
 
 
 @pytest.mark.parametrize(("world", "pull"), [(2, 32 / 13), (4, 32 / 10), (8, 32 / 7), (64, 32 / 4)])

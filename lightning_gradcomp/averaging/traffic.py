@@ -1,0 +1,64 @@
+"""Bytes that a compressed step sends, from the compressor and the layout alone."""
+
+from __future__ import annotations
+
+from lightning_gradcomp.averaging.framing import Frame
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.sharded import split_dense
+from lightning_gradcomp.averaging.topology import SHARDED
+from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.compressors.base import Lossy
+
+
+def messages(compressor: Lossy, gradients: Gradients) -> list[tuple[str, int]]:
+    """What a step exchanges without shards, in order: ("gather", "mean" or "maximum", bytes).
+
+    The uncompressed gradients and the flags travel with the first gather or mean, or in a gather of their own.
+    """
+    dense, flags, found = gradients.dense_layout.n, _flags(gradients), []
+    for how, payload in [*compressor.messages(gradients.layout), ("finish", 0)]:
+        if how == "maximum":
+            found.append((how, payload))
+        elif how == "mean":
+            found.append((how, payload + 4 * (dense + flags)))
+            dense = flags = 0  # they have travelled
+        elif flags:
+            found.append(("gather", Frame(dense, compressor.dense_values, payload, flags).length))
+            dense = flags = 0
+        elif how == "gather":
+            found.append((how, payload))
+    return found
+
+
+def traffic(compressor: Lossy, gradients: Gradients, ranks: Ranks, topology: str) -> int:
+    """Bytes that a step sends between workers, of the rank that sends the most."""
+    if topology in SHARDED:
+        return _sharded_traffic(compressor, gradients, ranks, dense_pull=topology == "server")
+    total = 0
+    for how, length in messages(compressor, gradients):
+        if how == "gather":
+            total += ranks.gather_traffic(length)
+        elif how == "mean":
+            total += ranks.add_traffic(length, gradients.device)
+        else:
+            total += ranks.maximum_traffic(length)
+    return total
+
+
+def _sharded_traffic(compressor: Lossy, gradients: Gradients, ranks: Ranks, *, dense_pull: bool) -> int:
+    push, pull, values = [], [], compressor.dense_values
+    shards = gradients.layout.shards(ranks.workers)
+    for shard, dense in zip(shards, split_dense(gradients.dense_layout.n, ranks.workers), strict=True):
+        n, there, back = shard.layout.n, 0, 0
+        if n:
+            there, back = compressor.shard_bytes(shard.layout, ranks.workers, dense_pull)
+        push.append(Frame(dense, values, there, _flags(gradients)).length)
+        pull.append(Frame(dense, "fp32", back, _flags(gradients)).length)
+    of_layout = compressor.messages(gradients.layout)
+    before = sum(ranks.maximum_traffic(length) for how, length in of_layout if how == "maximum")
+    return before + ranks.scatter_traffic(push, push.index(min(push))) + ranks.gather_traffic(max(pull))
+
+
+def _flags(gradients: Gradients) -> int:
+    """One that says whether the gradient is finite, one for each parameter, and the caller's."""
+    return 2 + len(gradients.parameters)

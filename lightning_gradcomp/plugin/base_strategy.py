@@ -1,0 +1,112 @@
+"""What the two Trainer strategies share: checks before the launch, explained exchanges, safe checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_gradcomp.averaging.faults import (
+    STORE_SECONDS,
+    ExchangeFailed,
+    explained,
+    explanation,
+    is_lost_peer,
+    post_reason,
+)
+from lightning_gradcomp.plugin.checkpoint_files import read
+from lightning_gradcomp.plugin.launchers import SubprocessLauncher, launcher
+
+
+def warn_of_stale_addresses() -> None:
+    """Where torchrun restarts processes but keeps their store, they may find the addresses of those that have died.
+
+    Source: https://github.com/pytorch/pytorch/issues/135712; seen with torch 2.15 and gloo in three of four restarts.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        rank_zero_warn(
+            "torchrun --max-restarts: restarted ranks may look for the old ones and fail to connect. "
+            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts."
+        )
+
+
+class BaseStrategy(DDPStrategy):
+    """DDPStrategy that checks a fit before it starts processes, names rank, step and phase where an exchange fails, and
+    runs no code from checkpoints."""
+
+    def _configure_launcher(self) -> None:
+        self._launcher = launcher(self, self._start_method, self.check)
+
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuse what can't be honoured, before other processes are started."""
+        raise NotImplementedError
+
+    def explained(self, doing: str) -> AbstractContextManager[None]:
+        """Name what fails inside."""
+        return explained(self._steps, doing)
+
+    @property
+    def _steps(self) -> int:
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None  # `module.trainer` raises where there is none
+        return trainer.global_step if trainer is not None else 0
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        warn_of_stale_addresses()
+
+    def setup(self, trainer: Trainer) -> None:
+        with self.explained("setting up the model"):
+            super().setup(trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explained("forward"):  # DDP sends buffers before it
+            return super().training_step(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self.explained("at a barrier"):
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explained("in a broadcast"):
+            return super().broadcast(*args, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explained("in a reduction"):
+            return super().reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explained("in a gather"):
+            return super().all_gather(*args, **kwargs)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As `Strategy.load_checkpoint`, but no code in the file is run, unless weights_only=False is given.
+
+        Raises:
+            ValueError: a file that is not a whole checkpoint.
+        """
+        self._loaded_from = checkpoint_path
+        what, allowed = "checkpoint", "a file that Lightning saved, whole"
+        if args:
+            kwargs["weights_only"] = args[0]
+        return read(super().load_checkpoint, checkpoint_path, what, "state_dict", allowed, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if is_lost_peer(exception) and not isinstance(exception, ExchangeFailed):
+            # A collective of the user's, or of Lightning's outside the strategy, such as a metric's.
+            doing = "in an exchange that is not the strategy's"
+            exception.args = (explanation(exception, self._steps, doing), *exception.args[1:])
+        elif not isinstance(exception, ExchangeFailed):
+            post_reason(f"raised {type(exception).__name__}: {exception}")
+            return
+        if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
+            time.sleep(STORE_SECONDS)  # for the others to write their reasons
+            self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU

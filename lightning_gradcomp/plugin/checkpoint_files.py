@@ -1,0 +1,151 @@
+"""Checkpoint files: read without running code from them, and one sidecar file a rank beside them.
+
+`last.ckpt` has its sidecars in the folder `last.ckpt.ranks-<token>`. The token is new for every save, and the
+checkpoint names the folder. A save that fails leaves the earlier checkpoint with its folder, which is removed when
+the new checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from lightning_gradcomp.averaging.faults import explained
+from lightning_gradcomp.errors import refusal
+
+FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+@contextmanager
+def no_code(weights_only: bool | None = None) -> Iterator[None]:
+    """Inside, `torch.load` reads tensors and plain data, and runs no code from a pickle.
+
+    Lightning's defaults depend on its version and on where a file is (2.5 and URLs: weights_only=False), and 2.5's
+    CheckpointIO has no argument for it. torch's own variable holds for all of them.
+
+    Args:
+        weights_only: False is the user's explicit choice to run what is in the file, which is then left to Lightning.
+    """
+    if weights_only is False or FORCE_NOT in os.environ:
+        yield
+        return
+    before = os.environ.get(FORCE)
+    os.environ[FORCE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FORCE]
+        else:
+            os.environ[FORCE] = before
+
+
+def read(load: Callable[..., Any], path: Any, what: str, key: str, allowed: str, **options: Any) -> dict[str, Any]:
+    """What `load(path, **options)` returns: a dict that has `key`. No code in the file is run.
+
+    Args:
+        load: reads the file.
+        path: of the file.
+        what: for the message: what is read.
+        key: that the dict must have.
+        allowed: for the message.
+        options: of `load`. weights_only=False runs what is in the file.
+
+    Raises:
+        ValueError: the file can't be read, or holds something else.
+    """
+    try:
+        with no_code(options.get("weights_only")):
+            content = load(path, **options)
+    except OSError as error:
+        raise refusal(what, f"{path}: {error}", allowed) from error
+    except Exception as error:  # torch.load has an error of its own for each way in which a file can be broken
+        if isinstance(error, UnpicklingError) and "weights" in str(error).lower():
+            allowed += (
+                f"; if you trust the file: weights_only=False (lightning 2.6), or {FORCE_NOT}=1 in the environment"
+            )
+        raise refusal(what, f"{path}, which can't be read ({_in_short(error)})", allowed) from error
+    if not isinstance(content, dict) or key not in content:
+        raise refusal(what, f"{path}, which holds something else", allowed)
+    return content
+
+
+def _in_short(error: Exception) -> str:
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return first.partition(". ")[0]
+
+
+class Sidecars:
+    """Writes, reads and removes sidecar files, on any filesystem that fsspec knows.
+
+    Args:
+        io: the strategy's, which also writes the checkpoints.
+    """
+
+    def __init__(self, io: CheckpointIO) -> None:
+        self.io = io
+
+    @property
+    def possible(self) -> bool:
+        """False where checkpoints are written in the background: it is then unknown when one is complete."""
+        return not isinstance(self.io, _WrappingCheckpointIO)
+
+    def write(self, state: dict[str, Any], checkpoint: str | Path, steps: int) -> str:
+        """Write this rank's file; return the folder's name once all ranks have written theirs. A collective call.
+
+        Raises:
+            ExchangeFailed: another rank is lost; it names rank, `steps` and the phase.
+        """
+        with explained(steps, "saving a checkpoint"):
+            token: list[Any] = [uuid.uuid4().hex[:12]]
+            dist.broadcast_object_list(token, src=0)
+        folder, rank = f"{checkpoint}.ranks-{token[0]}", dist.get_rank()
+        self.io.save_checkpoint({"token": token[0], "rank": rank, "state": state}, _file(folder, rank))
+        with explained(steps, "writing sidecar files"):
+            dist.barrier()  # the checkpoint that names them is written after them
+        return posixpath.basename(folder.replace(os.sep, "/"))
+
+    def read(self, checkpoint: str | Path, name: str, rank: int) -> dict[str, Any]:
+        """The state in the file of `rank` in the folder `name` beside `checkpoint`, or beside what that links to.
+
+        Raises:
+            ValueError: the file is missing, can't be read, or belongs to another save.
+        """
+        fs, beside = get_filesystem(checkpoint), str(checkpoint)
+        if isinstance(fs, LocalFileSystem):  # also as file://
+            beside = os.path.realpath(str(fs._strip_protocol(beside)))
+        path = _file(posixpath.join(posixpath.dirname(beside.replace(os.sep, "/")), name), rank)
+        what, allowed = f"sidecar of rank {rank}", "the one saved with the checkpoint, or checkpoint_state='drop'"
+        content = read(self.io.load_checkpoint, path, what, "token", allowed)
+        if (content["token"], content["rank"]) != (name.rpartition("-")[2], rank):
+            raise refusal(what, f"{path}, which belongs to another save", allowed)
+        return content["state"]
+
+    def remove_old(self, checkpoint: str | Path, keep: str | None) -> None:
+        """On rank 0, remove the folders of `checkpoint` but `keep`."""
+        if not self.possible or (dist.is_initialized() and dist.get_rank() != 0):
+            return
+        path = str(checkpoint).replace(os.sep, "/")
+        fs = get_filesystem(checkpoint)
+        fs.invalidate_cache()
+        with suppress(FileNotFoundError):  # a CheckpointIO may write somewhere else
+            for found in fs.ls(posixpath.dirname(path) or ".", detail=False):
+                folder = posixpath.basename(found.rstrip("/"))
+                if folder.startswith(f"{posixpath.basename(path)}.ranks-") and folder != keep:
+                    fs.rm(found, recursive=True)
+
+
+def _file(folder: str, rank: int) -> str:
+    return posixpath.join(folder, f"rank-{rank}.ckpt")

@@ -1,0 +1,49 @@
+"""topology="auto" on a simulated clock: what a step takes is what a test says."""
+
+import threading
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+from lightning_gradcomp.averaging import autotune, averager
+from lightning_gradcomp.averaging.autotune import Autotune
+from tests.averaging.workers import backward, prescribed_loss
+
+UNCOUNTED, COUNTED = 2, 4
+"""As in `autotune`, but fewer."""
+EACH = UNCOUNTED + COUNTED
+"""Steps of each candidate in a round."""
+
+
+class SimulatedClock(threading.local):
+    """Seconds since the start of a rank, which is a thread."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@contextmanager
+def simulated_clock():
+    """Inside, trials are short, and by a clock whose `now` each rank sets."""
+    clock = SimulatedClock()
+    with (
+        mock.patch.object(autotune, "UNCOUNTED", UNCOUNTED),
+        mock.patch.object(autotune, "COUNTED", COUNTED),
+        mock.patch.object(averager, "Autotune", partial(Autotune, clock=clock)),
+    ):
+        yield clock
+
+
+def timed_steps(parts, rank, clock, steps, seconds, step_of=lambda averager: averager.step()):
+    """What each of these steps did, "dense" or a topology, where it takes `seconds(what, sparsity)`."""
+    model, optimizer, averager = parts
+    seen = []
+    for step in steps:
+        backward(model, optimizer, rank, step, prescribed_loss)
+        decision = averager.decision
+        clock.now += seconds(decision.topology, decision.sparsity)
+        step_of(averager)
+        seen.append(decision.topology)
+    return seen
