@@ -27,7 +27,6 @@ from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import is_whole, refusal
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """A method's line in docs/compressors.md, beside what can be computed.
