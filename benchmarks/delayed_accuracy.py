@@ -31,7 +31,7 @@ from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.app.models import build
 from lightning_gradcomp.app.options.training import SGD
-from lightning_gradcomp.app.quiet import quiet
+from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.plugin import CommunicationMonitor
 
 EPOCHS = 10
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file to which a line of JSON is added for each run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    quiet()
+    hide_known_messages()
     dist.init_process_group("gloo")
     results: dict[str, list[float]] = {case: [] for case in arguments.cases.split(",")}
     for seed in arguments.seeds.split(","):

@@ -21,10 +21,11 @@ from matplotlib.axes import Axes
 
 from benchmarks import methods as named
 from benchmarks import report, step_time
-from lightning_gradcomp.app.forecast import Forecast, topologies
-from lightning_gradcomp.app.subject import classifier
+from lightning_gradcomp.app.plan.forecast import Forecast, topologies
+from lightning_gradcomp.app.plan.link import measure_link, measure_work
+from lightning_gradcomp.app.plan.measure import measure_computation
+from lightning_gradcomp.app.plan.workload import classifier
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.link import measure_link, measure_work
 
 CPU = torch.device("cpu")
 
@@ -35,8 +36,8 @@ def modelled(arguments: argparse.Namespace) -> dict[str, Any]:
     assert group is not None
     torch.manual_seed(0)
     model = named.network(arguments.model)
-    subject = classifier(arguments.model, model, CPU, batch=arguments.batch, size=arguments.size, classes=10)
-    computation = subject.measure(group, CPU)
+    workload = classifier(arguments.model, model, CPU, batch=arguments.batch, size=arguments.size, classes=10)
+    computation = measure_computation(workload, group, CPU)
     methods = {}
     for method in arguments.methods.split(","):
         compressor = named.compressor(method)

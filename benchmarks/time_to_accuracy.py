@@ -24,9 +24,9 @@ from hydra import compose, initialize_config_dir
 from matplotlib.axes import Axes
 
 from benchmarks import report
-from lightning_gradcomp.app import runfile
+from lightning_gradcomp.app import run_folder
 from lightning_gradcomp.app.compose import checked, register, shipped
-from lightning_gradcomp.app.quiet import quiet
+from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.train import build
 
 Curve = list[tuple[float, float]]
@@ -48,8 +48,8 @@ class Clock(L.Callback):
 
 def train(folder: Path) -> None:
     """One rank of the run that config.yaml in `folder` describes; rank 0 writes curve.json."""
-    quiet()
-    run = runfile.load(folder)
+    hide_known_messages()
+    run = run_folder.load(folder)
     L.seed_everything(run.seed, workers=True, verbose=False)
     parts, clock = build(run, folder), Clock()
     parts.trainer.callbacks.append(clock)
@@ -66,7 +66,7 @@ def curve(method: str, seed: int, link: list[str]) -> Curve:
         config = compose("train", [*overrides, *(word for word in more.split(";") if word)])
     config.trainer.num_nodes = int(link[1])
     with tempfile.TemporaryDirectory() as folder:
-        runfile.save(checked(config), Path(folder))
+        run_folder.save(checked(config), Path(folder))
         command = [sys.executable, "-m", "benchmarks.link", *link, "--", sys.executable, "-m", __spec__.name]
         subprocess.run([*command, "--train", folder], check=True)
         return [tuple(point) for point in json.loads(Path(folder, "curve.json").read_text())]

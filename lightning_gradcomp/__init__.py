@@ -1,7 +1,6 @@
 """Gradient compression for PyTorch Lightning. Importing this registers the strategies: `Trainer(strategy="dgc")`."""
 
-import sys
-from pathlib import Path
+import os
 
 from lightning_gradcomp.compressors import (
     BF16,
@@ -27,12 +26,8 @@ from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.registry import entries, load_entry_points, register
 
-_BESIDE_PYTHON = Path(sys.argv[0]).parent == Path(sys.executable).parent and Path(sys.argv[0]).stem == "gradcomp"
-_AS_COMMAND = _BESIDE_PYTHON or sys.orig_argv[1:3] == ["-m", "lightning_gradcomp"]
-
-# The command line composes and checks a run, and a process of its own trains it. It answers without torch and
-# Lightning, whose import takes seconds.
-if not _AS_COMMAND:
+# gradcomp_command.py sets this variable while it imports the package, in the process that composes and checks a run.
+if "GRADCOMP_WITHOUT_LIGHTNING" not in os.environ:
     from lightning_gradcomp.averaging import GradientAverager, Stats
     from lightning_gradcomp.local_sgd.averager import DelayedAverager
     from lightning_gradcomp.plugin import (

@@ -1,5 +1,5 @@
-"""`python -m lightning_gradcomp` is the command `gradcomp`."""
+"""`python -m lightning_gradcomp` is the command `gradcomp`, with the seconds that importing Lightning takes."""
 
-from lightning_gradcomp.app.cli import main
+from gradcomp_command import main
 
 main()

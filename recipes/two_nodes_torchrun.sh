@@ -9,5 +9,11 @@
 set -euo pipefail
 : "${MASTER:?the address of the first machine}" "${NODE:?0 on the first machine, 1 on the second}"
 GPUS=${GPUS:-$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)}
+if [[ ! $GPUS =~ ^[0-9]{1,4}$ ]]; then
+    echo "GPUS: got '$GPUS', allowed: a whole number" >&2
+    exit 1
+fi
+GPUS=$((10#$GPUS))
+export PYTHONSAFEPATH=1 # from Python 3.11 on: modules of the working folder replace no others
 exec torchrun --nnodes=2 --node-rank="$NODE" --nproc-per-node="$((GPUS > 0 ? GPUS : 1))" \
     --master-addr="$MASTER" --master-port="${PORT:-29500}" -m lightning_gradcomp "$@"

@@ -13,9 +13,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gradcomp.app import arguments, cli, plan, report
+from lightning_gradcomp.app import arguments, cli, report
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
 from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.plan import options as plan_options
 from tests.pages import INLINE, PAGES, ROOT, blocks, prose
 
 ENVIRONMENT = re.compile(r"[A-Z_]+=.*")
@@ -82,7 +83,7 @@ def jobs(words: list[str]) -> list[list[str]]:
 
 def check_gradcomp(words: list[str]) -> None:
     if words[:1] == ["plan"]:
-        assert plan.read(words[1:]).model
+        assert plan_options.read(words[1:]).model
         return
     if words[:1] == ["report"]:
         assert report.parser().parse_args(words[1:]) is not None

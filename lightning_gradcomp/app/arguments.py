@@ -1,4 +1,4 @@
-"""Mistakes on the command line that Hydra would answer without saying what is allowed, or with a traceback."""
+"""Mistakes on the command line that Hydra would report without saying what is allowed, or with a traceback."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_gradcomp.app.config import ONE_CLASS, Run, classes
 from lightning_gradcomp.errors import refusal
 
 OVERRIDE = re.compile(r"(?P<root>\w+)(\.(?P<option>\w+)[\w.]*)?=(?P<value>.*)")  # without +, ~, and Hydra's rarer forms
-SWITCHES = ("-m", "--multirun", "-r", "--run", "--resolve")  # flags without a value; no word stands after the others
+SWITCHES = ("-m", "--multirun", "-r", "--run", "--resolve")  # flags without a value; the others have one
 ALONE = tuple(field.name for field in fields(Run) if field.name not in {**ONE_CLASS, **classes()})  # in no group
 OWN_CONFIG = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """(flags with their values, all other words). Hydra understands them in this order, but not always mixed."""
+    """(flags with their values, all other words). Hydra's parser takes them in this order, but not always mixed."""
     flags: list[str] = []
     words: list[str] = []
     is_value = False
@@ -27,14 +27,16 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def check(flags: list[str], words: list[str]) -> None:
-    """ValueError for a bare word, an unknown group or option, and a group without a choice."""
+    """ValueError for a bare word, an unknown group or option, a group without a choice, and an endless number."""
     for word in words:
+        if long := re.search(r"\d{100,}", word):
+            raise refusal(word.split("=")[0], f"{len(long[0])} digits", "a number of fewer than 100 digits")
         if "=" not in word and not word.startswith("~"):
             groups = ", ".join(f"{group}={'|'.join(names)}" for group, names in choices().items())
             more = "any option, such as trainer.max_epochs=5; plan MODEL, as the first words; --help"
             raise refusal("argument", word, f"{groups}; {more}")
     if any(flag.split("=")[0] in OWN_CONFIG for flag in flags):
-        return  # the user's own groups and options are for Hydra to know
+        return  # groups and options of the user's own, which Hydra checks
     overrides = [found for word in words if (found := OVERRIDE.fullmatch(word))]
     chosen = {override["root"]: override["value"] for override in overrides if not override["option"]}
     groups = choices()

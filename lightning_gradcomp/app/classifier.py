@@ -1,8 +1,11 @@
-"""Image classification as a LightningModule; nothing in it knows about compression."""
+"""Image classification as a LightningModule, with torch's optimizers, a linear warm-up and a cosine schedule.
+
+It is independent of compression.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import lightning as L
@@ -11,13 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.app.data.shared import SharedImages
-from lightning_gradcomp.app.options.training import Optimizer
-from lightning_gradcomp.app.schedule import build
+from lightning_gradcomp.app.data.transforms import Mix
+from lightning_gradcomp.app.options.training import SGD, Optimizer
 
 Batch = list[torch.Tensor]
 """Images (batch, channels, height, width) and labels int64 (batch)."""
-
-Mix = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Classifier(L.LightningModule):
@@ -26,14 +27,14 @@ class Classifier(L.LightningModule):
     Args:
         model: images -> logits.
         optimizer: its options.
-        mix: what happens to a batch before the forward pass: (images, labels) -> (images, labels or shares of them).
+        mix: applied to a training batch before the forward pass: MixUp or CutMix.
         label_smoothing: of the training loss.
     """
 
     correct: int = 0
-    """Validation images that the model had right at the last validation, over all ranks."""
+    """Validation images that were classified correctly at the last validation, over all ranks."""
     images: int = 0
-    """Validation images that it was shown then."""
+    """Validation images of the last validation, over all ranks."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, mix: Mix | None = None, label_smoothing: float = 0.0
@@ -53,26 +54,64 @@ class Classifier(L.LightningModule):
         # are the ones that a checkpoint holds, so the accuracy is theirs.
         for buffer in self.buffers():
             dist.broadcast(buffer, src=0)
-        self.counts = torch.zeros(3, dtype=torch.float64, device=self.device)  # right, seen, sum of the losses
+        self.counts = torch.zeros(3, dtype=torch.float64, device=self.device)  # correct, images, sum of the losses
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels = batch
         logits = self.model(images)
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        right = (logits.argmax(1) == labels).sum()
-        self.counts += torch.stack([right, torch.tensor(len(labels), device=self.device), loss]).double()
+        correct = (logits.argmax(1) == labels).sum()
+        self.counts += torch.stack([correct, torch.tensor(len(labels), device=self.device), loss]).double()
 
     def on_validation_epoch_end(self) -> None:
         dist.all_reduce(self.counts)
-        right, seen, loss = self.counts.tolist()
-        self.correct, self.images = int(right), int(seen)
+        correct, images, loss = self.counts.tolist()
+        self.correct, self.images = int(correct), int(images)
         # Equal on all ranks already. Lightning wants them synchronised, and the maximum of equal numbers is exact.
         self.log_dict(
-            {"val_acc": right / seen, "val_loss": loss / seen}, prog_bar=True, sync_dist=True, reduce_fx="max"
+            {"val_acc": correct / images, "val_loss": loss / images}, prog_bar=True, sync_dist=True, reduce_fx="max"
         )
 
     def configure_optimizers(self) -> Any:
         data = self.trainer.datamodule  # pyrefly: ignore[missing-attribute] - the Trainer's, of Lightning's connector
         assert isinstance(data, SharedImages)
-        optimizer, schedule = build(self.options, self, data.optimizer_steps)
+        optimizer, schedule = build_optimizer(self.options, self, data.optimizer_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+POSITIONS = "relative_position_bias_table"
+"""Of Swin's attention: two-dimensional, but no weight of a linear layer."""
+
+
+def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
+    """The factor of the peak learning rate at `step` (from 0): up to 1 in `warmup_steps`, then a cosine to 0.
+
+    >>> [round(warmup_cosine(step, 2, 6), 3) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps))) / 2
+
+
+def parameter_groups(options: Optimizer, module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The parameters of `module` as groups of an optimizer: with weight decay, and without."""
+    decayed, without = [], []
+    for name, parameter in module.named_parameters():
+        decays = options.decay_all or (parameter.dim() > 1 and not name.endswith(POSITIONS))
+        (decayed if decays else without).append(parameter)
+    found = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": without, "weight_decay": 0.0}]
+    return [group for group in found if group["params"]]
+
+
+def build_optimizer(
+    options: Optimizer, module: torch.nn.Module, total_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The optimizer that `options` describe, and its schedule over `total_steps` optimizer steps."""
+    if isinstance(options, SGD):
+        rest = {"momentum": options.momentum, "nesterov": options.nesterov}
+        optimizer = torch.optim.SGD(parameter_groups(options, module), lr=options.lr, **rest)
+    else:
+        optimizer = torch.optim.AdamW(parameter_groups(options, module), lr=options.lr)
+    factor = lambda step: warmup_cosine(step, options.warmup_steps, total_steps)  # noqa: E731
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

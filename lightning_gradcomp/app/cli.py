@@ -1,18 +1,22 @@
-"""The command `gradcomp`: compose a run with Hydra, check it, train it in a process of its own.
+"""The command `gradcomp`: compose a run with Hydra, check it, and train it in a process of its own.
 
-Neither torch nor Lightning is imported here, so that the answer to a wrong option comes at once.
+Lightning is not imported here: it takes seconds, and the answer to a wrong option should not.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_gradcomp.app import child, plan, ranks, runfile
+from lightning_gradcomp.app import processes, run_folder
+from lightning_gradcomp.app.plan import options as plan_options
+from lightning_gradcomp.app.redaction import redacted
 from lightning_gradcomp.errors import refusal
 
 if TYPE_CHECKING:
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
 
 EXTRA_WORDS = "the extra 'recipes': pip install 'lightning-gradcomp[recipes]'"
 EXTRA = {"hydra": "hydra-core", "torchvision": "torchvision", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+
+PRINTS = ("--cfg", "-c", "--info", "-i")
+"""Flags with which Hydra prints a configuration, and runs nothing."""
 
 
 def main() -> None:
@@ -32,31 +39,39 @@ def main() -> None:
 
         flags, words = arguments.split(sys.argv[1:])
         arguments.check(flags, words)
-        if ranks.started_elsewhere() and {"-m", "--multirun"} & set(flags):
+        if processes.started_by_launcher() and {"-m", "--multirun"} & set(flags):
             raise refusal("--multirun where torchrun or SLURM starts the ranks", "a sweep", "one run for each start")
-    except ValueError as error:
-        sys.exit(f"gradcomp: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(redacted(f"gradcomp: {error}"))
     with tempfile.TemporaryDirectory() as elsewhere:
-        if not ranks.is_first():  # the run's folder is rank 0's
+        if not processes.is_rank_zero():  # the run's folder is rank 0's
             words += [f"hydra.run.dir='{elsewhere}'", "hydra.output_subdir=null"]
         sys.argv[1:] = [*flags, *words]
-        compose_and_train()
+        if any(flag.split("=")[0] in PRINTS for flag in flags):
+            with redirect_stdout(io.StringIO()) as printed:
+                compose_and_train()
+            print(redacted(printed.getvalue()), end="")
+        else:
+            compose_and_train()
 
 
 def show_recipes(words: list[str]) -> int:
     """`gradcomp recipes`."""
-    none_follow("recipes", words)
+    no_more_words("recipes", words)
     require(EXTRA_WORDS, EXTRA)
-    from lightning_gradcomp.app import recipes  # needs Hydra, to know where they are
+    from lightning_gradcomp.app import recipes  # needs Hydra, to find the files
 
     print(recipes.table())
     return 0
 
 
 def show_env(words: list[str]) -> int:
-    """`gradcomp env`, in a process that may import torch."""
-    none_follow("env", words)
-    return child.run("env")
+    """`gradcomp env`."""
+    no_more_words("env", words)
+    from lightning_gradcomp.app import env
+
+    print(redacted(env.report()))
+    return 0
 
 
 def write_report(words: list[str]) -> int:
@@ -67,19 +82,19 @@ def write_report(words: list[str]) -> int:
     return report.main(words)
 
 
-def none_follow(word: str, words: list[str]) -> None:
+def no_more_words(word: str, words: list[str]) -> None:
     """ValueError for words after one that takes none."""
     if words:
         raise refusal(f"gradcomp {word}", " ".join(words), "no further words")
 
 
-def plan_it(words: list[str]) -> int:
-    """Check `gradcomp plan`'s options, and let a process of its own measure; its exit code."""
-    require(EXTRA_WORDS, plan.packages(plan.read(words)))
-    return child.run("planning", *words)
+def plan(words: list[str]) -> int:
+    """Check the options of `gradcomp plan`, and measure in a process of its own; its exit code."""
+    require(EXTRA_WORDS, plan_options.packages(plan_options.read(words)))
+    return processes.run("plan", *words)
 
 
-WORDS = {"env": show_env, "plan": plan_it, "recipes": show_recipes, "report": write_report}
+WORDS = {"env": show_env, "plan": plan, "recipes": show_recipes, "report": write_report}
 """Commands that are not runs."""
 
 
@@ -99,32 +114,46 @@ def job(config: DictConfig) -> float | None:
     from hydra.errors import CompactHydraException
     from hydra.types import RunMode
 
-    from lightning_gradcomp.app import loggers, resume
-    from lightning_gradcomp.app.compose import checked
-    from lightning_gradcomp.app.data import missing
+    from lightning_gradcomp.app.before_run import prepare
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        run = checked(config)
-        loggers.check(run.logger)
-        if not run.dry_run:
-            missing.check(run.data)
-        resume.resolve(run, folder, sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
-    except ValueError as error:
-        sys.exit(f"gradcomp: {error}")  # not left to Hydra, which prints a traceback
-    runfile.save(run, folder)
-    result = folder / ("evaluation.json" if run.evaluate else "summary.json")
-    result.unlink(missing_ok=True)  # of an earlier run in this folder
-    code = child.train(folder)
-    if code or (ranks.is_first() and not result.exists()):
+        redact_files_of_hydra(folder)
+        run = prepare(config, folder, sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
+        run_folder.save(run, folder)
+        result = folder / ("evaluation.json" if run.evaluate else "summary.json")
+        result.unlink(missing_ok=True)  # of an earlier run in this folder
+    except (ValueError, OSError) as error:
+        sys.exit(redacted(f"gradcomp: {error}"))  # not left to Hydra, which prints a traceback
+    code = processes.run("train", str(folder), environment=run_folder.environment(run))
+    if code or (processes.is_rank_zero() and not result.exists()):
         raise CompactHydraException(f"gradcomp: training failed with exit code {code}; its folder is {folder}")
-    if not ranks.is_first():
+    if not processes.is_rank_zero():
         return None
     if (folder / "metrics.csv").exists() and not (run.evaluate or run.dry_run):
-        from lightning_gradcomp.app import report
-
-        print(f"  {'report':<21}{report.write([folder])}")
+        report_on(folder)
     return json.loads(result.read_text())["val_acc"]
+
+
+def report_on(folder: Path) -> None:
+    """Write the report of the run that has ended in `folder`. The run is complete without it."""
+    from lightning_gradcomp.app import report
+
+    try:
+        print(f"  {'report':<21}{report.write([folder])}")
+    except (ValueError, OSError) as error:
+        print(f"gradcomp: no report was written: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        words = f"interrupted; the run is complete, and its report is written by: gradcomp report {folder}"
+        print(f"\ngradcomp: {words}", file=sys.stderr)
+        sys.exit(130)
+
+
+def redact_files_of_hydra(folder: Path) -> None:
+    """Take secrets out of what Hydra has written: the words of the command line, and what they compose to."""
+    for path in [*folder.glob(".hydra/*.yaml"), folder.parent / "multirun.yaml"]:
+        if path.exists() and (shown := redacted(text := path.read_text())) != text:
+            path.write_text(shown)
 
 
 def require(what: str, modules: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Hydra's side of a run: where the YAML is, which choices there are, and from a composed config to a checked `Run`."""
+"""Hydra's side of a run: the YAML files, the choices of each group, and a checked `Run` from a composed config."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped(folder: str, package: Path = PACKAGE) -> Path:
-    """`conf` or `recipes`: beside the package in a checkout, where people edit them; inside it in a wheel."""
+    """`conf` or `recipes`: beside the package in a checkout, inside it in a wheel."""
     return (package.parent if (package.parent / "pyproject.toml").exists() else package) / folder
 
 
 def register() -> None:
-    """Tell Hydra what no file in conf/ holds: the types, the compressors (the dataclass is the config), the recipes."""
+    """Store in Hydra what conf/ lacks: the types, the compressors (the dataclass is the config), the recipes."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Run)
     for group, choices_of_it in classes().items():
@@ -31,11 +31,25 @@ def register() -> None:
         for name, cls in choices_of_it.items():
             store.store(group=within, name=name, node=cls)
     for path in shipped("recipes").glob("*.yaml"):
-        store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
+        _register_recipe(store, path)
+
+
+def _register_recipe(store: ConfigStore, path: Path) -> None:
+    """Store a recipe, and its options for each group under the choice that they are for.
+
+    conf/train.yaml merges `hydra/recipe/GROUP/RECIPE/CHOICE` where the composed run has that choice: so the options of
+    a recipe don't apply to another choice that the command line makes.
+    """
+    recipe: Any = OmegaConf.to_container(OmegaConf.load(path))
+    chosen = {key.removeprefix("override /"): choice for entry in recipe["defaults"] for key, choice in entry.items()}
+    for group in [name for name, value in recipe.items() if isinstance(value, dict)]:
+        options = recipe.pop(group)
+        store.store(group=f"hydra/recipe/{group}/{path.stem}", name=chosen[group], node=options, package="_group_")
+    store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
 
 
 def choices() -> dict[str, list[str]]:
-    """Group -> names to choose from, as far as they are ours: a folder of the user's (--config-dir) may add to them."""
+    """Group -> names to choose from. A folder of the user's own (--config-dir) may add to them."""
     found = {path.name: [option.stem for option in path.glob("*.yaml")] for path in shipped("conf").iterdir()}
     found["compressor"] = [entry.name for entry in entries()]
     found["recipe"] = [path.stem for path in shipped("recipes").glob("*.yaml")]

@@ -1,7 +1,7 @@
 """A run: every option that decides its result, by group.
 
-Options that are wrong alone, or that don't fit each other, are refused here: on the command line before any process
-starts, and again where the training process reads the run.
+Options that are wrong alone, or that don't fit each other, are refused here: by the command line before it starts a
+process, and again where the training process reads the run.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files
-from lightning_gradcomp.app.options.limits import at_least, one_of
+from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
 from lightning_gradcomp.app.options.training import OPTIMIZERS, SGD, Model, Optimizer, Trainer
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
-from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.registry import entries
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Strategy:
-    """When ranks average what."""
+    """What the ranks average, and when."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class DDP(Strategy):
     """Gradients, at every step."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class DGA(Strategy):
     """Updates of `period` steps, applied `delay` steps late: `DelayedStrategy`. An `outer_lr` makes it DiLoCo."""
 
@@ -43,7 +42,11 @@ class DGA(Strategy):
     outer_momentum: float
 
     def __post_init__(self) -> None:
-        RoundSchedule(self.period, self.delay)  # refuses
+        whole("strategy.period", self.period, 1)
+        if self.delay != "auto":  # at most one average is on its way at a time
+            whole("strategy.delay", self.delay, 0, self.period, also="auto, or ")
+        if self.outer_lr is not None:
+            number("strategy.outer_lr", self.outer_lr, 0)
         self.outer()
 
     def outer(self) -> Nesterov | None:
@@ -70,14 +73,14 @@ def name_of(group: str, option: object) -> str:
     return name
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Run:
     """One run.
 
     Args:
-        ckpt: the checkpoint to go on from, or with `evaluate` to look at; on the command line also "last" and "best".
-        evaluate: validate the checkpoint, and train nothing.
-        dry_run: four steps on random images of the data's shape; nothing is read, nothing is kept.
+        ckpt: the checkpoint to resume from, or with `evaluate` to validate; on the command line also "last" and "best".
+        evaluate: validate the checkpoint, without training.
+        dry_run: four steps on random images of the data's shape; no data is read, no checkpoint is written.
     """
 
     seed: int
@@ -97,7 +100,7 @@ class Run:
     logger: Logger
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        whole("seed", self.seed, 0, 2**32 - 1)  # numpy's limits
         self._check_mode()
         self._check_data()
         self._check_exchange()
@@ -113,7 +116,7 @@ class Run:
             for option in ("crop_and_flip", "trivial_augment", "random_erase"):
                 if got := getattr(self.augment, option):
                     name = name_of("data", self.data)
-                    raise refusal(f"augment.{option} with data={name}", got, "none: these images stay as they are")
+                    raise refusal(f"augment.{option} with data={name}", got, "none: these images are not augmented")
 
     def _check_exchange(self) -> None:
         resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises

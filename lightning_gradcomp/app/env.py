@@ -1,4 +1,4 @@
-"""`python -m lightning_gradcomp.app.env`: what a bug report should say about the machine."""
+"""`gradcomp env`: versions and hardware, for a bug report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(package: str) -> str | None:
-    """Its version; None where it was not installed, such as a checkout that was put on the path."""
+    """The version of `package`; None where it isn't installed, such as a checkout on PYTHONPATH."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -38,19 +38,19 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The checkout's, where this is one."""
+    """The commit of the checkout that this package is in, if it is in one."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return "not a checkout"
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or another owner's files
+    except (OSError, subprocess.CalledProcessError):  # no git, or files of another owner
         return "unknown"
 
 
 def processor() -> str:
-    """The processor's name, where the system tells."""
+    """The processor's name, or its architecture where /proc/cpuinfo is missing."""
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     return names[0].partition(":")[2].strip() if names else platform.machine()
@@ -72,7 +72,3 @@ def report() -> str:
         "environment": ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES)) or "-",
     }
     return "\n".join(f"{name:<20}{text}" for name, text in lines.items())
-
-
-if __name__ == "__main__":
-    print(report())

@@ -1,10 +1,10 @@
-"""Numbers for people."""
+"""Numbers as they are printed."""
 
 from __future__ import annotations
 
 
 def human(size: float) -> str:
-    """A number of bytes for people.
+    """A number of bytes with its unit.
 
     >>> human(999), human(44_700_000)
     ('999 B', '44.7 MB')

@@ -1,13 +1,15 @@
-"""`python -m lightning_gradcomp.app.train FOLDER`: train the run that config.yaml in FOLDER describes.
+"""The training process: `gradcomp_command.py --process train FOLDER` trains the run of FOLDER's config.yaml.
 
-There is no Hydra here. Lightning starts this command again for every further rank.
+There is no Hydra here. Lightning runs this command again for every further rank.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import lightning as L
@@ -15,30 +17,30 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.app import devices, runfile, stopping, summary
+from lightning_gradcomp.app import run_folder, summary
 from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.config import Run
 from lightning_gradcomp.app.data.choose import choose, stand_in
 from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.data.shared import SharedImages
-from lightning_gradcomp.app.mixing import mixer
+from lightning_gradcomp.app.data.transforms import mixer
 from lightning_gradcomp.app.models import build as build_model
-from lightning_gradcomp.app.quiet import quiet
+from lightning_gradcomp.app.processes import devices, hide_known_messages
 from lightning_gradcomp.app.trainer import LAST, build_trainer, keeps
 from lightning_gradcomp.plugin import CommunicationMonitor
 
 DRY_BATCH = 2
-"""Images a rank and step of a dry run."""
+"""Images a rank and step in a dry run."""
 
 STOPPED = 143
-"""The shell's code for a SIGTERM."""
+"""The shell's exit code for a SIGTERM."""
 
 
 def main() -> None:
-    """Train, or evaluate; at the end rank 0 writes the result and prints its short form."""
-    folder = Path(sys.argv[1])
-    quiet()
-    run = runfile.load(folder)
+    """Train, or evaluate; at the end rank 0 writes the result and prints a summary."""
+    folder = Path(sys.argv[-1])
+    hide_known_messages()
+    run = run_folder.load(folder)
     L.seed_everything(run.seed, workers=True, verbose=False)
     try:
         parts = build(run, folder)
@@ -52,7 +54,7 @@ def main() -> None:
 
 
 class Parts(NamedTuple):
-    """What trains."""
+    """The objects of a run."""
 
     classifier: Classifier
     data: SharedImages
@@ -64,9 +66,9 @@ def build(run: Run, folder: Path) -> Parts:
     """The network, the images and the Trainer of `run`.
 
     Raises:
-        ValueError, MisconfigurationException: what this machine can't do, or the core refuses.
+        ValueError, MisconfigurationException: an option that is refused on this machine.
     """
-    placed = devices.resolve(run.trainer)
+    placed = devices(run.trainer)
     ranks = placed[1] * placed[2]
     dry = DRY_BATCH * ranks
     source = stand_in(run.data, 2 * dry) if run.dry_run else choose(run.data, run.augment)
@@ -80,20 +82,20 @@ def build(run: Run, folder: Path) -> Parts:
 
 
 def train(run: Run, folder: Path, parts: Parts) -> None:
-    """Fit, from a checkpoint where the run names one; summary.json, and its short form on the screen."""
+    """Fit, from the run's checkpoint if it has one; write summary.json, and print a summary."""
     classifier, data, trainer, monitor = parts
-    stopping.interrupt_is_sigterm()
+    interrupt_is_sigterm()
     start = time.perf_counter()
     try:
         trainer.fit(classifier, data, ckpt_path=run.ckpt)
     except SIGTERMException:
         if trainer.is_global_zero:
-            print(f"\nstopped after step {trainer.global_step}; to go on: the same words, and ckpt={folder}")
+            print(f"\nstopped after step {trainer.global_step}; to resume: the same words, and ckpt={folder}")
         sys.exit(STOPPED)
     seconds = time.perf_counter() - start
     if not classifier.images:  # stopped at the last step, before its validation
-        steps = f"{run.ckpt} has all {trainer.global_step} steps of this run behind it"
-        sys.exit(f"gradcomp: {steps}: evaluate=true tells what it is worth; for more, raise trainer.max_epochs")
+        steps = f"{run.ckpt} has completed all {trainer.global_step} steps of this run"
+        sys.exit(f"gradcomp: {steps}: evaluate=true validates it; for more steps, raise trainer.max_epochs")
     if keeps(run):
         trainer.save_checkpoint(folder / LAST, weights_only=False)
     result = summary.collect(run, trainer, classifier, monitor.summary(), seconds)
@@ -103,7 +105,7 @@ def train(run: Run, folder: Path, parts: Parts) -> None:
 
 
 def evaluate(run: Run, folder: Path, parts: Parts) -> None:
-    """Validate the checkpoint; evaluation.json, and a line on the screen."""
+    """Validate the checkpoint; write evaluation.json, and print the accuracy."""
     classifier, data, trainer, _ = parts
     trainer.validate(classifier, data, ckpt_path=run.ckpt, verbose=False)
     if trainer.is_global_zero:
@@ -111,5 +113,14 @@ def evaluate(run: Run, folder: Path, parts: Parts) -> None:
         print(f"\nvalidation accuracy {summary.accuracy(classifier.correct, classifier.images)} of {run.ckpt}")
 
 
-if __name__ == "__main__":
-    main()
+def interrupt_is_sigterm() -> None:
+    """Treat the first Ctrl-C like a SIGTERM, which the strategies pass on to all ranks; a second one raises.
+
+    A terminal sends it to every process of a run; Lightning's handler would kill the others at once.
+    """
+
+    def once(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, once)

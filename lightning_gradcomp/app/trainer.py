@@ -1,4 +1,4 @@
-"""Lightning's Trainer as a run's options describe it."""
+"""Lightning's Trainer, with its strategy, callbacks and loggers, from a run's options."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
+from lightning_gradcomp.app.callbacks import ProgressBar, RandomState, SaveOnSigterm
 from lightning_gradcomp.app.config import DGA, Run
-from lightning_gradcomp.app.loggers import loggers
-from lightning_gradcomp.app.progress import WireBar
-from lightning_gradcomp.app.randomness import RandomState
-from lightning_gradcomp.app.stopping import SaveWhenStopped
+from lightning_gradcomp.app.options.logger import Logger, MLflow, TensorBoard, WandB
 from lightning_gradcomp.plugin import CommunicationMonitor
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
@@ -24,10 +23,10 @@ PROFILERS: dict[str, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfi
 
 
 def build_trainer(run: Run, folder: Path, monitor: CommunicationMonitor, placed: tuple[str, int, int]) -> L.Trainer:
-    """`placed`: accelerator, devices a node, nodes.
+    """The Trainer of `run`. `placed`: accelerator, devices a node, nodes.
 
     Raises:
-        ValueError, MisconfigurationException: what this machine can't do, or the core refuses.
+        ValueError, MisconfigurationException: an option that Lightning or the strategy refuses on this machine.
     """
     accelerator, devices, nodes = placed
     options = run.trainer
@@ -54,13 +53,13 @@ def build_trainer(run: Run, folder: Path, monitor: CommunicationMonitor, placed:
         logger=loggers(run.logger, folder) if keeps(run) else False,
         use_distributed_sampler=False,  # SharedImages does it
         num_sanity_val_steps=0,
-        enable_model_summary=False,  # the strategy's own line says what is compressed
+        enable_model_summary=False,  # the strategy prints what is compressed
         default_root_dir=folder,
     )
 
 
 def keeps(run: Run) -> bool:
-    """Whether anything is left of the run but its result."""
+    """Whether the run writes metrics and checkpoints, besides its result."""
     return not (run.dry_run or run.evaluate)
 
 
@@ -72,19 +71,19 @@ def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy:
 
 
 def callbacks(run: Run, folder: Path, monitor: CommunicationMonitor) -> list[Callback]:
-    """The monitor, the bar, and where something is kept: best.ckpt to use the model, last.ckpt to go on from, which
-    also holds the optimizer and what was not sent yet."""
-    found: list[Callback] = [WireBar()] if run.trainer.enable_progress_bar else []
+    """The progress bar, the monitor, and those that write checkpoints: best.ckpt with the weights, and last.ckpt to
+    resume from, which also holds the optimizer and the residuals of all ranks."""
+    found: list[Callback] = [ProgressBar()] if run.trainer.enable_progress_bar else []
     if not run.evaluate:
         found.append(monitor)
     if keeps(run):
         place = folder / LAST.parent
         best = {"monitor": "val_acc", "mode": "max", "save_weights_only": True}
-        # With what is remembered on all ranks, last.ckpt is some times the model's size.
+        # With the residuals of all ranks, last.ckpt is some times the model's size.
         found += [
             ModelCheckpoint(place, "best", enable_version_counter=False, **best),
             ModelCheckpoint(place, LAST.stem, every_n_epochs=5, enable_version_counter=False),
-            SaveWhenStopped(folder / LAST),
+            SaveOnSigterm(folder / LAST),
             RandomState(),
         ]
     if run.trainer.patience and keeps(run):
@@ -93,5 +92,22 @@ def callbacks(run: Run, folder: Path, monitor: CommunicationMonitor) -> list[Cal
 
 
 def profiler(name: str | None, folder: Path) -> Profiler | None:
-    """Lightning's, which writes profile-*.txt into the run's folder."""
+    """Lightning's profiler `name`, which writes profile-*.txt into the run's folder."""
     return PROFILERS[name](dirpath=folder, filename="profile") if name else None
+
+
+def loggers(options: Logger, folder: Path) -> list[Any]:
+    """metrics.csv, and the logger that `options` name; none for "none"."""
+    if type(options) is Logger:
+        return []
+    found: list[Any] = [CSVLogger(folder, name="", version="")]
+    if isinstance(options, TensorBoard):
+        found.append(TensorBoardLogger(folder, name="", version=""))
+    if isinstance(options, WandB):
+        offline = options.mode == "offline"
+        found.append(WandbLogger(name=folder.name, save_dir=folder, project=options.project, offline=offline))
+    if isinstance(options, MLflow):
+        found.append(
+            MLFlowLogger(experiment_name=options.experiment, run_name=folder.name, tracking_uri=options.tracking_uri)
+        )
+    return found

@@ -32,7 +32,7 @@ TIMEOUT = timedelta(minutes=5)
 """How long to wait for other ranks by default: torch's 30 minutes are long for ranks that have died, or hang."""
 STORE_SECONDS = 2.0
 """Seconds to wait for the other ranks' reasons. Lightning kills a run's processes 5 s after one of them has died."""
-EXIT_SECONDS = 2.0
+EXIT_SECONDS = 1.0
 """Seconds that the interpreter gets, after an `ExchangeFailed` and the exit handlers, to end."""
 
 

@@ -99,8 +99,12 @@ class Collectives(Protocol):
         ...
 
 
+class CompressorBase:
+    """No dataclass: of a class whose bases all are dataclasses, jsonargparse (LightningCLI) takes no subclasses."""
+
+
 @dataclass(kw_only=True)
-class Compressor:
+class Compressor(CompressorBase):
     """Options that all compressors share.
 
     Args:

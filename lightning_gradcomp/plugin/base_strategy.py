@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import (
-    STORE_SECONDS,
     ExchangeFailed,
     explained,
     explanation,
@@ -98,6 +100,26 @@ class BaseStrategy(DDPStrategy):
             kwargs["weights_only"] = args[0]
         return read(super().load_checkpoint, checkpoint_path, what, "state_dict", allowed, **kwargs)
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """As DDP's. A local file is written under another name first: Lightning moves a temporary file over an earlier
+        checkpoint, which a full disk would leave in pieces where the two are on different filesystems."""
+        if not isinstance(self.checkpoint_io, TorchCheckpointIO) or not isinstance(
+            get_filesystem(filepath), LocalFileSystem
+        ):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = LocalFileSystem._strip_protocol(str(filepath))
+        partial = f"{path}.partial"
+        try:
+            super().save_checkpoint(checkpoint, partial, storage_options)
+            if self.is_global_zero and os.path.isfile(partial):
+                os.replace(partial, path)
+        except BaseException:
+            if self.is_global_zero:
+                with suppress(OSError):
+                    os.remove(partial)
+            raise
+
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if is_lost_peer(exception) and not isinstance(exception, ExchangeFailed):
@@ -108,5 +130,5 @@ class BaseStrategy(DDPStrategy):
             post_reason(f"raised {type(exception).__name__}: {exception}")
             return
         if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
-            time.sleep(STORE_SECONDS)  # for the others to write their reasons
+            time.sleep(1.0)  # for the others to log their reasons
             self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU

@@ -1,7 +1,7 @@
 """Trainer(gradient_clip_val): local clipping before the accumulation, where a compressor owns the momentum.
 
-Lightning clips gradients after the average. What a sparse average holds has left the memory by then, and whatever is
-cut off it would be lost. DGC clips each rank's gradient before (Lin et al. 2018, §3.2).
+Lightning clips gradients after the average. What a sparse average holds has left the residual by then, and what is
+cut off would be lost. DGC clips each rank's gradient before (Lin et al. 2018, §3.2).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PHASES = ("compute", "compress", "exchange", "decompress")
 
 
 def averager_of(trainer: Trainer) -> GradientAverager | DelayedAverager:
-    """The averager of a fit that is under way."""
+    """The averager of a fit."""
     strategy = trainer.strategy
     assert isinstance(strategy, CompressedDDPStrategy | DelayedStrategy) and strategy.averager is not None
     return strategy.averager

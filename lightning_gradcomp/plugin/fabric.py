@@ -69,7 +69,7 @@ class CompressedFabricStrategy(DDPStrategy):
         self._ddp: DistributedDataParallel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._loaded: tuple[dict[str, Any], Any] | None = None
-        """What ranks remembered, of a checkpoint that was loaded before there was an averager; and the file's path."""
+        """The ranks' states of a checkpoint that was loaded before there was an averager; and the file's path."""
         self._steps_itself = self._saves = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -161,7 +161,7 @@ class CompressedFabricStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """As DDP's; beside an optimizer also what all ranks remember, under the key "lightning_gradcomp"."""
+        """As DDP's; beside an optimizer also the states of all ranks, under the key "lightning_gradcomp"."""
         saved: dict[str, Any] = {}
         if self.averager is not None and _has_optimizer(state):
             self._rank_states.put_into(saved, path, self.averager, self._hook.accumulating)
@@ -173,11 +173,11 @@ class CompressedFabricStrategy(DDPStrategy):
         self._rank_states.after_saving(saved, path)
 
     def load_checkpoint(self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As DDP's. Into an optimizer, what all ranks remembered is loaded, too. Runs no code from the file, unless
+        """As DDP's. Into an optimizer, the states of the ranks are loaded, too. Runs no code from the file, unless
         weights_only=False is given.
 
         Raises:
-            ValueError: what the ranks remembered doesn't fit the model.
+            ValueError: a state that doesn't fit the model.
         """
         with no_code(kwargs.get("weights_only")):
             rest = super().load_checkpoint(path, state, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""What the ranks remember, in Lightning's checkpoint: which part of it goes where, and how it comes back.
+"""The states of all ranks' averagers in a checkpoint: how they are saved, and how each rank gets its own back.
 
-Under the key "lightning_gradcomp" stand the compressor's name, the number of ranks, and one of
+Under the key "lightning_gradcomp" are the compressor's name, the number of ranks, and one of
 
     ranks: [state of rank 0, ...]        gather: everything in one file
     sidecars: "name of a folder"         sidecar: a file for each rank, in a folder beside the checkpoint
@@ -37,7 +37,7 @@ State = dict[str, Any]
 def all_ranks_present(module: LightningModule | None) -> bool:
     """Whether all ranks are here to gather: not after an interruption, which may have hit one of them alone.
 
-    A SIGTERM is heard by all of them after the same step (plugin/sigterm.py).
+    A SIGTERM ends all of them after the same step (plugin/sigterm.py).
     """
     if module is None:
         return False
@@ -48,7 +48,7 @@ def all_ranks_present(module: LightningModule | None) -> bool:
 
 
 def rank_state(averager: GradientAverager, accumulating: bool) -> State:
-    """This rank's state, on the CPU; in the midst of an accumulation with the gradients that it has gathered so far."""
+    """This rank's state, on the CPU; in the midst of an accumulation with the gradients accumulated so far."""
     state = averager.state_dict()
     memory = {kind: {name: part.cpu() for name, part in parts.items()} for kind, parts in state["memory"].items()}
     if accumulating:
@@ -57,7 +57,7 @@ def rank_state(averager: GradientAverager, accumulating: bool) -> State:
 
 
 class RankStates:
-    """Puts what the ranks remember into checkpoints, and gives it back.
+    """Saves the states of all ranks in checkpoints, and restores them.
 
     Args:
         mode: `checkpoint_state` of the strategy.
@@ -69,7 +69,7 @@ class RankStates:
         self._accumulated: dict[str, torch.Tensor] = {}
 
     def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> None:
-        """Add what all ranks remember to rank 0's `checkpoint`, or write it beside `path`. A collective call."""
+        """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. A collective call."""
         if self.mode == "drop":
             return
         state, mode = rank_state(averager, accumulating), self.mode
@@ -89,15 +89,15 @@ class RankStates:
             saved["ranks"] = everyone or []
 
     def after_saving(self, checkpoint: State, path: Any) -> None:
-        """The checkpoint stands: what stood beside an earlier one of this name can go."""
+        """The checkpoint is complete: remove the sidecars of an earlier one of this name."""
         self.sidecars.remove_old(path, keep=checkpoint.get(KEY, {}).get("sidecars"))
 
     def after_removing(self, path: Any) -> None:
-        """The checkpoint has gone: so does what is beside it."""
+        """The checkpoint was removed: remove its sidecars."""
         self.sidecars.remove_old(path, keep=None)
 
     def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: GradientAverager) -> None:
-        """Give `averager` its rank's state back; the mean of all ranks' where their number has changed.
+        """Load this rank's state into `averager`; the mean of all ranks' where their number has changed.
 
         Raises:
             ValueError: a state that can't be read, or doesn't fit the model.
@@ -125,7 +125,7 @@ class RankStates:
         averager.load_state_dict({**state, "memory": memory})
 
     def put_back_accumulated(self, averager: GradientAverager) -> None:
-        """Give the parameters the gradients of an accumulation under way, which Lightning zeroes after restoring."""
+        """Set the gradients of an unfinished accumulation, which Lightning zeroes after restoring."""
         averager.gradients.put_back(self._accumulated)
         self._accumulated = {}
 
@@ -140,7 +140,7 @@ def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer
 
 
 def _size(state: State, averager: GradientAverager) -> int:
-    """Bytes of what a rank remembers; the same on all, though an accumulation may lack gradients on some."""
+    """Bytes of a rank's state; the same on all, though an accumulation may lack gradients on some."""
     memory = state["memory"]
     differ = ("accumulated", SHARD)
     rest = (part.nbytes for kind, parts in memory.items() if kind not in differ for part in parts.values())
@@ -152,7 +152,7 @@ def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
     memory = {k: parts for k, parts in state["memory"].items() if all(p.is_floating_point() for p in parts.values())}
     mean: State = {kind: {} for kind in memory}
     for kind in sorted(memory):
-        # What is remembered has the same names on all ranks; what is accumulated, or owned, may lack some on some.
+        # A residual has the same names on all ranks; accumulated gradients, and shards, may lack some on some.
         named = {name: part.shape for name, part in memory[kind].items()}
         shapes = averager.gradients.shapes if kind in ("accumulated", SHARD) else named
         for name, shape in sorted(shapes.items()):

@@ -1,4 +1,4 @@
-"""SparsityWarmup sets how sparse the exchange is, and when."""
+"""SparsityWarmup: a callback that sets the sparsity by epoch or step."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ class SparsityWarmup(Callback):
         by: str = "epoch",
         dense: int = 0,
     ) -> None:
-        if periods < 0:
-            raise refusal("SparsityWarmup.periods", periods, "0 or more")
+        for name, number in (("periods", periods), ("dense", dense)):
+            if not isinstance(number, int) or number < 0:
+                raise refusal(f"SparsityWarmup.{name}", number, "a whole number, 0 or more")
         if not callable(schedule):
-            Ramp(
-                as_levels(schedule, 0.999, periods), 0.999, dense, by
-            )  # its options are checked here, before any launch
+            Ramp(as_levels(schedule, 0.999, periods), 0.999, dense, by)  # checks its options
         self.schedule, self.periods, self.by, self.dense = schedule, periods, by, dense
 
     def check_strategy(self, strategy: Any) -> None:
@@ -65,7 +64,7 @@ class SparsityWarmup(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager = averager_of(trainer)
         assert isinstance(averager, GradientAverager)
-        final = getattr(averager.compressor, "sparsity")  # noqa: B009 - check_strategy has found it
+        final = getattr(averager.compressor, "sparsity")  # noqa: B009 - checked by check_strategy
         if callable(self.schedule):
             averager.schedule = self.schedule
         else:

@@ -49,8 +49,8 @@ class CompressedDDPStrategy(BaseStrategy):
 
     Args:
         compressor: a compressor, or its name.
-        topology: "all_gather": payloads go to every rank. "two_phase": to the owners of stretches, which send the
-            means on, compressed again; for many ranks. "server": the same with dense means. "auto": the quickest of
+        topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the
+            mean on, compressed again; for many ranks. "server": the same with dense means. "auto": the quickest of
             the first two by a model of the link, but dense where a trial in the first steps finds that quicker. Such
             decisions hang on the clock: choose another where runs must repeat to the bit. Or a kvstore's name:
             "device", "dist_sync", "dist_sync_device" (docs/topologies.md).
@@ -180,7 +180,7 @@ class CompressedDDPStrategy(BaseStrategy):
         return precision.post_backward(closure_loss, module)
 
     def _average(self, average: Callable[..., bool], *args: Any) -> None:
-        """Call `average(averager, *args)` of the hook; pass on what it tells of SIGTERM and of topology="auto"."""
+        """Call the hook's `average(averager, *args)`; then end after a SIGTERM, and log what topology="auto" chose."""
         averager = self.averager
         assert averager is not None and self.lightning_module is not None
         tuned = averager.autotune.outcome if averager.autotune else ""
@@ -255,7 +255,7 @@ class CompressedDDPStrategy(BaseStrategy):
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As DDP's, with what the ranks remember; a checkpoint of weights alone has none of it."""
+        """As DDP's, with the states of all ranks; a checkpoint of weights alone has none."""
         if "optimizer_states" in checkpoint and self.averager is not None and all_ranks_present(self.lightning_module):
             with self.explained("saving a checkpoint"):
                 self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
@@ -274,7 +274,7 @@ class CompressedDDPStrategy(BaseStrategy):
 
     @cached_property
     def rank_states(self) -> RankStates:
-        """What the ranks remember, in checkpoints."""
+        """The states of all ranks, in checkpoints."""
         return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io))
 
     @classmethod

@@ -90,7 +90,7 @@ def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Op
 
 
 def check_gradients(compressor: Compressor, optimizer: torch.optim.Optimizer, gradients: int) -> None:
-    """ValueError for an optimizer that takes so many gradients in one step: each would be remembered as a step's."""
+    """ValueError for an optimizer that takes so many gradients in one step: each would be accumulated as a step's."""
     if gradients > 1 and isinstance(compressor, Lossy):
         what = f"gradients in one step of {type(optimizer).__name__} with {type(compressor).__name__}"
         raise refusal(what, gradients, "1; for optimizers that need more: strategy='ddp_dense'")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def gradcomp(folder: Path, *arguments: str, timeout: float = 60, package: Path = ROOT, **environment: str):
     """Run `gradcomp *arguments` in `folder`, with the package from `package`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_gradcomp", *arguments],
+        [sys.executable, str(package / "gradcomp_command.py"), *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(package), **environment},
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Which arguments are stopped before Hydra sees them, and which are left to it."""
+"""Which arguments are refused before Hydra parses them, and which are left to it."""
 
 import pytest
 
@@ -41,10 +41,11 @@ def test_left_to_hydra(line):
         ("compressor=none compressor.sparsity=0.9", "compressor.sparsity: got '0.9', allowed: min_elements, exclude"),
         ("optimizer=adamw optimizer.momentum=0.9", "optimizer.momentum: got '0.9', allowed: lr, weight_decay"),
         ("seed.x=1", "seed.x: got '1', allowed: seed alone"),
+        ("optimizer.lr=1" + 400 * "0", "optimizer.lr: got '401 digits', allowed: a number of fewer than 100 digits"),
         ("model=", "model: got '', allowed: resnet18, resnet50, swin_mini"),
     ],
 )
-def test_stopped(line, sentence):
+def test_refused(line, sentence):
     with pytest.raises(ValueError) as refused:
         check(*split(line.split()))
     assert str(refused.value).startswith(sentence)

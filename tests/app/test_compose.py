@@ -1,11 +1,12 @@
-"""Config composition: every recipe, every compressor, and the way to the training process and back."""
+"""Composed configs: every recipe, every compressor, what is refused, and config.yaml written and read."""
 
 from dataclasses import fields
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from lightning_gradcomp.app import runfile
+from lightning_gradcomp.app import run_folder
 from lightning_gradcomp.app.arguments import ALONE
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
 from lightning_gradcomp.app.config import Run
@@ -43,8 +44,36 @@ def test_every_recipe_takes_another_compressor(recipe, compressor):
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
-def test_every_compressor_is_a_choice_with_its_own_defaults(entry):
+def test_every_compressor_has_its_own_defaults(entry):
     assert run_of(f"compressor={entry.name}").compressor == entry.cls()
+
+
+@pytest.mark.parametrize("recipe", choices()["recipe"])
+def test_every_option_of_a_recipe_is_composed(recipe):
+    options = OmegaConf.to_container(OmegaConf.load(shipped("recipes") / f"{recipe}.yaml"))
+    run = run_of(f"recipe={recipe}")
+    for group, values in options.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            assert getattr(getattr(run, group), name) == (float(value) if isinstance(value, str) else value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "group", "option", "expected"),
+    [
+        (["recipe=digits_swin", "trainer=smoke"], "trainer", "max_epochs", 2),
+        (["recipe=digits_swin", "trainer=default"], "trainer", "max_epochs", 30),  # the recipe's own choice
+        (["recipe=digits_swin", "data=synthetic"], "data", "batch_size", 64),
+        (["recipe=digits_swin", "data=synthetic", "data.batch_size=32"], "data", "batch_size", 32),
+        (["recipe=resnet18_cifar10", "optimizer=adamw", "compressor=none"], "optimizer", "lr", 0.001),
+        (["recipe=digits", "optimizer=sgd"], "optimizer", "weight_decay", 5e-3),
+        (["recipe=swin_t_cifar10", "model=resnet18"], "model", "name", "resnet18"),
+        (["recipe=swin_t_cifar10", "augment=none"], "augment", "mixup", 0),
+        (["recipe=digits_dga", "strategy=dga", "strategy.period=2", "strategy.delay=2"], "strategy", "period", 2),
+        (["~recipe"], "optimizer", "weight_decay", 5e-4),
+    ],
+)
+def test_the_command_line_decides_over_the_recipe(overrides, group, option, expected):
+    assert getattr(getattr(run_of(*overrides), group), option) == expected
 
 
 GROUPS = ["model", "data", "augment", "strategy", "optimizer", "trainer", "logger"]
@@ -62,7 +91,7 @@ def test_options_reach_the_compressor_with_their_types():
     assert run.compressor == DGC(sparsity=0.5, exclude=["head.*"], clip_norm=2.0)
 
 
-def test_adamw_fits_a_compressor_that_leaves_momentum_alone():
+def test_adamw_fits_a_compressor_without_momentum():
     assert isinstance(run_of("optimizer=adamw", "compressor=none").optimizer, AdamW)
 
 
@@ -76,10 +105,10 @@ def test_adamw_fits_a_compressor_that_leaves_momentum_alone():
         ("recipe=swin_t_imagenet", "logger=wandb", "trainer.profiler=simple", "evaluate=true", "ckpt=x.ckpt"),
     ],
 )
-def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_path):
+def test_a_run_is_written_and_read(overrides, tmp_path):
     run = run_of(*overrides)
-    runfile.save(run, tmp_path)
-    assert runfile.load(tmp_path) == run
+    run_folder.save(run, tmp_path)
+    assert run_folder.load(tmp_path) == run
 
 
 @pytest.mark.parametrize(
@@ -93,7 +122,7 @@ def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_p
         (["optimizer.lr=-1"], "optimizer.lr: got -1.0, allowed: 0 or more"),
         (["optimizer.momentum=1"], "optimizer.momentum: got 1.0"),
         (["optimizer.nesterov=true", "optimizer.momentum=0"], "optimizer.nesterov: got True, allowed: false without"),
-        (["trainer.devices=0"], "trainer.devices: got 0, allowed: auto, or a number from 1"),
+        (["trainer.devices=0"], "trainer.devices: got 0, allowed: auto, or a whole number from 1"),
         (["trainer.devices=two"], "trainer.devices: got 'two'"),
         (["trainer.num_nodes=1.5"], "trainer.num_nodes: got 1.5"),
         (["trainer.precision=8"], "trainer.precision: got '8', allowed: 32-true"),
@@ -104,8 +133,8 @@ def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_p
         (["data=synthetic", "augment.random_erase=0.1"], "augment.random_erase with data=synthetic: got 0.1"),
         (["augment.label_smoothing=2"], "augment.label_smoothing: got 2.0, allowed: 0 to 1"),
         (["augment.mixup=-1"], "augment.mixup: got -1.0"),
-        (["data=synthetic", "data.classes=1"], "data.classes: got 1, allowed: 2 or more"),
-        (["data=imagefolder", "data.size=4"], "data.size: got 4, allowed: 8 or more"),
+        (["data=synthetic", "data.classes=1"], "data.classes: got 1, allowed: a whole number from 2"),
+        (["data=imagefolder", "data.size=4"], "data.size: got 4, allowed: a whole number from 8"),
         (["data=cifar10", "data.workers=-1"], "data.workers: got -1"),
         (["+data.download=true"], "data.download: got True, allowed: batch_size"),
         (["logger=wandb", "logger.mode=dark"], "logger.mode: got 'dark', allowed: online, offline"),
@@ -120,9 +149,24 @@ def test_the_training_process_reads_what_the_command_line_wrote(overrides, tmp_p
         (["inside=sparse"], "inside: got 'sparse', allowed: 'compressed', 'dense'"),
         (["residual_device=disk"], "residual_device: got 'disk', allowed: 'device', 'cpu'"),
         (["topology=ring"], "topology: got 'ring', allowed: 'auto', 'all_gather'"),
-        (["strategy=dga", "strategy.delay=9"], "delay: got 9, allowed: 0 to 8, the period"),
-        (["strategy=dga", "strategy.period=0"], "period: got 0"),
+        (["strategy=dga", "strategy.delay=9"], "strategy.delay: got 9, allowed: auto, or a whole number from 0 to 8"),
+        (["strategy=dga", "strategy.period=0"], "strategy.period: got 0"),
         (["strategy=dga", "strategy.outer_lr=0"], "Nesterov.lr: got 0.0"),
+        (["strategy=dga", "strategy.outer_lr=inf"], "strategy.outer_lr: got inf"),
+        (["strategy=dga", "strategy.delay=true"], "strategy.delay: got True"),
+        (["optimizer.lr=nan"], "optimizer.lr: got nan, allowed: 0 or more, and finite"),
+        (["optimizer.lr=inf"], "optimizer.lr: got inf"),
+        (["optimizer.weight_decay=nan"], "optimizer.weight_decay: got nan"),
+        (["optimizer.momentum=nan"], "optimizer.momentum: got nan"),
+        (["augment.mixup=inf"], "augment.mixup: got inf"),
+        (["augment.label_smoothing=nan"], "augment.label_smoothing: got nan"),
+        (["trainer.gradient_clip_val=nan"], "trainer.gradient_clip_val: got nan, allowed: a finite norm above 0"),
+        (["trainer.gradient_clip_val=inf"], "trainer.gradient_clip_val: got inf"),
+        (["trainer.devices=true"], "trainer.devices: got True, allowed: auto, or a whole number from 1"),
+        (["trainer.max_epochs=10000000000"], "trainer.max_epochs: got 10000000000, allowed: a whole number from 1"),
+        (["trainer.patience=10000000000"], "trainer.patience: got 10000000000, allowed: null, or a whole number"),
+        (["data.batch_size=99999999999"], "data.batch_size: got 99999999999"),
+        (["seed=12345678901234567890"], "seed: got 12345678901234567890, allowed: a whole number from 0 to 4294967295"),
         (["strategy=dga", "topology=server", "compressor=onebit"], "topology with strategy=dga: got 'server'"),
         (["strategy=dga", "inside=dense"], "inside with strategy=dga: got 'dense', allowed: null"),
         (["~model"], "model: Missing mandatory value"),
@@ -134,7 +178,7 @@ def test_what_does_not_fit_is_refused(overrides, sentence):
     assert str(refused.value).startswith(sentence)
 
 
-def test_rounds_reach_the_strategy():
+def test_options_of_rounds_reach_the_strategy():
     run = run_of("recipe=digits_dga", "strategy.period=4", "strategy.delay=auto", "strategy.outer_lr=0.5")
     rounds = strategy(run)
     assert isinstance(rounds, DelayedStrategy) and type(rounds.compressor) is NoCompression
@@ -146,7 +190,7 @@ def test_every_part_of_a_run_is_a_choice_or_stands_alone():
     assert {field.name for field in fields(Run)} == {*choices(), *ALONE} - {"recipe"}
 
 
-def test_configs_beside_the_package_in_a_checkout_and_inside_it_in_a_wheel(tmp_path):
+def test_configs_are_found_in_a_checkout_and_a_wheel(tmp_path):
     package = tmp_path / "lightning_gradcomp"
     assert shipped("conf", package) == package / "conf"
     (tmp_path / "pyproject.toml").touch()

@@ -1,4 +1,4 @@
-"""The everyday controls, with real ranks: Ctrl-C and on from there, looking at a checkpoint, a dry run, env."""
+"""Everyday controls, with real ranks: Ctrl-C and resuming, evaluate, a dry run; env and recipes."""
 
 import json
 import sys
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gradcomp.app import cli, report, runfile
-from lightning_gradcomp.app.resume import resolve
+from lightning_gradcomp.app import cli, report, run_folder
 from tests.app.command import gradcomp
 from tests.app.test_compose import run_of
 from tests.processes import start_world
@@ -31,15 +30,15 @@ STOPPED_AT = 15  # in the midst of the second epoch
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder, and what each run's ranks came to: a whole one; one that a Ctrl-C ended, and how it went on, and what
-    its weights are worth; a dry one."""
+    """The folder, and the ended ranks of each run: "whole"; "part", ended by a Ctrl-C; "rest", which resumes it; and
+    "eval", which evaluates that one; "dry"."""
     folder = tmp_path_factory.mktemp("controls")
 
     def start(name, *overrides, step=()):
         (folder / name).mkdir()
         run = run_of(*overrides)
-        resolve(run, folder / name, sweep=False)
-        runfile.save(run, folder / name)
+        run_folder.resolve_checkpoint(run, folder / name, sweep=False)
+        run_folder.save(run, folder / name)
         return start_world(2, SCRIPT, str(folder / name), *step)
 
     whole = start("whole", *RUN)
@@ -52,15 +51,15 @@ def runs(tmp_path_factory):
 
 
 def said(runs, name):
-    """What the ranks of a run have printed, once they have ended well."""
+    """The output of all ranks of a run; fails where one has failed."""
     assert [rank.returncode for rank in runs[1][name]] == [0, 0], [rank.stdout for rank in runs[1][name]]
     return "".join(rank.stdout for rank in runs[1][name])
 
 
-def test_a_ctrl_c_ends_all_ranks_after_the_step_with_a_checkpoint(runs):
+def test_a_ctrl_c_ends_all_ranks_after_the_same_step(runs):
     folder, done = runs
     assert [rank.returncode for rank in done["part"]] == [143, 143], [rank.stdout for rank in done["part"]]
-    assert f"stopped after step {STOPPED_AT + 1}; to go on:" in done["part"][0].stdout
+    assert f"stopped after step {STOPPED_AT + 1}; to resume:" in done["part"][0].stdout
     assert "Traceback" not in done["part"][0].stdout + done["part"][1].stdout
     checkpoint = torch.load(folder / "part" / "checkpoints" / "last.ckpt")
     assert checkpoint["global_step"] == STOPPED_AT + 1
@@ -68,7 +67,7 @@ def test_a_ctrl_c_ends_all_ranks_after_the_step_with_a_checkpoint(runs):
     assert not (folder / "part" / "summary.json").exists()
 
 
-def test_from_there_it_ends_with_the_weights_of_a_run_that_nobody_stopped(runs):
+def test_a_resumed_run_equals_an_uninterrupted_one(runs):
     folder, _ = runs
     assert "resuming from a checkpoint that ended" not in said(runs, "rest") + said(runs, "whole")
     ends = [torch.load(folder / name / "checkpoints" / "last.ckpt") for name in ("whole", "rest")]
@@ -79,13 +78,13 @@ def test_from_there_it_ends_with_the_weights_of_a_run_that_nobody_stopped(runs):
     assert costs[0]["totals"]["bytes_sent"] == costs[1]["totals"]["bytes_sent"] > costs[1]["bytes_sent"]
 
 
-def test_a_report_on_the_rest_shows_the_whole(runs):
+def test_a_report_on_a_resumed_run_shows_both_parts(runs):
     folder, _ = runs
     page = report.write([folder / "rest"]).read_text()
-    assert f"`{folder / 'rest'}`, going on from `{folder / 'part'}`" in page
+    assert f"`{folder / 'rest'}`, resumed from `{folder / 'part'}`" in page
 
 
-def test_looking_at_a_checkpoint_trains_nothing(runs):
+def test_evaluate_does_not_train(runs):
     folder, _ = runs
     assert "validation accuracy" in said(runs, "eval")
     result = json.loads((folder / "eval" / "evaluation.json").read_text())
@@ -94,7 +93,7 @@ def test_looking_at_a_checkpoint_trains_nothing(runs):
     assert {path.name for path in (folder / "eval").iterdir()} == {"config.yaml", "evaluation.json"}
 
 
-def test_a_dry_run_needs_no_data_and_keeps_its_result_alone(runs):
+def test_a_dry_run_writes_its_result_alone(runs):
     folder, _ = runs
     assert "swin_t on random images (dry run), compressor dgc" in said(runs, "dry")
     summary = json.loads((folder / "dry" / "summary.json").read_text())
@@ -102,7 +101,7 @@ def test_a_dry_run_needs_no_data_and_keeps_its_result_alone(runs):
     assert {path.name for path in (folder / "dry").iterdir()} == {"config.yaml", "summary.json"}
 
 
-def test_env_tells_versions_and_machine(tmp_path):
+def test_env_prints_versions_and_hardware(tmp_path):
     told = gradcomp(tmp_path, "env")
     assert told.returncode == 0 and f"torch               {torch.__version__.split('+')[0]}" in told.stdout
     assert "gloo" in told.stdout and not list(tmp_path.iterdir())

@@ -12,8 +12,7 @@ from lightning_gradcomp.app.config import DATA
 from lightning_gradcomp.app.data import missing
 from lightning_gradcomp.app.data.choose import choose, stand_in
 from lightning_gradcomp.app.data.shared import SharedImages
-from lightning_gradcomp.app.data.transforms import to_train, to_validate
-from lightning_gradcomp.app.mixing import mixer
+from lightning_gradcomp.app.data.transforms import mixer, to_train, to_validate
 from lightning_gradcomp.app.options.data import Augment
 from tests.app.test_compose import run_of
 
@@ -124,9 +123,9 @@ def break_it(root, how):
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("train", "pictures: no folders of classes in train/. Looked in "),
-        ("val", "pictures: no folders of classes in val/. Looked in "),
-        ("classes", "pictures: train/ and val/ have different classes (2, such as dog, wolf). Looked in "),
+        ("train", "images: no folders of classes in train/. Looked in "),
+        ("val", "images: no folders of classes in val/. Looked in "),
+        ("classes", "images: train/ and val/ have different classes (2, such as dog, wolf). Looked in "),
     ],
 )
 def test_incomplete_pictures_are_named(pictures, tmp_path, how, sentence):
@@ -151,7 +150,7 @@ def test_cifar10_that_may_not_be_fetched_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("size", [32, 72])
-def test_pictures_to_train_with_differ_each_time_and_those_to_validate_with_do_not(size):
+def test_training_images_are_augmented_and_others_are_not(size):
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 100, 3), dtype=np.uint8))
     mean, std = (0.5,) * 3, (0.25,) * 3
     torch.manual_seed(0)

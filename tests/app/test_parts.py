@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gradcomp.app import devices, ranks
+from lightning_gradcomp.app import processes
+from lightning_gradcomp.app.classifier import build_optimizer
 from lightning_gradcomp.app.data.digits import digits, source
 from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.models.resnet import resnet
 from lightning_gradcomp.app.options.training import SGD, AdamW, Trainer
-from lightning_gradcomp.app.quiet import quiet
-from lightning_gradcomp.app.schedule import build
 from lightning_gradcomp.app.sizes import human
 
 
@@ -43,7 +42,7 @@ def rank_data(rank: int, world: int, **options) -> SharedImages:
     return data
 
 
-def test_three_ranks_share_the_training_images_evenly_and_the_validation_images_exactly():
+def test_three_ranks_share_the_images():
     shares = [rank_data(rank, 3) for rank in range(3)]
     batches = [[len(labels) for _, labels in share.train_dataloader()] for share in shares]
     assert batches[0] == [20] * 23 and batches[1] == batches[2] == batches[0]
@@ -64,7 +63,7 @@ def test_the_order_depends_on_the_epoch_and_the_seed_alone():
     assert not torch.equal(order(0, 1), order(1, 1))
 
 
-def test_after_a_checkpoint_from_the_midst_of_an_epoch_its_rest_follows():
+def test_a_checkpoint_amid_an_epoch_resumes_with_its_rest():
     def images(**options) -> torch.Tensor:
         return torch.cat([batch for batch, _ in rank_data(1, 2, epoch=3, **options).train_dataloader()])
 
@@ -81,7 +80,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(batch_size, world):
         SharedImages(source(), batch_size=batch_size, ranks=world, seed=0)
 
 
-def test_a_small_swin_has_windows_in_its_first_stage_and_learns_from_every_weight():
+def test_a_small_swin_has_shifted_windows():
     model = build_model("swin_mini", channels=1, classes=10)
     logits = model(torch.randn(4, 1, 8, 8))
     assert logits.shape == (4, 10)
@@ -102,7 +101,7 @@ def test_resnets_keep_small_images_large(name, parameters):
 
 
 def rates(optimizer_options, steps: int) -> list[float]:
-    optimizer, schedule = build(optimizer_options, nn.Linear(1, 1), total_steps=steps)
+    optimizer, schedule = build_optimizer(optimizer_options, nn.Linear(1, 1), total_steps=steps)
     seen = []
     for _ in range(steps):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -127,18 +126,18 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up():
 
 def test_optimizers_get_their_options():
     common = {"lr": 0.1, "weight_decay": 0.01, "decay_all": True, "warmup_steps": 0}
-    sgd, _ = build(SGD(**common, momentum=0.8, nesterov=True), nn.Linear(2, 2), 10)
+    sgd, _ = build_optimizer(SGD(**common, momentum=0.8, nesterov=True), nn.Linear(2, 2), 10)
     assert type(sgd) is torch.optim.SGD
     [group] = sgd.param_groups
     assert (group["lr"], group["weight_decay"], group["momentum"], group["nesterov"]) == (0.1, 0.01, 0.8, True)
-    adamw, _ = build(AdamW(**common), nn.Linear(2, 2), 10)
+    adamw, _ = build_optimizer(AdamW(**common), nn.Linear(2, 2), 10)
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["weight_decay"] == 0.01
 
 
-def test_biases_norms_and_positions_can_be_spared_the_weight_decay():
+def test_biases_and_norms_can_be_without_weight_decay():
     model = build_model("swin_mini", channels=1, classes=10)
     options = AdamW(lr=0.1, weight_decay=0.03, decay_all=False, warmup_steps=0)
-    decayed, spared = build(options, model, 10)[0].param_groups
+    decayed, spared = build_optimizer(options, model, 10)[0].param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.03, 0)
     weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     assert {id(parameter) for parameter in decayed["params"]} == weights
@@ -166,9 +165,9 @@ def test_ranks_and_devices_from_the_environment(environment, elsewhere, first, a
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert (ranks.started_elsewhere(), ranks.is_first()) == (elsewhere, first)
-    assert devices.resolve(trainer("auto", "auto")) == ("cpu", *auto)
-    assert devices.resolve(trainer(3, 1)) == ("cpu", 3, 1)
+    assert (processes.started_by_launcher(), processes.is_rank_zero()) == (elsewhere, first)
+    assert processes.devices(trainer("auto", "auto")) == ("cpu", *auto)
+    assert processes.devices(trainer(3, 1)) == ("cpu", 3, 1)
 
 
 def trainer(count, nodes) -> Trainer:
@@ -190,7 +189,7 @@ def test_only_the_known_lines_are_dropped(caplog):
     before = log.filters[:]
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        quiet()
+        processes.hide_known_messages()
         for text in ("`isinstance(treespec, LeafSpec)` is deprecated, use", "Something new is deprecated"):
             warnings.warn(text, FutureWarning, stacklevel=1)
     with caplog.at_level(logging.INFO, logger=log.name):

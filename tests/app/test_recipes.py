@@ -46,9 +46,13 @@ def test_the_docs_have_the_same_table():
         assert measured.startswith("[yes]") == (row["measured"] == "yes")
 
 
-def test_the_scripts_for_two_nodes_are_bash_and_ask_for_what_they_need():
+def test_the_scripts_for_two_nodes_check_their_input(tmp_path):
     torchrun, slurm = (shipped("recipes") / name for name in ("two_nodes_torchrun.sh", "two_nodes.slurm"))
     for script in (torchrun, slurm):
         subprocess.run(["bash", "-n", script], check=True)
     asked = subprocess.run(["bash", torchrun], capture_output=True, text=True, env={"PATH": "/bin:/usr/bin"})
     assert asked.returncode and "MASTER: the address of the first machine" in asked.stderr
+    environment = {"PATH": "/bin:/usr/bin", "MASTER": "host", "NODE": "0", "GPUS": "a[$(touch evaluated)]"}
+    asked = subprocess.run(["bash", torchrun], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert asked.returncode == 1 and "GPUS: got 'a[$(touch evaluated)]', allowed: a whole number" in asked.stderr
+    assert not (tmp_path / "evaluated").exists()

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lightning_gradcomp.app import resume, runfile
+from lightning_gradcomp.app import run_folder
 from tests.app.test_compose import run_of
 
 
@@ -13,7 +13,7 @@ def earlier(root, name, *overrides, age=0, epochs=None):
     """The folder of a run that has saved both checkpoints."""
     folder = root / name
     (folder / "checkpoints").mkdir(parents=True)
-    runfile.save(run_of(*overrides), folder)
+    run_folder.save(run_of(*overrides), folder)
     for checkpoint in ("last.ckpt", "best.ckpt"):
         path = folder / "checkpoints" / checkpoint
         path.touch()
@@ -25,7 +25,7 @@ def earlier(root, name, *overrides, age=0, epochs=None):
 
 def resolved(root, *overrides, sweep=False):
     run = run_of(*overrides)
-    resume.resolve(run, root / "now", sweep=sweep)
+    run_folder.resolve_checkpoint(run, root / "now", sweep=sweep)
     return run.ckpt
 
 
@@ -52,7 +52,7 @@ def test_a_folder_or_a_file_is_taken_by_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["ckpt=best"], "ckpt: got 'best', allowed: last, to go on from"),
+        (["ckpt=best"], "ckpt: got 'best', allowed: last, to resume from"),
         (["ckpt=nowhere"], "ckpt: got 'nowhere', allowed: last, best, the folder of a run"),
         (["ckpt=last", "model=resnet50"], "model: got 'resnet50', allowed: resnet18, as in ckpt's run"),
         (["ckpt=last", "model=resnet50", "evaluate=true"], "model: got 'resnet50', allowed: resnet18"),

@@ -71,6 +71,7 @@ def test_the_folder_of_a_run(run):
         *(f"figures/{name}.{form}" for name in FIGURES for form in ("png", "svg")),
         "checkpoints/best.ckpt",
         "checkpoints/last.ckpt",
+        ".lock",
         ".hydra/config.yaml",
         ".hydra/hydra.yaml",
         ".hydra/overrides.yaml",
@@ -95,7 +96,7 @@ def test_the_summary_holds_result_costs_and_conditions(run):
     assert summary["packages"]["torch"] == torch.__version__.split("+")[0] and summary["wall_seconds"] > 0
 
 
-def test_the_accuracy_is_that_of_the_saved_model_on_each_validation_image_once(run):
+def test_the_accuracy_is_that_of_the_saved_model(run):
     _, folder, summary = run
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
     model = resnet("resnet18", channels=1, classes=10)
@@ -109,7 +110,7 @@ def test_the_accuracy_is_that_of_the_saved_model_on_each_validation_image_once(r
     assert logged[-1] == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-4)
 
 
-def test_what_it_prints(run):
+def test_the_output(run):
     done, folder, summary = run
     assert f"validation accuracy  {summary['val_acc']:.2%} ({summary['val_correct']} of 360 images)" in done.stdout
     assert f"ratio {summary['communication']['ratio']:.1f} (a rank; N = 2, all_gather)" in done.stdout
@@ -136,7 +137,7 @@ def test_a_sweep_is_a_series_of_fresh_runs(sweep, run):
     assert summaries[1]["threads_per_process"] == run[2]["threads_per_process"]
 
 
-def test_the_same_seed_gives_the_same_result_alone_and_in_a_sweep(run, sweep):
+def test_a_sweep_repeats_a_run_of_the_same_seed(run, sweep):
     def numbers(folder: Path) -> list[dict[str, str]]:
         with (folder / "metrics.csv").open() as file:
             return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]

@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
-from lightning_gradcomp.app import loggers
-from lightning_gradcomp.app.progress import WireBar
+from lightning_gradcomp.app.callbacks import ProgressBar
+from lightning_gradcomp.app.options import logger
 from lightning_gradcomp.app.trainer import build_trainer
 from lightning_gradcomp.plugin import CommunicationMonitor
 from tests.app.test_compose import run_of
@@ -47,16 +47,16 @@ def test_what_keeps_nothing_has_no_checkpoints_and_no_loggers(tmp_path, mode):
 
 
 def test_a_logger_whose_package_is_missing_is_refused(monkeypatch):
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    monkeypatch.setattr(logger, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^needs a package for logger=wandb: pip install wandb"):
-        loggers.check(run_of("logger=wandb").logger)
-    loggers.check(run_of("logger=csv").logger)
+        logger.check_installed(run_of("logger=wandb").logger)
+    logger.check_installed(run_of("logger=csv").logger)
 
 
 def test_the_bar_tells_bytes_and_ratio_in_one_word():
-    bar = WireBar()
+    bar = ProgressBar()
     shown = {"train_loss": torch.tensor(0.5), "sent_MB": 0.102128, "ratio(N=2)": 437.6}
     trainer = SimpleNamespace(progress_bar_metrics=shown, loggers=[])
-    assert bar.get_metrics(trainer, None) == {"train_loss": shown["train_loss"], "wire": "102 kB/step (438x, N=2)"}
+    assert bar.get_metrics(trainer, None) == {"train_loss": shown["train_loss"], "sent": "102 kB/step (438x, N=2)"}
     trainer.progress_bar_metrics = {"train_loss": 0.5}  # before the first step
     assert bar.get_metrics(trainer, None) == {"train_loss": 0.5}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors.schedules import Ramp, exponential
-from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
+from lightning_gradcomp.compressors.kernels.topk import count
+from lightning_gradcomp.compressors.schedules import Ramp, exponential
 from tests.averaging.workers import SHAPES, Table, averaged, backward, dgc, prescribed_loss
 from tests.threads import GATHERS, checked_collectives, run_ranks, short_sum
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_gradcomp.compressors.wire import pack_bits, pack_indices, unpack_bits, unpack_indices
 
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors import DGC, GradientDropping, TwoBit, terngrad, twobit
-from lightning_gradcomp.compressors.local_gradient import all_finite
-from lightning_gradcomp.compressors.kernels.topk import select
 from lightning_gradcomp.compressors.kernels.formats import BYTES, pack_values, unpack_values
-from lightning_gradcomp.compressors.wire import pack_bits, pack_indices, unpack_bits, unpack_indices
+from lightning_gradcomp.compressors.kernels.topk import select
+from lightning_gradcomp.compressors.local_gradient import all_finite
 from tests.averaging.workers import seeded
 from tests.gpu.worlds import CASES, NAMES, Echo, Model, compression, draw_on_the_cpu, no_sum, sum_of_pair, train_pair
 

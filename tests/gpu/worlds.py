@@ -7,13 +7,11 @@ import torch
 import torch.distributed as dist
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import draws
 from lightning_gradcomp.compressors.kernels.rng import DeviceGenerator
-from lightning_gradcomp.averaging.topology import Topology
 from tests.averaging.workers import seeded
 
 OPTIONS = {

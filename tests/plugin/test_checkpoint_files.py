@@ -1,5 +1,6 @@
 """Files of checkpoints and beside them: which there are, which go, and what is said of those that can't be read."""
 
+import errno
 import os
 import shutil
 import warnings
@@ -119,7 +120,9 @@ def add_code(path, trace):
 def load_in_fabric(path, **options):
     fabric = L.Fabric(strategy=lgc.CompressedFabricStrategy(), accelerator="cpu", devices=1)
     fabric.launch()
-    fabric.load(path, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fabric.load(path, **options)
 
 
 LOADS = {
@@ -229,6 +232,21 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(saved, tmp_path):
     with mock.patch.object(TorchCheckpointIO, "save_checkpoint", break_off), pytest.raises(OSError, match="no space"):
         trainer.save_checkpoint(path)
     assert fit("sidecar", path, epochs=2).global_step == 8
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(saved, tmp_path):
+    trainer, path = fit("gather"), tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    before = path.read_bytes()
+
+    def move_between_filesystems(source, target, *args, **kwargs):
+        Path(target).write_bytes(Path(source).read_bytes()[:1000])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch("shutil.move", move_between_filesystems), pytest.raises(OSError, match="No space left"):
+        trainer.save_checkpoint(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_async_checkpoints_are_one_file(saved, tmp_path):

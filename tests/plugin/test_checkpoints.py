@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_is_the_straight_run_to_the_bit(request, world, way, 
 
 
 @pytest.mark.parametrize("way", ["async", "url", "limit"])
-def test_so_is_one_from_a_checkpoint_that_is_written_another_way(two, way):
+def test_other_ways_to_write_resume_exactly(two, way):
     if way == "async" and Version(version("lightning")) < Version("2.6"):
         pytest.skip("AsyncCheckpointIO writes what training has changed meanwhile")
     assert two["other_ways"][way] == dict.fromkeys(MOMENTS, 0)
@@ -96,7 +96,7 @@ def test_nothing_is_in_the_file_when_it_is_dropped(two, folder):
         assert KEY not in torch.load(folder / "2-dgc-drop" / f"{moment}.ckpt", weights_only=True)
 
 
-def test_one_mean_is_the_mean_of_all_ranks_in_mid_accumulation_too(two, folder):
+def test_mean_state_in_mid_accumulation(two, folder):
     mean, ranks = (
         torch.load(folder / f"2-dgc-{state}" / "mid-accumulation.ckpt", weights_only=True)[KEY]
         for state in ("mean", "gather")
@@ -151,7 +151,7 @@ def test_in_the_mean_a_rank_without_a_gradient_counts_as_0():
 
 
 @pytest.mark.parametrize("way", ["DGC gather", "DGC sidecar", "DGC mean"])
-def test_three_ranks_go_on_from_two_with_the_mean_of_what_those_remembered(three, way):
+def test_three_ranks_start_with_the_mean_of_two(three, way):
     got = three["from_two_ranks"][way]
     assert got["memory"]["each"] == 0
     assert got["memory"]["mean"] <= 1e-7
@@ -159,7 +159,7 @@ def test_three_ranks_go_on_from_two_with_the_mean_of_what_those_remembered(three
     assert got["said"].count("3 ranks start with the mean of what the checkpoint's 2 remembered.") == 1
 
 
-def test_two_ranks_go_on_from_a_mean_with_it_and_from_anything_else_with_their_own(two):
+def test_two_ranks_start_with_their_own_state_or_a_mean(two):
     mean, own = two["from_two_ranks"]["DGC mean"], two["from_two_ranks"]["DGC gather"]
     assert mean["memory"]["each"] <= 1e-7 < 1e-3 < own["memory"]["each"]
     assert own["memory"]["mean"] <= 1e-7
@@ -170,7 +170,7 @@ def test_two_ranks_go_on_from_a_mean_with_it_and_from_anything_else_with_their_o
 @pytest.mark.parametrize(
     ("way", "reason", "name"), [("OneBit gather", "what 'dgc' remembers", "onebit"), ("DGC drop", "='drop'", "dgc")]
 )
-def test_another_compressor_and_one_that_drops_start_with_the_momentum_alone_and_say_so(either, way, reason, name):
+def test_another_compressor_keeps_the_momentum_alone(either, way, reason, name):
     got = either["from_two_ranks"][way]
     assert got["memory"] is None
     assert got["momentum"]["each"] == 0
@@ -181,7 +181,7 @@ def test_another_compressor_and_one_that_drops_start_with_the_momentum_alone_and
 # Callbacks and launchers
 
 
-def test_the_best_checkpoint_keeps_its_folder_the_others_are_gone_with_theirs_and_a_link_leads_there(two):
+def test_sidecars_follow_save_top_k_and_links(two):
     link, checkpoint, ranks = two["best"]["left"]
     assert (link, checkpoint) == ("last.ckpt", "step=4.ckpt")
     assert ranks.startswith("step=4.ckpt.ranks-")

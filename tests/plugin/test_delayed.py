@@ -22,7 +22,7 @@ def outcome(tmp_path_factory):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ranks_train_apart_and_are_together_whenever_weights_are_looked_at(outcome, method):
+def test_ranks_are_equal_whenever_weights_are_read(outcome, method):
     seen = outcome[method]
     assert max(seen["batch"]) > 1e-4
     assert len(seen["validation"]) == len(seen["epoch"]) == 2
@@ -32,7 +32,7 @@ def test_ranks_train_apart_and_are_together_whenever_weights_are_looked_at(outco
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_that_goes_on_in_the_middle_of_a_round_is_the_straight_one_to_the_bit(outcome, method):
+def test_resuming_in_mid_round_is_exact(outcome, method):
     assert outcome[method]["saved"]
     assert outcome[method]["differs"] == 0
 
@@ -83,13 +83,13 @@ def faults(tmp_path_factory):
         ("raise", "rank 1 raised ArithmeticError: a mistake"),
     ],
 )
-def test_a_rank_that_is_lost_in_the_middle_of_a_round_is_missed_with_a_sentence(faults, kind, words):
+def test_a_rank_lost_in_mid_round_is_named(faults, kind, words):
     code, output = faults[kind]
     assert code != 0
     assert re.search(rf"step \d+, averaging round \d: the exchange failed; {words}", output), output
 
 
-def test_a_rank_that_is_told_to_end_tells_the_others_and_all_end_together(faults):
+def test_sigterm_on_one_rank_ends_all_together(faults):
     _, output = faults["term"]
     ends = [line for line in output.splitlines() if " ends with momentum " in line]
     assert len(ends) == 2 and all("SIGTERMException" in line for line in ends), output
@@ -130,7 +130,7 @@ class Two(L.LightningModule):
     ],
     ids=["two optimizers", "sync_batchnorm", "SparsityWarmup"],
 )
-def test_what_a_fit_can_not_do_is_refused_before_processes_start(options, message, monkeypatch):
+def test_refused_before_processes_start(options, message, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)
     strategy = lgc.DelayedStrategy("dgc")
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **options)

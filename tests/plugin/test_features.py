@@ -144,7 +144,7 @@ def test_monitors_totals_go_on_and_stand_beside_a_validation(result):
     assert result("monitored")["saved"].keys() == {"bytes_sent", "dense_bytes", "seconds"}
 
 
-def test_monitor_weighs_the_residual_in_the_compressed_steps_that_are_logged(result):
+def test_monitor_logs_the_residual_of_compressed_steps(result):
     steps = [row for run in result("monitored")["rows"] for row in run if "comm/sparsity" in row]
     assert [row["comm/sparsity"] for row in steps] == pytest.approx([0] * 5 + [0.9] * 5)
     assert [row.get("memory/residual_to_gradient", 0) > 0 for row in steps] == [False] * 5 + [True] * 5
@@ -216,7 +216,7 @@ def test_manual_clipping(result):
     check_raised(result("manual_clipping")["dgc"], "ValueError", r"clipping with DGC in manual .*DGC\(clip_norm=")
 
 
-def test_an_optimizer_that_takes_two_gradients_trains_dense_only(result):
+def test_two_gradients_a_step_train_dense_only(result):
     outcome = result("two_gradients_a_step")
     check_raised(outcome["onebit"], "ValueError", r"gradients in one step of TwoGradients with OneBit: got .*ddp_dense")
     assert outcome["apart"] == 0

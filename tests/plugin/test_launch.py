@@ -85,7 +85,7 @@ def test_refused_before_any_process_starts(optimizer, options, message, monkeypa
         trainer.fit(Net(optimizer), torch.zeros(4, 4))
 
 
-def test_an_optimizer_that_cannot_be_made_before_the_launch_does_not_stop_it(monkeypatch):
+def test_an_optimizer_that_needs_the_trainer_is_no_obstacle(monkeypatch):
     class Started(Exception):
         pass
 
@@ -104,6 +104,22 @@ def test_options_that_say_how_to_average_are_refused(option):
         lgc.CompressedDDPStrategy(**{option: 1})
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: lgc.SparsityWarmup(periods=1.5),
+            r"SparsityWarmup.periods: got 1.5, allowed: a whole number, 0 or more",
+        ),
+        (lambda: lgc.SparsityWarmup(dense=0.5), r"SparsityWarmup.dense: got 0.5, allowed: a whole number, 0 or more"),
+        (lambda: lgc.DelayedStrategy(outer=0.7), r"DelayedStrategy.outer: got 0.7, allowed: None, or .*Nesterov\("),
+    ],
+)
+def test_types_of_options(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("cls", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy])
 def test_unknown_names_are_answered_with_the_known(cls):
     with pytest.raises(ValueError, match=r"compressor: got 'lzma', allowed: .*dgc.*none"):
@@ -118,7 +134,7 @@ def test_the_monitor_wants_one_of_our_strategies():
         trainer.fit(Net(sgd), torch.zeros(4, 4))
 
 
-def test_every_compressor_is_a_strategy_name_of_trainer_and_fabric():
+def test_every_compressor_is_a_strategy_name():
     names = {entry.strategy for entry in lgc.entries()}
     assert {"dgc", "ddp_dense"} <= names
     assert names <= set(StrategyRegistry) and names <= set(STRATEGY_REGISTRY)

@@ -22,7 +22,7 @@ def test_ddp_dense_and_dgc_that_drops_nothing_are_ddp(outcome, nesterov):
     assert nothing_dropped <= 1e-6
 
 
-def test_optimizer_groups_are_the_users_before_and_after_every_batch(outcome):
+def test_optimizer_groups_are_the_users_around_batches(outcome):
     assert outcome["sparse_training"]["groups_seen"] == [[[0.9, 0.01, 4], [0.8, 0, 2]]]
 
 
@@ -41,7 +41,7 @@ def test_monitor_logs_bytes_ratio_sparsity_and_phases(outcome):
     assert summary["dense_bytes"] > summary["bytes_sent"] > 0
 
 
-def test_what_the_trial_decided_is_said_and_kept_in_the_checkpoint(outcome):
+def test_the_trials_decision_is_kept_in_the_checkpoint(outcome):
     tried = outcome["tried"]
     decided = {"all_gather": "Steps are compressed from now on", "all_reduce": "Steps are dense from now on"}
     assert tried["trial"].startswith(decided[tried["topology"]])
@@ -83,5 +83,5 @@ def test_batch_norms_are_rank_0s_when_somebody_looks_at_them(outcome):
     assert outcome["round_trips"]["apart_at_the_end"] == 0
 
 
-def test_batch_norms_stay_each_ranks_own_where_the_user_wants_that(outcome):
+def test_batch_norms_stay_a_ranks_own_if_asked(outcome):
     assert outcome["round_trips"]["own_apart_at_the_end"] > 0

@@ -1,1 +1,1 @@
-"""Images by name, and how the ranks share them."""
+"""The data sets, and their distribution over the ranks."""

@@ -1,4 +1,4 @@
-"""The images that a run's options name."""
+"""From the options of a data set to its images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPES: dict[type[Data], tuple[int, int, int]] = {Digits: (1, 8, 10), CIFAR10: (
 
 
 def choose(data: Data, augment: Augment) -> Source:
-    """What `data` describes."""
+    """The data set that `data` describes."""
     if isinstance(data, CIFAR10):
         from lightning_gradcomp.app.data.cifar10 import cifar10  # imports torchvision, which takes a second
 
@@ -27,7 +27,7 @@ def choose(data: Data, augment: Augment) -> Source:
 
 
 def stand_in(data: Data, images: int) -> Source:
-    """Random images of the shape that `data` has; 1,000 classes where only the folders would tell."""
+    """`images` random images of the shape of `data`; 1,000 classes where only its folders would show their number."""
     if isinstance(data, Synthetic):
         shape = 3, data.size, data.classes
     elif isinstance(data, ImageFolder):

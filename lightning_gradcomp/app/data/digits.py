@@ -11,7 +11,7 @@ CHANNELS = 1
 CLASSES = 10
 IMAGES = 1437
 VALIDATION = 360
-SPLIT_SEED = 0  # a constant: runs with different seeds are judged by the same images
+SPLIT_SEED = 0  # a constant: runs with different seeds are validated on the same images
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:

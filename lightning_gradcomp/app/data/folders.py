@@ -1,10 +1,10 @@
-"""Pictures in a folder for each class: ImageNet, or one's own."""
+"""Images in a folder for each class: ImageNet, or your own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from torchvision.datasets import ImageFolder as Pictures
+from torchvision.datasets import ImageFolder as Images
 
 from lightning_gradcomp.app.data.missing import class_folders
 from lightning_gradcomp.app.data.source import Pair, Source
@@ -19,7 +19,7 @@ def folders(options: ImageFolder, augment: Augment) -> Source:
     root, size = Path(options.dir).expanduser(), options.size
 
     def load() -> Pair:
-        train = Pictures(str(root / "train"), to_train(augment, size, MEAN, STD))
-        return train, Pictures(str(root / "val"), to_validate(size, MEAN, STD))
+        train = Images(str(root / "train"), to_train(augment, size, MEAN, STD))
+        return train, Images(str(root / "val"), to_validate(size, MEAN, STD))
 
     return Source(3, size, len(class_folders(root / "train")), load, workers=options.workers)

@@ -1,4 +1,4 @@
-"""Data that isn't there: what is missing, where it was looked for, how to get it, what to run meanwhile. No torch."""
+"""The error for missing data: what is missing, where it was looked for, how to get it, and what runs without it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ CIFAR10_FOLDER = "cifar-10-batches-py"
 MEANWHILE = "Meanwhile: gradcomp recipe=digits needs none, and dry_run=true checks everything but the data"
 HOW: dict[type[Data], str] = {
     CIFAR10: "Get it with data.download=true, or unpack cifar-10-python.tar.gz of www.cs.toronto.edu/~kriz there",
-    ImageNet: "Get it from image-net.org (ILSVRC 2012, after registration), and sort the pictures by class into "
+    ImageNet: "Get it from image-net.org (ILSVRC 2012, after registration), and sort the images by class into "
     "train/n01440764/*.JPEG ... and val/n01440764/*.JPEG ...",
-    ImageFolder: "Put pictures into train/<class>/ and val/<class>/, the same classes in both, or name another folder "
+    ImageFolder: "Put images into train/<class>/ and val/<class>/, the same classes in both, or name another folder "
     "with data.dir=...",
 }
-NAMES: dict[type[Data], str] = {CIFAR10: "CIFAR-10", ImageNet: "ImageNet", ImageFolder: "pictures"}
+NAMES: dict[type[Data], str] = {CIFAR10: "CIFAR-10", ImageNet: "ImageNet", ImageFolder: "images"}
 
 
 class MissingData(ValueError):
-    """Files that are not there, or can't be used."""
+    """Files that are missing, or can't be used."""
 
 
 def check(data: Data) -> None:
-    """Look whether there is anything to load.
+    """Check that the files of `data` exist.
 
     Raises:
-        MissingData: with the sentence that helps.
+        MissingData: they don't, or can't be used.
     """
     if isinstance(data, CIFAR10) and not (data.download or (Path(data.dir).expanduser() / CIFAR10_FOLDER).is_dir()):
         raise missing(data, f"there is no folder {CIFAR10_FOLDER}")

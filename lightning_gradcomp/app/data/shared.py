@@ -1,4 +1,4 @@
-"""How the ranks share a data set: shuffled and evenly to train; every image exactly once to validate."""
+"""A data set distributed over the ranks: shuffled and evenly to train; every image exactly once to validate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.errors import refusal
 
 
-class EvenShare(DistributedSampler[int]):
-    """A rank's images of an epoch, in another order every epoch; the first `skip` of the coming epoch are left out."""
+class RankSampler(DistributedSampler[int]):
+    """A rank's images of an epoch, in another order every epoch; the next epoch starts after its first `skip` images."""
 
     def __init__(self, images: Dataset[Any], ranks: int, rank: int, *, seed: int, skip: int) -> None:
         super().__init__(images, ranks, rank, seed=seed, drop_last=True)
@@ -52,20 +52,20 @@ class SharedImages(L.LightningDataModule):
             raise refusal("data.batch_size", self.batch_size, allowed)
 
     def prepare_data(self) -> None:
-        """On rank 0 alone, while the others wait."""
+        """Runs on rank 0 alone, while the others wait."""
         self.source.prepare()
 
     def setup(self, stage: str) -> None:
-        """On every rank."""
+        """Runs on every rank."""
         self.train, self.val = self.source.load()
-        self._check(len(self.train))  # pyrefly: ignore[bad-argument-type] - every data set of ours has a length
+        self._check(len(self.train))  # pyrefly: ignore[bad-argument-type] - every data set here has a length
         if (images := len(self.val)) < self.ranks:  # pyrefly: ignore[bad-argument-type]
             raise refusal("images to validate with", images, f"one for each of {self.ranks} ranks")
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run. Not Lightning's `estimated_stepping_batches`, which asks for the loader before a checkpoint
-        has told where to begin."""
+        """Optimizer steps of the whole run. Lightning's `estimated_stepping_batches` would build the loader before the
+        checkpoint's position is known."""
         assert self.trainer is not None
         batches = len(self.train) // self.batch_size  # pyrefly: ignore[bad-argument-type]
         if isinstance(limit := self.trainer.limit_train_batches, int):
@@ -73,21 +73,21 @@ class SharedImages(L.LightningDataModule):
         return math.ceil(batches / self.trainer.accumulate_grad_batches) * (self.trainer.max_epochs or 1)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """What doesn't fill a batch on every rank waits for the next epoch."""
-        rank, ranks = self._place()
+        """Without the last images of an epoch, which don't fill a batch on every rank."""
+        rank, ranks = self._rank_and_world()
         assert self.trainer is not None
-        # After a checkpoint from the midst of an epoch Lightning counts on, and leaves it to us to skip what was seen.
+        # After a checkpoint from amid an epoch Lightning goes on counting batches, but doesn't skip those before.
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
-        seen = 0 if progress.is_last_batch else progress.current.processed
-        sampler = EvenShare(self.train, ranks, rank, seed=self.seed, skip=seen * self.rank_batch)
+        done = 0 if progress.is_last_batch else progress.current.processed
+        sampler = RankSampler(self.train, ranks, rank, seed=self.seed, skip=done * self.rank_batch)
         sampler.set_epoch(self.trainer.current_epoch)  # Lightning does it too late for workers that prefetch
         return self._loader(self.train, batch_size=self.rank_batch, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Every so-many-th image, without the copies that a DistributedSampler adds to make ranks equal."""
-        rank, ranks = self._place()
-        every = range(rank, len(self.val), ranks)  # pyrefly: ignore[bad-argument-type]
-        return self._loader(self.val, batch_size=128, sampler=every)
+        """Every N-th image, without the copies that a DistributedSampler adds to make ranks equal."""
+        rank, ranks = self._rank_and_world()
+        indices = range(rank, len(self.val), ranks)  # pyrefly: ignore[bad-argument-type]
+        return self._loader(self.val, batch_size=128, sampler=indices)
 
     def _loader(self, images: Dataset[Any], **options: Any) -> DataLoader[Any]:
         workers = self.source.workers
@@ -96,10 +96,12 @@ class SharedImages(L.LightningDataModule):
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(self.seed),  # not torch's own, which a checkpoint goes on with
+            generator=torch.Generator().manual_seed(
+                self.seed
+            ),  # not torch's default one, whose state a checkpoint restores
             **options,
         )
 
-    def _place(self) -> tuple[int, int]:
-        assert self.trainer is not None  # Lightning sets it before it asks for a loader
+    def _rank_and_world(self) -> tuple[int, int]:
+        assert self.trainer is not None  # Lightning sets it before it calls for a loader
         return self.trainer.global_rank, self.trainer.world_size

@@ -1,4 +1,4 @@
-"""What a data set is to the training process."""
+"""The interface of a data set to the training process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Pair = tuple[Dataset[Any], Dataset[Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """Images by class, not read yet.
+    """A data set of images by class, before it is read.
 
     Args:
         channels: of an image.
         size: its height and width in pixels.
-        classes: how many there are.
-        load: reads them, or finds their files; on every rank.
-        images: how many there are to train with, where that is known before.
-        prepare: makes what `load` needs, on rank 0 alone.
-        workers: processes that decode, for each rank.
+        classes: number of classes.
+        load: reads the images, or finds their files; on every rank.
+        images: number of training images, where it is known before `load`.
+        prepare: prepares what `load` needs, such as a download, on rank 0 alone.
+        workers: decoding processes a rank.
     """
 
     channels: int

@@ -8,11 +8,11 @@ from torch.utils.data import TensorDataset
 from lightning_gradcomp.app.data.source import Source
 
 DIFFERENT = 64
-"""Images that are really drawn; the others are these again, so that any number fits into memory."""
+"""Images that are drawn; the others are copies of them, so that any number fits into memory."""
 
 
 class Repeated(TensorDataset):
-    """The same images again and again, `images` in all."""
+    """The same images repeatedly, `images` in all."""
 
     def __init__(self, images: int, *tensors: torch.Tensor) -> None:
         super().__init__(*tensors)
@@ -29,7 +29,7 @@ def synthetic(channels: int, size: int, classes: int, images: int, val_images: i
     """Normal pixels with labels at random: `images` to train with, `val_images` to validate with."""
 
     def load() -> tuple[Repeated, Repeated]:
-        generator = torch.Generator().manual_seed(0)  # the same on all ranks
+        generator = torch.Generator().manual_seed(0)  # equal on all ranks
         pixels = torch.randn(DIFFERENT, channels, size, size, generator=generator)
         labels = torch.randint(classes, (DIFFERENT,), generator=generator)
         return Repeated(images, pixels, labels), Repeated(val_images, pixels, labels)

@@ -1,37 +1,40 @@
-"""From a decoded picture to what a network sees: torchvision's transforms, in the order of its reference recipes."""
+"""From a decoded image to the input of a network: torchvision's transforms, in the order of its reference recipes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
 from lightning_gradcomp.app.options.data import SMALL, Augment
 
+Mix = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Images (batch, channels, height, width) and labels int64 (batch) -> images, and float labels (batch, classes)."""
+
 BICUBIC = InterpolationMode.BICUBIC
 
 
-def final(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
-    """Picture -> float tensor (3, height, width), normalised per channel."""
+def to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
+    """Image -> float tensor (3, height, width), normalised per channel."""
     return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
 
 
-def middle(size: int) -> list[v2.Transform]:
-    """The middle 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels); all of a small image."""
+def center(size: int) -> list[v2.Transform]:
+    """The center crop of 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels); all of a small image."""
     if size <= SMALL:
         return [v2.Resize((size, size), BICUBIC)]
     return [v2.Resize(round(size * 8 / 7), BICUBIC), v2.CenterCrop(size)]
 
 
 def to_validate(size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
-    """The same picture each time."""
-    return v2.Compose([*middle(size), *final(mean, std)])
+    """Without augmentation."""
+    return v2.Compose([*center(size), *to_tensor(mean, std)])
 
 
 def to_train(augment: Augment, size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
-    """Another view of the picture each time, as far as `augment` says."""
-    steps: list[v2.Transform] = middle(size)
+    """With the augmentation that `augment` describes."""
+    steps: list[v2.Transform] = center(size)
     if augment.crop_and_flip:
         if size <= SMALL:
             steps.append(v2.RandomCrop(size, padding=size // 8))
@@ -40,7 +43,14 @@ def to_train(augment: Augment, size: int, mean: Sequence[float], std: Sequence[f
         steps.append(v2.RandomHorizontalFlip())
     if augment.trivial_augment:
         steps.append(v2.TrivialAugmentWide())
-    steps += final(mean, std)
+    steps += to_tensor(mean, std)
     if augment.random_erase:
         steps.append(v2.RandomErasing(augment.random_erase))
     return v2.Compose(steps)
+
+
+def mixer(augment: Augment, classes: int) -> Mix | None:
+    """torchvision's MixUp or CutMix, one of the two at random for each batch; None where neither is wanted."""
+    wanted = [(v2.MixUp, augment.mixup), (v2.CutMix, augment.cutmix)]
+    mixes = [cls(alpha=alpha, num_classes=classes) for cls, alpha in wanted if alpha]
+    return v2.RandomChoice(mixes) if mixes else None

@@ -1,11 +1,9 @@
-"""`gradcomp report`: figures and a page on runs that were made, from the files in their folders.
-
-Neither torch nor Lightning is imported here: a report needs no more than what the runs have written.
-"""
+"""`gradcomp report`: a page with figures on one run or several, from the files in their folders."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -20,13 +18,13 @@ OPTIONS = "RUN…, folders of runs or of sweeps; --out FOLDER"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the options."""
+    """The options."""
     made = argparse.ArgumentParser(
         prog="gradcomp report",
         description="Write report.md with figures on one run, or on several to compare.",
         allow_abbrev=False,
     )
-    made.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="a run's folder, or one beneath which runs lie")
+    made.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="a run's folder, or one with runs beneath it")
     made.add_argument("--out", metavar="FOLDER", type=Path, help="default: the run's folder; ./report for several")
     return made
 
@@ -56,14 +54,19 @@ def write(folders: list[Path], out: Path | None = None) -> Path:
         The path of report.md.
 
     Raises:
-        ValueError: a folder that is missing, or no run with a validation.
+        ValueError: a folder that is missing or can't be written, or no run with a validation.
     """
     runs, left_out = find(folders)
+    for why in left_out.values():
+        print(f"gradcomp: left out of the report: {why}", file=sys.stderr)
     out = out or (runs[0].folder if len(runs) == 1 else Path("report"))
     groups = grouped(runs)
-    (out / "figures").mkdir(parents=True, exist_ok=True)
+    try:
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refusal("--out", str(out), f"a folder that can be written: {error}") from error
     figures = draw(groups)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters stay letters, which can be searched for
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text, which can be searched
         for figure in figures:
             for form in ("png", "svg"):
                 if figure.canvas:

@@ -1,4 +1,4 @@
-"""The figures of a report: what each shows, how it is read, and why a group may be missing in it."""
+"""The figures of a report: what each shows, how to read it, and why a group may be missing in it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Drawn:
 
 
 def draw(groups: list[Group]) -> list[Drawn]:
-    """All figures; a group looks the same in each of them."""
+    """All figures; a group has the same style in each of them."""
     styles = list(zip(groups, looks(len(groups)), strict=True))
     drawn = []
     for kind in KINDS:
@@ -60,7 +60,7 @@ def draw(groups: list[Group]) -> list[Drawn]:
 
 def _no_bytes(group: Group) -> str | None:
     if group.world == 1:
-        return "sends nothing: one process has nobody to exchange with"
+        return "sends nothing: there is one process"
     return _not_logged(group, SENT, VALIDATED)
 
 
@@ -78,11 +78,11 @@ def _no_ratio(group: Group) -> str | None:
 
 def _no_residual(group: Group) -> str | None:
     if group.runs[0].delayed:
-        return "what rounds leave out is not weighed"
+        return "residuals of delayed averages are not logged"
     if _not_logged(group, RESIDUAL) is None:
         return None
     if max(run.highest(group.ratio_name) for run in group.runs) > 1:
-        return "remembers nothing unsent"
+        return "has no residual"
     return "no compressed step was logged"
 
 
@@ -127,10 +127,10 @@ KINDS = (
     ),
     Kind(
         "residual",
-        "What is remembered, against the gradient",
-        "The length (L2 norm) of what one rank has not sent yet over that of its gradient in the same step: a level "
-        "line is healthy, one that climbs until the end says that too little is sent, or that gradients shrink; DGC's "
-        "is the higher, since momentum has added gradients up in it.",
+        "Residual, relative to the gradient",
+        "The L2 norm of one rank's residual over that of its gradient in the same step. A level line is normal; one "
+        "that rises until the end shows that too little is sent, or that gradients shrink. DGC's is higher, since its "
+        "residual is a sum of velocities.",
         plots.residual,
         _no_residual,
     ),

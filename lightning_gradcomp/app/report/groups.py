@@ -1,4 +1,4 @@
-"""Runs that differ in nothing but the seed are one group: one line in a figure, one row in a table."""
+"""Groups of runs that differ in nothing but the seed: a group is one line in a figure, and one row in the table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from lightning_gradcomp.app.redaction import redacted
 from lightning_gradcomp.app.report.runs import PHASES, Run
 
-WITHOUT_EFFECT = ("seed", "ckpt", "logger.name", "trainer.enable_progress_bar", "trainer.log_every_n_steps")
-"""Options that decide nothing about a result, but for chance."""
+WITHOUT_EFFECT = ("seed", "ckpt", "trainer.enable_progress_bar", "trainer.log_every_n_steps")
+"""Options that change a result by chance alone, or not at all; as are those of the logger."""
 
 NAMES = ("compressor.name", "strategy.name")
 """Options that every label has."""
@@ -68,18 +69,18 @@ class Group:
 
 
 def grouped(runs: list[Run]) -> list[Group]:
-    """The groups, in order of their first runs; a label says what a group is and in what it differs from the others."""
-    together: dict[str, list[Run]] = {}
+    """The groups, in order of their first runs; a label has the compressor, and the options that differ between groups."""
+    by_options: dict[str, list[Run]] = {}
     for run in runs:
-        together.setdefault(_key(run), []).append(run)
-    options = [dict(_flat(each[0].config)) for each in together.values()]
-    worlds = [each[0].world for each in together.values()]
+        by_options.setdefault(_key(run), []).append(run)
+    options = [dict(_flat(each[0].config)) for each in by_options.values()]
+    worlds = [each[0].world for each in by_options.values()]
     labels = []
     for own, world in zip(options, worlds, strict=True):
-        words = [own["compressor.name"] if own["strategy.name"] != "dga" else f"dga {own['compressor.name']}"]
+        words = [("dga " if own["strategy.name"] == "dga" else "") + str(own["compressor.name"])]
         words += [_words(name, value) for name, value in own.items() if _tells(name, own, options, worlds)]
-        labels.append(" ".join(words + [f"N={world}"] * (len(set(worlds)) > 1)))
-    return [Group(_marked(label, each[0]), each) for label, each in zip(labels, together.values(), strict=True)]
+        labels.append(redacted(" ".join(words + [f"N={world}"] * (len(set(worlds)) > 1))))
+    return [Group(_marked(label, each[0]), each) for label, each in zip(labels, by_options.values(), strict=True)]
 
 
 def _marked(label: str, run: Run) -> str:
@@ -87,8 +88,12 @@ def _marked(label: str, run: Run) -> str:
 
 
 def _key(run: Run) -> str:
-    options = {name: value for name, value in _flat(run.config) if name not in WITHOUT_EFFECT}
-    return json.dumps([options, run.world, None if run.summary else str(run.folder)], sort_keys=True)
+    options = {name: value for name, value in _flat(run.config) if _has_effect(name)}
+    return json.dumps([options, run.world, None if run.summary else str(run.folder)], sort_keys=True, default=str)
+
+
+def _has_effect(name: str) -> bool:
+    return name not in WITHOUT_EFFECT and not name.startswith("logger.")
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -101,7 +106,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def _tells(name: str, own: dict[str, Any], options: list[dict[str, Any]], worlds: list[int]) -> bool:
     """Whether the option differs among the groups that have chosen the same compressor, strategy or optimizer."""
-    if name in (*WITHOUT_EFFECT, *NAMES) or (name in RANKS and len(set(worlds)) > 1):
+    if not _has_effect(name) or name in NAMES or (name in RANKS and len(set(worlds)) > 1):
         return False
     chosen = f"{name.partition('.')[0]}.name"
     peers = [other for other in options if name in other and (chosen == name or other.get(chosen) == own.get(chosen))]

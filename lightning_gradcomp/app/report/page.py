@@ -1,13 +1,19 @@
-"""report.md: what was compared under which conditions, a table, the figures, and what is missing."""
+"""report.md: what was compared under which conditions, a table, the figures, and what is missing.
+
+Every name and value of a run's files is escaped: it can't add a column, a link or HTML to the page.
+"""
 
 from __future__ import annotations
 
+import html
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from lightning_gradcomp.app.redaction import redacted
 from lightning_gradcomp.app.report.figures import Drawn
 from lightning_gradcomp.app.report.groups import Group
 from lightning_gradcomp.app.report.runs import PHASES, SENT, TIME, VALIDATED, Run
@@ -33,8 +39,24 @@ the fit began, with validations, without the start of the processes. Millisecond
 in this order: {phases}."""
 
 
-def page(groups: list[Group], figures: list[Drawn], left_out: list[Path]) -> str:
-    """The page, in Markdown. `left_out`: folders of runs without a validation."""
+def escaped(text: Any) -> str:
+    """`text` as it is, on one line, in Markdown's sentences and table cells.
+
+    >>> escaped("a|b <c>")
+    'a\\\\|b &lt;c&gt;'
+    """
+    one_line = " ".join(redacted(str(text)).split())
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", html.escape(one_line, quote=False))
+
+
+def code(path: Path) -> str:
+    """A path in Markdown."""
+    text = " ".join(str(path).split())
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def page(groups: list[Group], figures: list[Drawn], left_out: dict[Path, str]) -> str:
+    """The page, in Markdown. `left_out`: folders of runs that are not shown, and why."""
     runs = [run for group in groups for run in group.runs]
     parts = [f"# {_title(groups)}", _conditions(groups, runs)]
     parts += [table(groups), NOTES.format(phases=", ".join(PHASES)).replace("\n", " "), _bands(groups)]
@@ -44,13 +66,13 @@ def page(groups: list[Group], figures: list[Drawn], left_out: list[Path]) -> str
             parts.append(f"## {kind.title}\n\n![{kind.title}](figures/{kind.name}.png)\n\n{kind.reading}")
     if absent := [*_absent(figures), *_incomplete(runs, left_out)]:
         parts.append("## What is missing\n\n" + "\n".join(f"- {sentence}" for sentence in absent))
-    lines = [f"- {group.label}: {_place(run)}" for group in groups for run in group.runs]
+    lines = [f"- {escaped(group.label)}: {_place(run)}" for group in groups for run in group.runs]
     parts.append("## Runs\n\n" + "\n".join(lines))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _place(run: Run) -> str:
-    return f"`{run.folder}`" + "".join(f", going on from `{folder}`" for folder in run.earlier)
+    return code(run.folder) + "".join(f", resumed from {code(folder)}" for folder in run.earlier)
 
 
 def table(groups: list[Group]) -> str:
@@ -67,8 +89,8 @@ def _row(group: Group) -> list[str]:
     last = [ratio for _, ratio in ratios if ratio is not None]
     phases = group.milliseconds
     return [
-        group.label,
-        f"{len(runs)} ({', '.join(str(run.config['seed']) for run in runs)})",
+        escaped(group.label),
+        f"{len(runs)} ({', '.join(escaped(run.config['seed']) for run in runs)})",
         str(group.world),
         f"{100 * mean(final):.2f}{spread} %",
         f"{100 * max(run.highest(VALIDATED) for run in runs):.2f} %",
@@ -86,12 +108,16 @@ def _number(value: float, words: Any) -> str:
 
 def _title(groups: list[Group]) -> str:
     first = groups[0].runs[0].config
-    subject = f"{first['model']['name']} on {first['data']['name']}"
-    return f"{subject}: {groups[0].label}" if len(groups) == 1 else f"{subject}: {len(groups)} configurations compared"
+    subject = escaped(f"{first['model']['name']} on {first['data']['name']}")
+    return (
+        f"{subject}: {escaped(groups[0].label)}"
+        if len(groups) == 1
+        else f"{subject}: {len(groups)} configurations compared"
+    )
 
 
 def _conditions(groups: list[Group], runs: list[Run]) -> str:
-    """What was run on what; where runs differ, all that occurs."""
+    """Model, data, options and hardware; where runs differ, all values."""
     ended = [run.summary for run in runs if run.summary]
     configs = [run.config for run in runs]
     packages = [f"{name} {number}" for each in ended for name, number in each["packages"].items() if number]
@@ -105,7 +131,7 @@ def _conditions(groups: list[Group], runs: list[Run]) -> str:
         "Hardware": (_hardware(each) for each in ended),
         "Versions": [", ".join(dict.fromkeys([*(f"Python {each['python']}" for each in ended), *packages]))],
     }
-    lines = [f"- {name}: {'; '.join(dict.fromkeys(map(str, values)))}" for name, values in facts.items()]
+    lines = [f"- {name}: {'; '.join(dict.fromkeys(map(escaped, values)))}" for name, values in facts.items()]
     return "\n".join(line for line in lines if not line.endswith(": "))
 
 
@@ -124,25 +150,25 @@ def _hardware(summary: dict[str, Any]) -> str:
 
 
 def _bands(groups: list[Group]) -> str:
-    several = [f"{group.label} (n = {len(group.runs)})" for group in groups if len(group.runs) > 1]
+    several = [f"{escaped(group.label)} (n = {len(group.runs)})" for group in groups if len(group.runs) > 1]
     if not several:
-        return "Lines in the figures are single runs: nothing here says how much chance there is in them."
+        return "Lines in the figures are single runs, without a measure of their variance."
     return (
         f"Lines in the figures are means over runs, bands reach from the lowest to the highest: {', '.join(several)}."
     )
 
 
 def _absent(figures: list[Drawn]) -> list[str]:
-    return [f"{figure.kind.title}, {label}: {why}." for figure in figures for label, why in figure.missing]
+    return [f"{figure.kind.title}, {escaped(label)}: {why}." for figure in figures for label, why in figure.missing]
 
 
-def _incomplete(runs: list[Run], left_out: list[Path]) -> list[str]:
+def _incomplete(runs: list[Run], left_out: dict[Path, str]) -> list[str]:
+    unfinished, missing = [run for run in runs if not run.summary], [run for run in runs if run.missing]
     return [
+        *(f"{code(run.folder)} is not finished: without summary.json, no hardware and versions." for run in unfinished),
         *(
-            f"`{run.folder}` is not finished: it has no summary.json, so no hardware and versions."
-            for run in runs
-            if not run.summary
+            f"{code(run.folder)} resumes {code(Path(str(run.missing)))}, which does not exist any more."
+            for run in missing
         ),
-        *(f"`{run.folder}` goes on from `{run.missing}`, which is not there any more." for run in runs if run.missing),
-        *(f"`{folder}` has no validation yet, and is left out." for folder in left_out),
+        *(f"{code(folder)} is left out: {escaped(why)}." for folder, why in left_out.items()),
     ]

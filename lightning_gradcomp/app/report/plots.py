@@ -1,4 +1,4 @@
-"""What is drawn in each figure, for groups that have something to show in it."""
+"""The drawing of each figure, for the groups that have data for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from lightning_gradcomp.app.report.groups import Group
 from lightning_gradcomp.app.report.runs import PHASES, RESIDUAL, SENT, SPARSITY, TIME, VALIDATED
-from lightning_gradcomp.app.report.style import Look, finish, line, log_scale, looks
+from lightning_gradcomp.app.report.style import Look, finish, line, log_scale, looks, plain
 from lightning_gradcomp.app.sizes import digits, human
 
 BYTES = FuncFormatter(lambda size, _: human(size))
@@ -21,7 +21,7 @@ def accuracy_over_bytes(figure: Figure, shown: Shown) -> None:
     """Bytes on a logarithmic axis."""
     axes = figure.subplots()
     for group, look in shown:
-        line(axes, group.curve(SENT, VALIDATED), look, group.label, markers=True)
+        line(axes, group.curve(SENT, VALIDATED), look, plain(group.label), markers=True)
     log_scale(axes, "x", BYTES)
     axes.set_xlabel("gradient bytes sent by one rank (log scale)")
     axes.set_ylabel("validation accuracy")
@@ -33,7 +33,7 @@ def accuracy_over_time(figure: Figure, shown: Shown) -> None:
     """Seconds from 0."""
     axes = figure.subplots()
     for group, look in shown:
-        line(axes, group.curve(TIME, VALIDATED), look, group.label, markers=True)
+        line(axes, group.curve(TIME, VALIDATED), look, plain(group.label), markers=True)
     axes.set_xlim(left=0)
     axes.set_xlabel("wall time since the fit began (s)")
     axes.set_ylabel("validation accuracy")
@@ -53,7 +53,7 @@ def step_time(figure: Figure, shown: Shown) -> None:
         left += widths
     for row, total in zip(rows, left, strict=True):
         axes.annotate(digits(total), (total, row), (4, 0), textcoords="offset points", va="center", fontsize=11)
-    axes.set_yticks(rows, [group.label for group, _ in shown])
+    axes.set_yticks(rows, [plain(group.label) for group, _ in shown])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * left.max())
     axes.set_xlabel("time of a step (ms, medians by phase)")
@@ -67,8 +67,8 @@ def ratio_and_density(figure: Figure, shown: Shown) -> None:
     figure.set_figheight(7.0)
     above, below = figure.subplots(2, sharex=True)
     for group, look in shown:
-        line(above, group.curve("step", group.ratio_name), look, f"{group.label} (N={group.world})", stairs=True)
-        line(below, group.curve("step", SPARSITY).complement(), look, group.label, stairs=True)
+        line(above, group.curve("step", group.ratio_name), look, f"{plain(group.label)} (N={group.world})", stairs=True)
+        line(below, group.curve("step", SPARSITY).complement(), look, plain(group.label), stairs=True)
     log_scale(above, "y", PLAIN)
     log_scale(below, "y", PLAIN)
     above.set_ylabel("ratio, dense / sent (log)")
@@ -82,9 +82,9 @@ def residual(figure: Figure, shown: Shown) -> None:
     """On a logarithmic axis."""
     axes = figure.subplots()
     for group, look in shown:
-        line(axes, group.curve("step", RESIDUAL), look, group.label)
+        line(axes, group.curve("step", RESIDUAL), look, plain(group.label))
     log_scale(axes, "y", PLAIN)
-    axes.set_ylabel("unsent / gradient (log)")
+    axes.set_ylabel("residual / gradient (log)")
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     finish(figure, [axes])

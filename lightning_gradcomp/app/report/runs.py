@@ -1,10 +1,12 @@
-"""Runs as they lie in their folders: config.yaml, metrics.csv and, where a run has ended, summary.json."""
+"""Runs, read from their folders: config.yaml, metrics.csv and, where a run has ended, summary.json."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +22,30 @@ SPARSITY, RESIDUAL = "comm/sparsity", "memory/residual_to_gradient"
 
 PHASES = ("compute", "compress", "exchange", "decompress")
 
+NEEDED = {
+    "config.yaml": (
+        "seed", "topology", "inside", "model.name", "data.name", "data.batch_size", "compressor.name", "strategy.name",
+        "optimizer.name", "trainer.max_epochs",
+    ),
+    "summary.json": (
+        *(f"communication.milliseconds.{phase}" for phase in PHASES), "device", "devices_per_node", "nodes",
+        "processor", "cpu_cores", "threads_per_process", "python", "packages",
+    ),
+}  # fmt: skip
+"""Entries without which a file is taken for a broken one."""
+
 
 @dataclass(frozen=True)
 class Run:
-    """One run, with the rows of those that it goes on from.
+    """One run, with the rows of the runs that it resumes.
 
     Args:
         folder: its own.
         config: config.yaml.
         summary: summary.json; None where the run has not ended.
         columns: of metrics.csv: name -> fp64 [rows], NaN where a row has no such value.
-        earlier: folders of the runs that it goes on from.
-        missing: that of one that is not there any more.
+        earlier: folders of the runs that it resumes, the last one first.
+        missing: the folder of a resumed run that is not there any more.
     """
 
     folder: Path
@@ -42,7 +56,7 @@ class Run:
     missing: Path | None = None
 
     def at(self, *names: str) -> list[np.ndarray]:
-        """Columns, of those rows alone that have a value in all of them; empty where there is no such column."""
+        """Columns, of those rows that have a value in all of them; empty where there is no such column."""
         empty = np.full(len(self.columns["step"]), np.nan)
         chosen = [self.columns.get(name, empty) for name in names]
         there = np.all([~np.isnan(column) for column in chosen], axis=0)
@@ -69,7 +83,7 @@ class Run:
 
     @property
     def delayed(self) -> bool:
-        """Whether averages arrived late, in rounds."""
+        """Whether the averages were delayed, in rounds."""
         return self.config["strategy"]["name"] == "dga"
 
     @property
@@ -94,23 +108,31 @@ class Run:
         return {phase: float(np.median(values)) if len(values) else 0.0 for phase, values in found.items()}
 
 
-def find(folders: list[Path]) -> tuple[list[Run], list[Path]]:
-    """All runs with a validation in `folders` and beneath them, without those that another of them goes on from.
+def find(folders: list[Path]) -> tuple[list[Run], dict[Path, str]]:
+    """All runs with a validation in `folders` and beneath them, without those that another of them resumes.
 
     Returns:
-        The runs, and the folders of those without a validation.
+        The runs, and the folders that are left out, with the reason.
 
     Raises:
-        ValueError: a folder that is missing or holds no run, or no validation in any.
+        ValueError: a folder that is missing or holds no run, or no run that can be shown.
     """
     places = list(dict.fromkeys(place for folder in folders for place in _places(folder)))
-    runs = [read(place) for place in places]
-    continued = {folder for run in runs for folder in run.earlier}
-    runs = [run for run in runs if run.folder not in continued]
+    left_out: dict[Path, str] = {}
+    runs = []
+    for place in places:
+        try:
+            runs.append(read(place))
+        except ValueError as error:
+            left_out[place] = str(error)
+    resumed = {folder for run in runs for folder in run.earlier}
+    runs = [run for run in runs if run.folder not in resumed]
     validated = [run for run in runs if len(run.at(VALIDATED)[0])]
+    left_out |= {run.folder: "it has no validation yet" for run in runs if run not in validated}
     if not validated:
-        raise refusal("RUN", ", ".join(map(str, folders)), "a run that has got as far as its first validation")
-    return validated, [run.folder for run in runs if run not in validated]
+        reasons = "".join(f"; {folder}: {why}" for folder, why in left_out.items())
+        raise refusal("RUN", ", ".join(map(str, folders)), f"a run that has completed its first validation{reasons}")
+    return validated, left_out
 
 
 def _places(folder: Path) -> list[Path]:
@@ -126,27 +148,53 @@ def _parts(path: Path) -> list[str]:
     return re.split(r"(\d+)", str(path))  # words and numbers in turn, so that 10 comes after 9
 
 
-def read(folder: Path) -> Run:
-    """The run in `folder`, with the rows before its first step of the run whose checkpoint it began with."""
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+def read(folder: Path, resuming: tuple[Path, ...] = ()) -> Run:
+    """The run in `folder`, with the earlier rows of the run whose checkpoint it resumes.
+
+    Args:
+        resuming: folders of the runs that resume this one.
+
+    Raises:
+        ValueError: a file that is broken, or runs that resume each other; names the file.
+    """
+    config = _parsed(folder / "config.yaml", yaml.safe_load)
     summary = folder / "summary.json"
-    result = json.loads(summary.read_text()) if summary.exists() else None
-    columns = _columns(folder / "metrics.csv")
+    result = _parsed(summary, json.loads) if summary.exists() else None
+    columns = _parsed(folder / "metrics.csv", _columns)
     checkpoint = config.get("ckpt")
-    before = Path(checkpoint).resolve().parents[1] if checkpoint else folder
+    before = Path(str(checkpoint)).resolve().parent.parent if checkpoint else folder
     if before == folder:
         return Run(folder, config, result, columns)
+    if before in resuming:
+        raise ValueError(f"{folder / 'config.yaml'}: its ckpt is of {before}, which resumes this run itself")
     if not (before / "metrics.csv").exists():
         return Run(folder, config, result, columns, missing=before)
-    earlier = read(before)
+    earlier = read(before, (*resuming, folder))
     columns = _joined(earlier.columns, columns)
     return Run(folder, config, result, columns, (before, *earlier.earlier), earlier.missing)
 
 
-def _columns(path: Path) -> dict[str, np.ndarray]:
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = {"step": None} | dict.fromkeys(rows[0] if rows else ())
+def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
+    """What `parse` makes of the file; ValueError with its name where it can't be read or lacks an entry."""
+    try:
+        values = parse(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError, csv.Error) as error:
+        raise ValueError(f"{path} can't be read: {' '.join(str(error).split())}") from error
+    for name in NEEDED.get(path.name, ()):
+        found = values
+        for key in name.split("."):
+            if not isinstance(found, dict) or key not in found:
+                raise ValueError(f"{path} has no entry {name}")
+            found = found[key]
+    return values
+
+
+def _columns(text: str) -> dict[str, np.ndarray]:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    rows = list(reader)
+    names = reader.fieldnames or ["step"]
+    if "step" not in names:
+        raise ValueError("there is no column 'step'")
     return {name: np.array([float(row[name] or "nan") for row in rows]) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""How lines, bars and axes look: told apart in grey and without colour vision too, in letters that can be read."""
+"""The style of lines, bars and axes, which also differ in grey and for readers with colour blindness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HATCHES = ("", "//", "..", "xx")
 
 @dataclass(frozen=True)
 class Look:
-    """Of one line or one kind of bar."""
+    """The style of one line or one kind of bar."""
 
     colour: tuple[float, float, float, float]
     dashes: str
@@ -30,7 +30,7 @@ class Look:
 
 
 def looks(number: int) -> list[Look]:
-    """So many, from dark to light in even steps; the lightest still shows on white."""
+    """`number` styles, from dark to light in even steps; the lightest is still visible on white."""
     viridis = matplotlib.colormaps["viridis"]
     return [
         Look(
@@ -44,14 +44,19 @@ def looks(number: int) -> list[Look]:
     ]
 
 
+def plain(label: str) -> str:
+    """`label` for matplotlib, which takes $ for mathematics, and leaves labels that begin with _ out of a legend."""
+    return (" " * label.startswith("_") + label).replace("$", r"\$")
+
+
 def line(axes: Axes, curve: Curve, look: Look, label: str, *, markers: bool = False, stairs: bool = False) -> None:
-    """Draw a curve with its band; with `markers` at every point, else at a few, to know it by.
+    """Draw a curve with its band; with `markers` at every point, else at a few.
 
     Args:
         stairs: a value holds until the next; else straight lines join them.
     """
     every = max(1, len(curve.x) // 8)
-    spread = (look.number * every // 3 % every, every)  # so that lines that lie on each other show in turn
+    spread = (look.number * every // 3 % every, every)  # markers of lines that coincide are at different points
     axes.plot(
         curve.x,
         curve.y,
@@ -81,7 +86,7 @@ def log_scale(axes: Axes, which: str, words: FuncFormatter) -> None:
 
 
 def finish(figure: Figure, axes: Sequence[Axes], handles: Sequence[Any] | None = None) -> None:
-    """Grids, sizes of letters, and a legend under the figure, where it covers nothing."""
+    """Set grids, font sizes, and a legend under the figure."""
     for each in axes:
         each.grid(alpha=0.3)
         each.set_axisbelow(True)

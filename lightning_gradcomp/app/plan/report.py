@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_gradcomp.app.forecast import Forecast
-from lightning_gradcomp.app.subject import Subject
-from lightning_gradcomp.averaging.cost import Link
+from lightning_gradcomp.app.plan.forecast import Forecast, Link
+from lightning_gradcomp.app.plan.workload import Workload
 
 MANY = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Numbers of ranks for which speed-ups are modelled."""
@@ -31,15 +30,15 @@ class Report:
     """One plan.
 
     Args:
-        subject: whose steps.
-        forecast: the model of them.
-        links: in words -> link.
+        workload: what was measured.
+        forecast: the model of its steps.
+        links: description -> link.
         workers: N.
-        device: that it was measured on.
+        device: where it was measured.
         measured_on: number of ranks that measured at the same time.
     """
 
-    subject: Subject
+    workload: Workload
     forecast: Forecast
     links: dict[str, Link]
     workers: int
@@ -47,7 +46,7 @@ class Report:
     measured_on: int
 
     def text(self) -> str:
-        """All of it; the second table for one link alone."""
+        """The whole report; the second table for one link alone."""
         parts = [self.head(), self.methods()]
         if len(self.links) == 1:
             parts.append(self.many())
@@ -55,22 +54,22 @@ class Report:
         return "\n\n".join([*parts, "\n".join(advice)])
 
     def _advice(self, link: Link) -> str:
-        return self.forecast.advice(self.workers, link, self.subject.sgd)
+        return self.forecast.advice(self.workers, link, self.workload.sgd)
 
     def head(self) -> str:
         """What was measured, and when the dense exchange costs nothing."""
         forecast, n = self.forecast, self.workers
         computation, dense = forecast.computation, forecast.bytes("none", "ring", n)
         lines = [
-            f"{self.subject.name}: {forecast.elements:,} trainable parameters, "
+            f"{self.workload.name}: {forecast.elements:,} trainable parameters, "
             f"{dense.payload / 1e6:.1f} MB of gradients in fp32",
             f"a step here takes {1e3 * computation.seconds:.1f} ms without an exchange, "
-            f"{1e3 * computation.backward:.1f} of them backward (measured: batch {self.subject.batch} a rank, "
+            f"{1e3 * computation.backward:.1f} of them backward (measured: batch {self.workload.batch} a rank, "
             f"{_ranks(self.measured_on)}, {self.place()})",
         ]
         for words, link in self.links.items():
             to_hide = forecast.bandwidth_to_hide(n, link.latency)
-            hides = "no bandwidth hides it, its hops alone take longer"
+            hides = "no bandwidth hides it, its latency alone is longer"
             if math.isfinite(to_hide):
                 hides = f"it hides behind backward from {to_hide * 8e-9:.3g} Gbit/s on"
             lines.append(
@@ -107,7 +106,7 @@ class Report:
         return title + table(head, rows)
 
     def _word(self, method: str) -> str:
-        return f"{method} (SGD only)" if self.forecast.needs_sgd(method) and not self.subject.sgd else method
+        return f"{method} (SGD only)" if self.forecast.needs_sgd(method) and not self.workload.sgd else method
 
     def many(self) -> str:
         """Speed-ups by number of ranks."""
@@ -124,9 +123,9 @@ class Report:
         """Everything, for JSON."""
         forecast = self.forecast
         return {
-            "model": self.subject.name,
+            "model": self.workload.name,
             "trainable_parameters": forecast.elements,
-            "batch_a_rank": self.subject.batch,
+            "batch_a_rank": self.workload.batch,
             "N": self.workers,
             "measured": {
                 "place": self.place(),
@@ -174,7 +173,7 @@ class Report:
             yscale="log",
             xlabel=f"bandwidth of a rank in Mbit/s ({1e3 * links[0].latency:.2g} ms a hop)",
             ylabel=f"modelled speed-up over dense, N={self.workers}",
-            title=f"{self.subject.name}, batch {self.subject.batch} a rank, best topology",
+            title=f"{self.workload.name}, batch {self.workload.batch} a rank, best topology",
         )
         axes.legend(fontsize="small")
 
@@ -183,7 +182,6 @@ def write(report: Report, folder: Path) -> None:
     """plan.json, plan.png and plan.svg in `folder`."""
     from matplotlib.figure import Figure  # of the extra `recipes`
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     report.draw(figure.subplots())

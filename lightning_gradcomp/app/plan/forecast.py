@@ -1,4 +1,7 @@
-"""What a training step would take with each method, number of ranks and link: from measurements, by the cost model."""
+"""The time of a training step with each method, number of ranks and link, modelled from measurements.
+
+The cost model is that of `cost`; docs/planning.md has its formulas.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from lightning_gradcomp.averaging import cost
-from lightning_gradcomp.averaging.cost import Link, Work
+from lightning_gradcomp.app.plan import cost
+from lightning_gradcomp.app.plan.cost import Link, Work
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.topology import SHARDED, not_sharded_because
 from lightning_gradcomp.averaging.traffic import messages, traffic
@@ -17,10 +20,10 @@ from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
 
 RING = "ring"
-"""How dense gradients travel."""
+"""The topology of dense gradients."""
 
 WORTH = 1.1
-"""The speed-up below which not to compress: the model is no better than that (docs/planning.md)."""
+"""Speed-up below which not to compress: the error of the model is about as large (docs/planning.md)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a rank sends in a step: one copy of its messages' payloads, all of its traffic, and the messages."""
+    """Bytes of a rank in a step: of its payload, of all that it sends, and of each message (collective, bytes)."""
 
     payload: int
     sent: int
@@ -47,7 +50,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Step:
-    """A modelled step: seconds, and how many times as long a dense one takes."""
+    """A modelled step: its seconds, and those of a dense step over them."""
 
     method: str
     topology: str
@@ -57,29 +60,29 @@ class Step:
     speed_up: float
 
 
-class Outline(nn.Module):
-    """A model's parameters without their values, to count bytes of."""
+class MetaModel(nn.Module):
+    """A model's parameters on the meta device, to count bytes of."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._outlines = [
+        self._parameters_on_meta = [
             (name, nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
             for name, p in model.named_parameters()
         ]
 
     def named_parameters(self, *_, **__):
-        return iter(self._outlines)
+        return iter(self._parameters_on_meta)
 
 
 def topologies(compressor: Compressor) -> tuple[str, ...]:
-    """How its messages can travel."""
+    """The topologies that its messages can be sent by."""
     if not isinstance(compressor, Lossy):
         return (RING,)
     return ("all_gather",) if not_sharded_because(compressor) else ("all_gather", *SHARDED)
 
 
 def bytes_of_step(compressor: Compressor, model: nn.Module, topology: str, workers: int) -> Bytes:
-    """What `compressor` sends of the model's gradients in a compressed step, of the rank that sends the most."""
+    """What the rank that sends the most sends of the model's gradients in a compressed step."""
     gradients = Gradients(model, compressor)
     if not isinstance(compressor, Lossy):
         payload = gradients.n * compressor.wire_dtype.itemsize
@@ -94,16 +97,16 @@ class Forecast:
 
     Args:
         model: the network.
-        computation: what a step of it takes alone.
-        methods: name -> (compressor, its work on this network).
+        computation: seconds of its step without an exchange.
+        methods: name -> (compressor, seconds of its encoding and decoding of this network's gradients).
     """
 
     def __init__(self, model: nn.Module, computation: Computation, methods: dict[str, tuple[Compressor, Work]]) -> None:
         self.computation, self.methods = computation, methods
         self.elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        outline = Outline(model)
+        on_meta = MetaModel(model)
         self.bytes = cache(
-            lambda method, topology, workers: bytes_of_step(methods[method][0], outline, topology, workers)
+            lambda method, topology, workers: bytes_of_step(methods[method][0], on_meta, topology, workers)
         )
         """(method, topology, workers) -> `Bytes`."""
 
@@ -141,7 +144,7 @@ class Forecast:
         return cost.bandwidth_to_hide(4 * self.elements, workers, latency, self.computation.backward)
 
     def advice(self, workers: int, link: Link, sgd: bool) -> str:
-        """What to pick, or that nothing pays.
+        """Which method to pick, or that compression gains nothing.
 
         Args:
             sgd: whether the optimizer is `torch.optim.SGD`, which some methods need.
@@ -153,17 +156,17 @@ class Forecast:
             beyond = 1e3 * (self.dense(workers, link) - self.computation.seconds)
             return (
                 f"don't compress: the dense exchange is modelled at {beyond:.1f} ms a step beyond the computation; "
-                f"the best method is {named(best)}, and below {WORTH:g}x the model can't tell"
+                f"the best method is {named(best)}, and speed-ups below {WORTH:g}x are within the error of the model"
             )
         if not self.needs_sgd(best.method) or for_any[0].speed_up < WORTH:
             return f"pick {named(best)}"
         return f"pick {named(best)}; with an optimizer other than SGD, {named(for_any[0])}"
 
     def needs_sgd(self, method: str) -> bool:
-        """Whether no other optimizer will do."""
+        """Whether the method needs `torch.optim.SGD`."""
         return self.methods[method][0].owns_momentum
 
 
 def named(step: Step) -> str:
-    """The method, and its speed-up with all that a ratio needs said."""
+    """The method with its speed-up, N and topology."""
     return f"{step.method}, modelled at {step.speed_up:.2f}x over dense (N={step.workers}, {step.topology})"

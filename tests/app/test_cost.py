@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_gradcomp.averaging import cost
-from lightning_gradcomp.averaging.cost import Link, Work, compressed_seconds, dense_seconds, exposed
+from lightning_gradcomp.app.plan import cost
+from lightning_gradcomp.app.plan.cost import Link, Work, compressed_seconds, dense_seconds, exposed
 from lightning_gradcomp.averaging.workers import SHORT, SHORT_SUM
 from tests.threads import short_sum
 

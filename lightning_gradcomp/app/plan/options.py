@@ -1,4 +1,4 @@
-"""`gradcomp plan MODEL`: what compression would gain for a model and a link. Its options, checked without torch."""
+"""The options of `gradcomp plan MODEL`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import NoReturn
 from lightning_gradcomp.errors import refusal
 
 NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
-"""Word -> torchvision's name."""
+"""MODEL -> torchvision's name."""
 
 OF_NETWORKS = {"batch_size": 32, "image_size": 224, "classes": 1000}
-"""Options of these networks, with defaults. A LightningModule brings its own batch."""
+"""Options of these networks, with defaults. A LightningModule has a batch of its own."""
 
 OPTIONS = "--batch-size, --image-size, --classes, --rate-mbit, --delay-ms, --ranks, --out, --help"
 
 DELAY_MS = 0.1
-"""One way, of a link of which the rate alone is given."""
+"""Delay one way of a link that is given by its rate alone."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors in the command's form."""
+    """argparse, with ValueError for wrong options."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.replace("argument --", "--"))
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """A whole number for argparse."""
+    """The `type` of an argparse option that is a whole number."""
 
     def read(word: str) -> int:
-        if not re.fullmatch(r"\d+", word) or not least <= int(word) <= most:
+        if not re.fullmatch(r"\d{1,9}", word) or not least <= int(word) <= most:
             raise argparse.ArgumentTypeError(f"got {word!r}, allowed: a whole number from {least} to {most}")
         return int(word)
 
@@ -43,7 +43,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(word: str) -> float:
-    """A finite number above 0 for argparse."""
+    """The `type` of an argparse option that is a finite number above 0."""
     try:
         value = float(word)
     except ValueError:
@@ -58,8 +58,8 @@ def parser() -> Parser:
     words = ", ".join(NETWORKS)
     made = Parser(
         prog="gradcomp plan",
-        description="Measure a model's step here, and model what each compression method would make of it.",
-        epilog="Started by torchrun or SLURM, it measures the link between the ranks. docs/planning.md has the model.",
+        description="Measure a training step of a model here, and model the step with each compression method.",
+        epilog="Started by torchrun or SLURM, it measures the link between the ranks. The model: docs/planning.md.",
         allow_abbrev=False,
     )
     made.add_argument(
@@ -94,13 +94,21 @@ def read(words: list[str]) -> argparse.Namespace:
         for option in OF_NETWORKS:
             if getattr(options, option) is not None:
                 what = f"--{option.replace('_', '-')} with {options.model}"
-                raise refusal(what, getattr(options, option), f"with {networks}; a module's batch is its own")
-        sys.path.insert(0, "")  # where it will be looked for
+                raise refusal(
+                    what, getattr(options, option), f"with {networks}; a LightningModule has a batch of its own"
+                )
+        if "" not in sys.path:  # the working folder, after installed modules: a `queue.py` there replaces none of them
+            sys.path.append("")
         package = re.split(r"[.:]", options.model)[0]
         if not find_spec(package):
             raise refusal("MODEL", options.model, f"what can be imported here; there is no module {package!r}")
     if options.delay_ms is not None and options.rate_mbit is None:
         raise refusal("--delay-ms", options.delay_ms, "with --rate-mbit")
+    if options.out:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise refusal("--out", str(options.out), f"a folder that can be written: {error}") from error
     return options
 
 

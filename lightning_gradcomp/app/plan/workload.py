@@ -1,41 +1,31 @@
-"""The network whose steps are planned: one of torchvision's by a word, or the user's LightningModule."""
+"""The training step to plan for: a network of torchvision's with random images, or the user's LightningModule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_gradcomp.app.forecast import Computation
-from lightning_gradcomp.averaging.link import slowest, timed
 from lightning_gradcomp.errors import refusal
-
-BUDGET = 3.0
-"""Seconds to time steps for."""
-
-FEWEST, MOST = 3, 20
-"""Steps that are timed."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is trained for the measurement.
+class Workload:
+    """A model with all that a training step needs.
 
     Args:
-        name: in words.
-        model: whose parameters' gradients are exchanged.
-        loss: makes a forward pass.
-        optimizer: steps after each backward.
+        name: to print.
+        model: the gradients of its parameters are exchanged.
+        loss: makes a forward pass; a scalar.
+        optimizer: its step follows each backward.
         batch: samples a rank and step.
     """
 
@@ -47,49 +37,25 @@ class Subject:
 
     @property
     def sgd(self) -> bool:
-        """Whether every method can be used with the optimizer."""
+        """Whether the optimizer is `torch.optim.SGD`, which some methods need."""
         return type(self.optimizer) is torch.optim.SGD
 
-    def measure(self, group: dist.ProcessGroup | None, device: torch.device) -> Computation:
-        """The medians of a few steps without an exchange, of the slowest rank; collective where there is a group.
 
-        The last step's gradients stay.
-        """
-        backwards: list[float] = []
-
-        def step() -> None:
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = self.loss()
-            backwards.append(timed(loss.backward, device)[0])
-            self.optimizer.step()
-
-        for _ in range(2):  # the first also makes buffers
-            [seconds] = slowest([timed(step, device)[0]], group, device)
-        backwards.clear()
-        times = []
-        for _ in range(min(max(FEWEST, round(BUDGET / seconds)), MOST)):
-            if group:
-                dist.barrier(group)
-            times.append(timed(step, device)[0])
-        # each step waits for the rank that is the slowest in it
-        return Computation(*(median(slowest(steps, group, device)) for steps in (times, backwards)))
-
-
-def classifier(name: str, model: nn.Module, device: torch.device, *, batch: int, size: int, classes: int) -> Subject:
-    """A network for images of `size` x `size` in `classes` classes, with random ones, trained by SGD with momentum."""
+def classifier(name: str, model: nn.Module, device: torch.device, *, batch: int, size: int, classes: int) -> Workload:
+    """A network for images of `size` x `size` pixels in `classes` classes, on random images, with momentum SGD."""
     model.to(device).train()
     images = torch.randn(batch, 3, size, size, device=device)
     labels = torch.randint(classes, (batch,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     words = f"{name} ({classes} classes, {size}x{size})"
-    return Subject(words, model, lambda: nn.functional.cross_entropy(model(images), labels), optimizer, batch)
+    return Workload(words, model, lambda: nn.functional.cross_entropy(model(images), labels), optimizer, batch)
 
 
-def lightning_module(path: str, device: torch.device) -> Subject:
+def lightning_module(path: str, device: torch.device) -> Workload:
     """The user's `package.module:Class`, with its first batch, its training step and its optimizer.
 
     Raises:
-        ValueError: something is missing, or can't be used without a Trainer.
+        ValueError: something is missing, or needs a Trainer.
     """
     module_name, _, class_name = path.partition(":")
     try:
@@ -106,7 +72,7 @@ def lightning_module(path: str, device: torch.device) -> Subject:
         if not is_overridden(method, module):
             raise refusal(f"{class_name}.{method}", None, "a method of the class's own")
     if not module.automatic_optimization:
-        raise refusal(f"{class_name}.automatic_optimization", False, "True: without a Trainer, nothing else can be run")
+        raise refusal(f"{class_name}.automatic_optimization", False, "True: manual optimization needs a Trainer")
     module.prepare_data()
     module.setup("fit")
     module.configure_model()
@@ -122,7 +88,7 @@ def lightning_module(path: str, device: torch.device) -> Subject:
         return found
 
     loss()  # so that a wrong one is refused before anything is measured
-    return Subject(path, module, loss, optimizer, extract_batch_size(batch))
+    return Workload(path, module, loss, optimizer, extract_batch_size(batch))
 
 
 def _optimizer(class_name: str, configured: Any) -> torch.optim.Optimizer:

@@ -1,0 +1,117 @@
+"""The processes of a run: who starts the ranks, how many there are, and the process that trains.
+
+A run trains in a process of its own, so that the jobs of a sweep can't inherit anything from each other: environment
+variables, thread counts and process groups end with it. Lightning starts the other ranks by running that process's
+command again; under Hydra that would be the whole sweep.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+import lightning_gradcomp
+from lightning_gradcomp.app.options.training import Trainer
+
+COMMAND = Path(lightning_gradcomp.__file__).resolve().parents[1] / "gradcomp_command.py"
+"""Of the same checkout or installation as this package."""
+
+
+def started_by_launcher() -> bool:
+    """Whether this process is one of several ranks that torchrun, SLURM or the user has started."""
+    return "RANK" in os.environ or "LOCAL_RANK" in os.environ or "NODE_RANK" in os.environ or in_slurm()
+
+
+def in_slurm() -> bool:
+    """Whether SLURM has started the ranks. Lightning's rule: in an interactive job it has not."""
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def is_rank_zero() -> bool:
+    """Whether this is rank 0, or the only one."""
+    return all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
+
+
+def launched() -> tuple[int, int] | None:
+    """(processes on this node, nodes) that torchrun or SLURM has started; None where Lightning starts the ranks."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return local, int(os.environ["WORLD_SIZE"]) // local
+    if in_slurm():
+        nodes = int(os.environ.get("SLURM_NNODES", 1))
+        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
+    return None
+
+
+def devices(options: Trainer) -> tuple[str, int, int]:
+    """(accelerator, devices a node, nodes), with "auto" replaced by what it means here: "cuda" or "cpu", and numbers of
+    processes."""
+    accelerator = options.accelerator
+    if accelerator == "auto":
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    default = torch.cuda.device_count() if accelerator == "cuda" else 2  # 2: the fewest that exchange anything
+    per_node, nodes = launched() or (default, 1)
+    if options.devices != "auto":
+        per_node = options.devices
+    if options.num_nodes != "auto":
+        nodes = options.num_nodes
+    return accelerator, per_node, nodes
+
+
+def run(process: str, *words: str, environment: Mapping[str, str] | None = None) -> int:
+    """Run `gradcomp_command.py --process PROCESS WORDS`, and wait for its end: 0, or the code that it failed with.
+
+    Args:
+        environment: variables besides those of this process.
+
+    Raises:
+        SystemExit: a signal asked this process to stop; the child has ended before.
+    """
+    command = [sys.executable, str(COMMAND), "--process", process, *words]
+    child = subprocess.Popen(command, env={**os.environ, **(environment or {})})
+    received: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        received.append(number)
+        if number == signal.SIGTERM:  # from `timeout` or a batch system; the terminal sends a Ctrl-C to both processes
+            child.terminate()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    code = child.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if received:  # ends a sweep too, with the shell's code for the signal
+        sys.exit(128 + received[0])
+    return code
+
+
+LOGGED = (
+    "GPU available: ",  # the summary names the device
+    "TPU available: ",
+    "HPU available: ",
+    "💡 Tip: For seamless cloud ",  # advertises litlogger and litmodels
+)
+WARNED = (
+    r".*LeafSpec\(?\)?.* is deprecated",  # inside Lightning 2.6 with torch 2.15, once an epoch
+    r"The '\w+' does not have many workers",  # the images are in memory already
+    r"Experiment logs directory .* exists and is not empty",  # holds our config.yaml; at most a metrics.csv is replaced
+    r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips what was seen
+    r"The dirpath has changed from",  # a resumed run writes into a folder of its own
+    r"GPU available but not used",  # trainer.accelerator=cpu was asked for
+)
+
+
+def hide_known_messages() -> None:
+    """Drop messages of Lightning and torch that are of no use to users of `gradcomp`; others are shown."""
+    for message in WARNED:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(LOGGED))

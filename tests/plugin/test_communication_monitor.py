@@ -1,0 +1,50 @@
+"""CommunicationMonitor on one rank: what it keeps, and what it says before a fit."""
+
+import pickle
+import warnings
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def monitored(steps):
+    """A monitor after a fit of so many steps."""
+    monitor = lgc.CommunicationMonitor()
+    trainer = L.Trainer(strategy="dgc", accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor], **QUIET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Net(), torch.ones(steps, 4))
+    return monitor
+
+
+def test_the_size_of_a_monitor_is_bounded():
+    with mock.patch("lightning_gradcomp.plugin.communication_monitor.RECENT_STEPS", 5):
+        few, many = monitored(8), monitored(200)
+    torch.distributed.destroy_process_group()
+    assert (few.summary()["steps"], many.summary()["steps"]) == (8, 200)
+    assert many.summary()["milliseconds"]["compute"] > 0
+    sizes = [len(pickle.dumps(vars(monitor))) for monitor in (few, many)]
+    assert sizes[1] < sizes[0] + 100
+
+
+def test_a_summary_without_a_fit():
+    with pytest.raises(RuntimeError, match="no fit with this monitor has ended"):
+        lgc.CommunicationMonitor().summary()
