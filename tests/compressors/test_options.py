@@ -9,12 +9,12 @@ from lightning_gradcomp.compressors import DGC
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
-    "DGC": {"sparsity": [1.0, 1, 2.0], "clip_norm": [0.0, -1.0, NAN, INF], "dense_epochs": [1.5]},
+    "DGC": {"sparsity": [1.0, 1, 2.0], "clip_norm": [0.0, -1.0, NAN, INF]},
     "GradientDropping": {"sparsity": [1.0, 1, 2.0], "scope": ["layer", "", "Global"]},
-    "OneBit": {"groups": ["row", "", "Block"], "threshold": ["median", ""], "group_size": [0, 2.5]},
+    "OneBit": {"groups": ["row", "", "Block"], "threshold": ["median", ""], "group_size": [0]},
     "TwoBit": {"threshold": [0, 0.0, -0.5, INF, NAN, "0.5", "Auto", None, True]},
-    "TernGrad": {"clip_sigma": [INF], "seed": [2**32, 0.5]},
-    "PowerSGD": {"rank": [0, 1.5], "min_compression": [0.99, 0, INF, NAN]},
+    "TernGrad": {"clip_sigma": [INF], "seed": [2**32]},
+    "PowerSGD": {"rank": [0], "min_compression": [0.99, 0, INF, NAN]},
 }
 """Values just out of range, beside those that no option of any compressor allows."""
 
@@ -28,15 +28,15 @@ def wrong_options():
             if isinstance(default, bool):
                 continue
             if isinstance(default, int | float):
-                values += [-1]
+                values += [-1, True, "1", None]
+            if isinstance(default, int):
+                values += [2.5]
             if isinstance(default, float):
                 values += [NAN, -0.1]
             if isinstance(default, str):
                 values += ["nonsense"]
             if field.name == "min_elements":
-                values += [0, 2.5, "1024"]
-            if field.name == "warmup_epochs":
-                values += [1.5, None]
+                values += [0]
             if field.name == "exclude":
                 values += ["head.*", 3]
             for value in values:

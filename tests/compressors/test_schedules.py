@@ -80,7 +80,7 @@ def test_a_sparsity_outside_its_range_is_refused(wrong):
 
 
 def test_a_ramp_refuses_unknown_periods():
-    with pytest.raises(ValueError, match="dense periods: got -1, allowed: 0 or more"):
+    with pytest.raises(ValueError, match="dense periods: got -1, allowed: a whole number from 0"):
         Ramp((), 0.9, dense=-1)
     with pytest.raises(ValueError, match="by: got 'batch', allowed: 'epoch' or 'step'"):
         Ramp((), 0.9, by="batch")

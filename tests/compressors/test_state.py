@@ -324,14 +324,12 @@ def test_local_gradients_are_fp32_without_the_scale(dtype, scale):
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
-@pytest.mark.parametrize(
-    ("value", "finite"), [(torch.nan, False), (torch.inf, False), (-torch.inf, False), (3e38, True)]
-)
-def test_local_gradients_know_whether_they_are_finite(value, finite, scale):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
+def test_local_gradients_know_whether_they_are_finite(value, scale):
     g = gradients(1)[0]
     g[3:5] = value
     gradient = LocalGradient.of(g, LAYOUT)
     if scale != 1:
         gradient = LocalGradient(list(g.split(LAYOUT.sizes)), LAYOUT, CPU, scale)
     gradient.copy_to(torch.empty(LAYOUT.n))
-    assert bool(gradient.finite) == finite
+    assert bool(gradient.finite) == (abs(value) < torch.inf)

@@ -14,12 +14,12 @@ class PaperGradientDropping(Workers):
         super().__init__(*args, **options)
         self.density, self.scope = 1 - sparsity, scope
 
-    def lossy(self, owed):
+    def lossy(self, compensated):
         if self.scope == "tensor":
-            return {name: self.largest(v.reshape(-1)).reshape(v.shape) for name, v in owed.items()}
-        everything = self.largest(np.concatenate([v.reshape(-1) for v in owed.values()]))
+            return {name: self.largest(v.reshape(-1)).reshape(v.shape) for name, v in compensated.items()}
+        everything = self.largest(np.concatenate([v.reshape(-1) for v in compensated.values()]))
         sent, start = {}, 0
-        for name, v in owed.items():
+        for name, v in compensated.items():
             sent[name] = everything[start : start + v.size].reshape(v.shape)
             start += v.size
         return sent

@@ -16,8 +16,10 @@ class PaperPowerSGD(Workers):
         averages = {}
         for name in self.compressed:
             shape = self.weights[name].shape
-            owed = [(e[name] + g[name]).astype(np.float64) for e, g in zip(self.residual, gradients, strict=True)]
-            matrices = [v.reshape(shape[0], -1) for v in owed]
+            compensated = [
+                (e[name] + g[name]).astype(np.float64) for e, g in zip(self.residual, gradients, strict=True)
+            ]
+            matrices = [v.reshape(shape[0], -1) for v in compensated]
             p = gram_schmidt(sum(m @ self.queries[name] for m in matrices) / self.workers)
             own = [m.T @ p for m in matrices]
             q = sum(own) / self.workers

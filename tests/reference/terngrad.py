@@ -14,8 +14,8 @@ class PaperTernGrad(Workers):
         self.error_feedback = error_feedback
 
     def averages(self, gradients):
-        owed = [{name: e[name] + g[name] for name in e} for e, g in zip(self.residual, gradients, strict=True)]
-        cut = [{name: self.clip(v) for name, v in each.items()} for each in owed]
+        compensated = [{name: e[name] + g[name] for name in e} for e, g in zip(self.residual, gradients, strict=True)]
+        cut = [{name: self.clip(v) for name, v in each.items()} for each in compensated]
         scalers = [{name: np.abs(v).max() for name, v in each.items()} for each in cut]
         if self.share:
             scalers = [{name: max(s[name] for s in scalers) for name in self.compressed}] * self.workers
@@ -24,7 +24,7 @@ class PaperTernGrad(Workers):
             for k in range(self.workers)
         ]
         if self.error_feedback:
-            self.residual = [{name: v[name] - s[name] for name in v} for v, s in zip(owed, sent, strict=True)]
+            self.residual = [{name: v[name] - s[name] for name in v} for v, s in zip(compensated, sent, strict=True)]
         return {name: self.mean([each[name] for each in sent]) for name in self.compressed}
 
     def clip(self, g):

@@ -6,8 +6,8 @@ from tests.reference.workers import Workers
 
 
 class KVStoreTwoBit(Workers):
-    """`threshold` is a number, as in MXNet, or "auto": half the square root of 2, times the mean square of what
-    is owed of a tensor, over its mean magnitude."""
+    """`threshold` is a number, as in MXNet, or "auto": of a tensor's residual + gradient, half the
+    square root of 2 times the mean square, over the mean magnitude."""
 
     def __init__(self, *args, threshold, **options):
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""What the twins share: workers whose messages are averaged, and momentum SGD on the average. Plain numpy, fp32."""
+"""The base of the references: workers whose messages are averaged, and momentum SGD on the mean. numpy, fp32."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ import numpy as np
 class Workers:
     """Weights, and `workers` workers who each send something of every tensor in `compressed`, as a subclass says.
 
-    `closest` is the smallest distance that any number had from the edge of a decision (a sign, a threshold, the k-th
-    place): a run that differs by less than it has decided everything in the same way.
+    `closest` is the smallest distance of any number from where it would be treated otherwise (a sign, a threshold, the
+    k-th largest). A run whose numbers differ by less has treated all of them alike.
     """
 
     def __init__(self, weights, compressed, workers, *, lr, momentum):
@@ -33,14 +33,14 @@ class Workers:
 
     def send(self, worker, gradient):
         """Error feedback: a lossy copy of residual + gradient is sent, and what it lacks is the next residual."""
-        owed = {name: self.residual[worker][name] + gradient[name] for name in self.compressed}
-        sent = self.lossy(owed)
-        self.residual[worker] = {name: owed[name] - sent[name] for name in self.compressed}
+        compensated = {name: self.residual[worker][name] + gradient[name] for name in self.compressed}
+        sent = self.lossy(compensated)
+        self.residual[worker] = {name: compensated[name] - sent[name] for name in self.compressed}
         return sent
 
-    def lossy(self, owed):
+    def lossy(self, compensated):
         """Name -> what is sent of name -> array, for a worker that sends each tensor by itself."""
-        return {name: self.quantise(v) for name, v in owed.items()}
+        return {name: self.quantise(v) for name, v in compensated.items()}
 
     def quantise(self, v):
         """What is sent of one tensor."""
@@ -51,5 +51,5 @@ class Workers:
         return sum(arrays) / np.float32(self.workers)
 
     def decided(self, distances):
-        """Take note of how far numbers were from being decided otherwise."""
+        """Record how far numbers were from being treated otherwise."""
         self.closest = min(self.closest, float(np.min(distances)))

@@ -15,11 +15,9 @@ def test_greater_equal_is_torchs():
 
 
 def test_a_bound_is_compared_in_fp32():
-    tenth = torch.tensor([0.1])
-    assert greater_equal(tenth, 0.1).tolist() == [
-        True
-    ]  # 0.1 in fp64 is a little less than in fp32, and 0.7 a little more
-    assert greater_equal(torch.tensor([0.7]), 0.7).tolist() == [True]
+    """In fp64, 0.1 is a little less than in fp32, and 0.7 a little more."""
+    for number in (0.1, 0.7):
+        assert greater_equal(torch.tensor([number]), number).tolist() == [True]
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000])
