@@ -35,7 +35,8 @@ class WorkerState:
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._compressor, self._ranks, self._optimizer = compressor, ranks, optimizer
-        self.topology = "all_gather" if topology.name == "auto" else topology.name
+        self._auto = topology.name == "auto"
+        self.topology = "all_gather" if self._auto else topology.name
         """How the coming step's messages travel."""
         self._frozen: StateDict = {}
         """Of parameters that don't train just now."""
@@ -54,10 +55,10 @@ class WorkerState:
         dense = State if self._compressor.dense_values == "fp32" else Residual
         compressed = self._compressor.state(gradients.layout, gradients.device)
         compressed.attach(self._optimizer, gradients.compressed)
-        return compressed, dense(gradients.dense_layout, gradients.device), self._blank_shard()
+        return compressed, dense(gradients.dense_layout, gradients.device), self._blank_shard(self.topology)
 
-    def _blank_shard(self) -> ShardResidual | None:
-        if self.topology not in SHARDED:
+    def _blank_shard(self, topology: str) -> ShardResidual | None:
+        if topology not in SHARDED:
             return None
         return ShardResidual(self._gradients.layout, self._ranks, self._gradients.device)
 
@@ -105,7 +106,7 @@ class WorkerState:
         if topology != self.topology:
             self._dissolve_shards()
             self.topology = topology
-            self.shard = self._blank_shard()
+            self.shard = self._blank_shard(topology)
             self.offload()
 
     def commit_shard(self, moved: Set[str]) -> None:
@@ -159,11 +160,13 @@ class WorkerState:
         of_dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
         dense.load_state_dict({"residual": {}, **of_dense})
         divided_alike = workers == self._ranks.workers and tuple(trained) == self._gradients.layout.names
-        if SHARD in state and shard and divided_alike:
+        topology = "two_phase" if self._auto and SHARD in state and divided_alike else self.topology
+        if SHARD in state and divided_alike and (shard := self._blank_shard(topology)):
             shard.load_state_dict(state[SHARD])
         elif SHARD in state:
             compressed.absorb(self._gradients.layout.join(state[SHARD], self._gradients.device).mul_(workers))
         self.compressed, self.dense, self.shard, self.shared_by = compressed, dense, shard, shared_by
+        self.topology = topology
         self.offload()
         frozen = self._gradients.frozen
         self._frozen = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}
