@@ -109,6 +109,6 @@ def _set_folder(config: DictConfig, kind: str) -> None:
         run_folder.lock(Path(node.dir))
         return
     folder = str(run_folder.create(Path(node.dir)))
-    with read_write(config), open_dict(config):
+    with read_write(config.hydra), open_dict(config.hydra):
         node.dir = folder
         config.hydra.overrides.hydra.append(f"hydra.{kind}.dir='{folder}'")  # a sweep composes its jobs from these

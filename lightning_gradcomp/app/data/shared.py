@@ -15,7 +15,7 @@ from lightning_gradcomp.errors import refusal
 
 
 class RankSampler(DistributedSampler[int]):
-    """A rank's images of an epoch, in another order every epoch; the next epoch starts after its first `skip` images."""
+    """A rank's images of an epoch, in another order every epoch; the next epoch lacks its first `skip` images."""
 
     def __init__(self, images: Dataset[Any], ranks: int, rank: int, *, seed: int, skip: int) -> None:
         super().__init__(images, ranks, rank, seed=seed, drop_last=True)
@@ -96,9 +96,7 @@ class SharedImages(L.LightningDataModule):
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(
-                self.seed
-            ),  # not torch's default one, whose state a checkpoint restores
+            generator=torch.Generator().manual_seed(self.seed),  # not the default, which a checkpoint restores
             **options,
         )
 

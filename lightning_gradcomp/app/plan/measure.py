@@ -157,7 +157,7 @@ def links_of(options: argparse.Namespace, group: dist.ProcessGroup | None, devic
 
 
 def given(mbit: float, delay_ms: float) -> Link:
-    """A link by its rate and its delay one way. A gloo message costs two: its receiver first signals that it is ready."""
+    """A link by its rate and its delay one way. A gloo message takes two: its receiver is ready first."""
     return Link(latency=2e-3 * delay_ms, bandwidth=HEADERS * mbit * 1e6 / 8)
 
 

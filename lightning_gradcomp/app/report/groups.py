@@ -69,7 +69,7 @@ class Group:
 
 
 def grouped(runs: list[Run]) -> list[Group]:
-    """The groups, in order of their first runs; a label has the compressor, and the options that differ between groups."""
+    """The groups, in order of their first runs; a label names the compressor and the options that differ."""
     by_options: dict[str, list[Run]] = {}
     for run in runs:
         by_options.setdefault(_key(run), []).append(run)
