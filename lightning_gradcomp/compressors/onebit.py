@@ -26,13 +26,16 @@ from lightning_gradcomp.registry import register
 def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits (bool [groups, size]) and their two values (fp32 [groups, 2]: of bit 0, of bit 1) of v [groups, size].
 
-    "zero": bit = v ≥ 0, the values are the means of either side, 0 for an empty one. "mean": bit = v ≥ μ, the values
-    are μ ± mean|v - μ|. "zero" keeps each group's sum.
+    The bit says whether v is at least the threshold, 0 or the group's mean μ. The values are the means of either side, 0
+    or μ for an empty one: no other two values have a smaller squared error, and they keep each group's sum.
     """
     if threshold == "mean":
         mean = v.mean(1, keepdim=True)
-        deviation = (v - mean).abs().mean(1, keepdim=True)
-        return v >= mean, torch.cat([mean - deviation, mean + deviation], 1)
+        above = v - mean
+        bits = greater_equal(above, 0)
+        ones, excess = bits.view(torch.uint8).sum(1, dtype=torch.int32), above.clamp_(min=0).sum(1)
+        zeros, mean = (v.shape[1] - ones).clamp(min=1), mean.squeeze(1)  # what is above μ on one side is below on the other
+        return bits, torch.stack([mean - excess / zeros, mean + excess / ones.clamp(min=1)], 1)
     bits = greater_equal(v, 0)
     ones = bits.view(torch.uint8).sum(1, dtype=torch.int32)
     sum_of_ones, sum_of_zeros = v.clamp(min=0).sum(1), v.clamp(max=0).sum(1)
