@@ -37,14 +37,14 @@ def register() -> None:
 def _register_recipe(store: ConfigStore, path: Path) -> None:
     """Store a recipe, and its options for each group under the choice that they are for.
 
-    conf/train.yaml merges `hydra/recipe/GROUP/RECIPE/CHOICE` where the composed run has that choice: so the options of
+    conf/train.yaml merges `hydra/recipe/GROUP/RECIPE-CHOICE` where the composed run has that choice: so the options of
     a recipe don't apply to another choice that the command line makes.
     """
     recipe: Any = OmegaConf.to_container(OmegaConf.load(path))
     chosen = {key.removeprefix("override /"): choice for entry in recipe["defaults"] for key, choice in entry.items()}
     for group in [name for name, value in recipe.items() if isinstance(value, dict)]:
         options = recipe.pop(group)
-        store.store(group=f"hydra/recipe/{group}/{path.stem}", name=chosen[group], node=options, package="_group_")
+        store.store(group=f"hydra/recipe/{group}", name=f"{path.stem}-{chosen[group]}", node=options, package="_group_")
     store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
 
 

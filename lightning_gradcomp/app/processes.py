@@ -101,6 +101,7 @@ LOGGED = (
 )
 WARNED = (
     r".*LeafSpec\(?\)?.* is deprecated",  # inside Lightning 2.6 with torch 2.15, once an epoch
+    r".*`torch\.distributed\.\w+` is deprecated",  # torch 2.14 has new names, which the oldest supported torch lacks
     r"The '\w+' does not have many workers",  # the images are in memory already
     r"Experiment logs directory .* exists and is not empty",  # holds our config.yaml; at most a metrics.csv is replaced
     r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips what was seen
