@@ -65,7 +65,9 @@ def test_the_run_goes_on_with_what_was_quickest(world, seconds, rounds, after, c
     results = run_ranks(world, work)
     for seen, topology, outcome, _ in results:
         assert seen == expected + [after] * EACH
-        assert outcome.startswith("Steps are dense from now on" if after == DENSE else f"Steps are compressed ({after})")
+        assert outcome.startswith(
+            "Steps are dense from now on" if after == DENSE else f"Steps are compressed ({after})"
+        )
         assert all(f"{1e3 * seconds(what, 0):.1f} ms {what}" in outcome for what in rounds[0])
         assert topology == after or after == DENSE
     assert all_equal([values for *_, values in results])

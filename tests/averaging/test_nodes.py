@@ -303,7 +303,10 @@ def test_kvstores_names_are_what_the_docs_say(name, route):
 
 
 REFUSED = {
-    "dist_async": ({"topology": "dist_async"}, "topology: got 'dist_async', allowed: .*'dist_sync'.*: asynchronous push and pull are not built"),
+    "dist_async": (
+        {"topology": "dist_async"},
+        "topology: got 'dist_async', allowed: .*'dist_sync'.*: asynchronous push and pull are not built",
+    ),
     "inside": ({"inside": "sparse"}, "inside: got 'sparse', allowed: 'compressed', 'dense'"),
     "device": ({"residual_device": "gpu"}, "residual_device: got 'gpu', allowed: 'device', 'cpu'"),
     "twice": ({"topology": "dist_sync", "inside": "dense"}, "inside with topology='dist_sync': got 'dense'"),

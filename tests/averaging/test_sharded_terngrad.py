@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging import sharded
+from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import CompressedStep

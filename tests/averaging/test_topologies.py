@@ -55,7 +55,9 @@ class Ledger:
     def flat(self, tensors):
         found = [tensors.get(name) for name, _ in self.parts[0].named_parameters()]
         parameters = self.parts[0].parameters()
-        return torch.cat([(p * 0 if t is None else t).double().flatten() for p, t in zip(parameters, found, strict=True)])
+        return torch.cat(
+            [(p * 0 if t is None else t).double().flatten() for p, t in zip(parameters, found, strict=True)]
+        )
 
     def gradients(self):
         return self.flat({name: p.grad for name, p in self.parts[0].named_parameters()}).detach()
