@@ -34,7 +34,7 @@ def stored(*parts):
 
 @cache
 def straight_run(world):
-    """The weights and the memory of every rank."""
+    """The weights and the state of every rank."""
 
     def straight(rank, group):
         model, optimizer, averager = make(group, rank)
