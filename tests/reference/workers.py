@@ -1,4 +1,4 @@
-"""What the reference implementations share: workers whose messages are averaged, and momentum SGD on the average. Plain numpy, fp32."""
+"""What the references share: workers whose messages are averaged, and momentum SGD on that. Plain numpy, fp32."""
 
 import numpy as np
 
