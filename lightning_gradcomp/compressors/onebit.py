@@ -2,7 +2,8 @@
 
 Each element of residual + gradient is sent as one bit, and each group of elements with the two values that the bits
 stand for: the means of the elements on either side of a threshold. The paper has one group a column, which is one
-unit's fan-in (a row of PyTorch's weight), and threshold 0; its authors' CNTK also has the mean as threshold. Groups of
+unit's fan-in (a row of PyTorch's weight), and threshold 0; its authors' CNTK also has the mean as threshold, with two
+values at equal distances from it; here they are the means of either side, whose error is smaller. Groups of
 512 are the default here: with one scale for elements of different size the error stays larger than the gradient.
 Groups never span two parameters. A group of zeros decodes to exactly 0.
 """
@@ -26,15 +27,18 @@ from lightning_gradcomp.registry import register
 def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits (bool [groups, size]) and their two values (fp32 [groups, 2]: of bit 0, of bit 1) of v [groups, size].
 
-    The bit says whether v is at least the threshold, 0 or the group's mean μ. The values are the means of either side, 0
-    or μ for an empty one: no other two values have a smaller squared error, and they keep each group's sum.
+    The bit says whether v is at least the threshold, 0 or the group's mean μ. The values are the means of either side
+    (0 or μ for an empty one): no other two values have a smaller squared error, and they keep each group's sum.
     """
     if threshold == "mean":
         mean = v.mean(1, keepdim=True)
         above = v - mean
         bits = greater_equal(above, 0)
-        ones, excess = bits.view(torch.uint8).sum(1, dtype=torch.int32), above.clamp_(min=0).sum(1)
-        zeros, mean = (v.shape[1] - ones).clamp(min=1), mean.squeeze(1)  # what is above μ on one side is below on the other
+        ones, excess = bits.view(torch.uint8).sum(1, dtype=torch.int32), above.clamp_(min=0).sum(1)  # = what is below
+        zeros, mean = (
+            (v.shape[1] - ones).clamp(min=1),
+            mean.squeeze(1),
+        )  # what is above μ on one side is below on the other
         return bits, torch.stack([mean - excess / zeros, mean + excess / ones.clamp(min=1)], 1)
     bits = greater_equal(v, 0)
     ones = bits.view(torch.uint8).sum(1, dtype=torch.int32)

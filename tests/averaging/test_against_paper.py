@@ -1,4 +1,4 @@
-"""The averager is the paper's algorithm: it walks with a plain numpy twin of it for a hundred steps.
+"""DGC is the paper's algorithm: for a hundred steps its weights are those of a plain numpy implementation.
 
 Both compute in fp32, with sums in rank order, but not with the same instructions, so weights may differ in the last
 bits. Were an entry on the edge of the k largest chosen by one and not by the other, the difference would be a thousand
@@ -33,14 +33,14 @@ def ramp(epoch, step):
 
 
 def paper_weights(world, masking=True, **options):
-    """The twin's weights while it is sparse, and at the end."""
+    """The reference's weights while it is sparse, and at the end."""
     start = {name: p.detach().numpy() for name, p in Table().named_parameters()}
-    twin = PaperDGC(start, COMPRESSED, world, lr=LR, momentum=MOMENTUM, masking=masking, **options)
+    reference = PaperDGC(start, COMPRESSED, world, lr=LR, momentum=MOMENTUM, masking=masking, **options)
     seen = []
     for step in range(END):
-        twin.step([bowl_gradient(twin.weights, rank, step) for rank in range(world)], 1 - ramp(0, step))
+        reference.step([bowl_gradient(reference.weights, rank, step) for rank in range(world)], 1 - ramp(0, step))
         if step + 1 in (SPARSE, END):
-            seen.append({name: weight.copy() for name, weight in twin.weights.items()})
+            seen.append({name: weight.copy() for name, weight in reference.weights.items()})
     return seen
 
 
@@ -59,12 +59,12 @@ def averager_weights(world, masking=True, clip_norm=None, **options):
     return run_ranks(world, work)[0]
 
 
-TOGETHER = {f"3-{name}": (3, CASES[name]) for name in ("plain", "everything", "everything but masking")}
-WALKS = {f"2-{name}": (2, case) for name, case in CASES.items()} | TOGETHER
+THREE_RANKS = {f"3-{name}": (3, CASES[name]) for name in ("plain", "everything", "everything but masking")}
+RUNS = {f"2-{name}": (2, case) for name, case in CASES.items()} | THREE_RANKS
 """Every option by itself on two ranks; on three, none and all of them."""
 
 
-@pytest.mark.parametrize(("world", "case"), WALKS.values(), ids=WALKS)
+@pytest.mark.parametrize(("world", "case"), RUNS.values(), ids=RUNS)
 def test_the_weights_are_the_papers(world, case):
     for ours, paper in zip(averager_weights(world, **case), paper_weights(world, **case), strict=True):
         for name, weight in paper.items():

@@ -1,12 +1,12 @@
-"""With each compressor the averager walks with a plain numpy twin of the method, under momentum SGD, for forty steps.
+"""Each method has the weights of a plain numpy implementation of it, under momentum SGD, for forty steps.
 
 Both compute in fp32 but add in different orders, so weights drift apart by some last bits. A decision (a sign, a
-threshold, a place among the k largest) that only one of them takes moves a weight by 1e-3 at least. The twin keeps the
+threshold, a place among the k largest) that only one of them takes moves a weight by 1e-3 at least. It keeps the
 smallest distance from the edge that any decision had. The steps begin at a number for which that is 2e-5 in all cases,
 several times the drift, so that agreement to 2e-5 is no accident of this machine.
 
 PowerSGD decides nothing, but where a matrix and its query are nearly at right angles its last bits grow, cold to 1e-4
-in forty steps of full-rank noise. With a warm start they feed on themselves and grow by a third a step: there the twin
+in forty steps of full-rank noise. With a warm start they grow by a third a step: there the reference
 takes each step from where the averager is.
 """
 
@@ -86,18 +86,18 @@ CASES = {
 }
 
 
-def twins_walk(world, twin_class, options):
-    """The twin's weights at the end, and how close a decision was."""
+def reference_weights(world, reference_class, options):
+    """The reference's weights at the end, and how close a decision was."""
     start = {name: p.detach().numpy() for name, p in Table().named_parameters()}
-    if twin_class is PaperTernGrad:
+    if reference_class is PaperTernGrad:
         options = {**options, "draws": [draws(rank) for rank in range(world)]}
-    twin = twin_class(start, COMPRESSED, world, **SGD, **options)
+    reference = reference_class(start, COMPRESSED, world, **SGD, **options)
     for step in STEPS:
-        twin.step([bowl_gradient(twin.weights, rank, step) for rank in range(world)])
-    return twin.weights, twin.closest
+        reference.step([bowl_gradient(reference.weights, rank, step) for rank in range(world)])
+    return reference.weights, reference.closest
 
 
-def averagers_walk(world, compressor):
+def averager_weights(world, compressor):
     """The weights of the averager's first rank at the end."""
     compressor.min_elements, compressor.warmup_epochs = 40, 0
 
@@ -114,30 +114,30 @@ def averagers_walk(world, compressor):
 ONE_OF_EACH = (
     "onebit, blocks of 64", "twobit, auto", "terngrad", "gradient dropping, global", "powersgd, rank 2, cold",
 )  # fmt: skip
-WALKS = {f"3-{name}": (3, case) for name, case in CASES.items()} | {
+RUNS = {f"3-{name}": (3, case) for name, case in CASES.items()} | {
     f"2-{name}": (2, CASES[name]) for name in ONE_OF_EACH
 }
 """All on three ranks, whose sums have an order; on two, each method once."""
 
 
-@pytest.mark.parametrize(("world", "case"), WALKS.values(), ids=WALKS)
+@pytest.mark.parametrize(("world", "case"), RUNS.values(), ids=RUNS)
 def test_the_weights_are_the_references(world, case):
-    compressor, twin_class, options = case()
-    ours = averagers_walk(world, compressor)
-    expected, closest = twins_walk(world, twin_class, options)
+    compressor, reference_class, options = case()
+    ours = averager_weights(world, compressor)
+    expected, closest = reference_weights(world, reference_class, options)
     drift = max(float(np.abs(ours[name] - weight).max()) for name, weight in expected.items())
-    tolerance = 1e-3 if twin_class is PaperPowerSGD else 2e-5
+    tolerance = 1e-3 if reference_class is PaperPowerSGD else 2e-5
     for name, weight in expected.items():
         np.testing.assert_allclose(ours[name], weight, rtol=tolerance, atol=tolerance, err_msg=name)
     assert closest > drift
 
 
-def averagers_stations(world, compressor):
+def averager_steps(world, compressor):
     """What the averager's ranks hold before each step and what arrives in it, then what they hold at the end."""
     compressor.min_elements, compressor.warmup_epochs = 40, 0
 
     def work(rank, group):
-        model, stations = Table(), []
+        model, steps_seen = Table(), []
         optimizer, averager = averaged(model, group, compressor, **SGD)
         for step in STEPS:
             memory = averager.state_dict()["memory"]
@@ -145,8 +145,8 @@ def averagers_stations(world, compressor):
             before = {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
             train(model, optimizer, averager, rank, range(step, step + 1), bowl_loss)
             arrived = {name: p.grad.clone().numpy() for name, p in model.named_parameters()}
-            stations.append((before, held, arrived))
-        return stations
+            steps_seen.append((before, held, arrived))
+        return steps_seen
 
     return zip(*run_ranks(world, work), strict=True)
 
@@ -160,27 +160,30 @@ def span(q):
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_powersgd_step_is_the_references(world, rank):
-    compressor, twin_class, options = powersgd(rank)
-    twin = None
-    for step, ranks in zip(STEPS, averagers_stations(world, compressor), strict=True):
+    compressor, reference_class, options = powersgd(rank)
+    reference = None
+    for step, ranks in zip(STEPS, averager_steps(world, compressor), strict=True):
         weights, held, arrived = ranks[0]
-        if twin is None:
-            twin = twin_class(weights, COMPRESSED, world, **SGD, **options)
+        if reference is None:
+            reference = reference_class(weights, COMPRESSED, world, **SGD, **options)
         else:
             for name in COMPRESSED:
-                for own, (_, state, _) in zip(twin.residual, ranks, strict=True):
+                for own, (_, state, _) in zip(reference.residual, ranks, strict=True):
                     np.testing.assert_allclose(own[name], state["residual"][name], rtol=1e-4, atol=1e-4)
-                np.testing.assert_allclose(span(twin.queries[name]), span(held["query"][name]), rtol=0, atol=1e-4)
-            twin.residual = [{name: state["residual"][name] for name in COMPRESSED} for _, state, _ in ranks]
-            twin.queries = {name: q.astype(np.float64) for name, q in held["query"].items()}
-        averages = twin.averages([bowl_gradient(weights, own, step) for own in range(world)])
+                np.testing.assert_allclose(span(reference.queries[name]), span(held["query"][name]), rtol=0, atol=1e-4)
+            reference.residual = [{name: state["residual"][name] for name in COMPRESSED} for _, state, _ in ranks]
+            reference.queries = {name: q.astype(np.float64) for name, q in held["query"].items()}
+        averages = reference.averages([bowl_gradient(weights, own, step) for own in range(world)])
         for name in COMPRESSED:
             np.testing.assert_allclose(averages[name], arrived[name], rtol=1e-4, atol=1e-4, err_msg=f"{name} {step}")
 
 
 def test_every_case_has_weights_of_its_own():
     """Else agreement on an option would say nothing."""
-    ends = [twins_walk(2, twin_class, options)[0] for _, twin_class, options in (case() for case in CASES.values())]
+    ends = [
+        reference_weights(2, reference_class, options)[0]
+        for _, reference_class, options in (case() for case in CASES.values())
+    ]
     for number, end in enumerate(ends):
         for other in ends[:number]:
             assert max(float(np.abs(end[name] - other[name]).max()) for name in end) > 1e-2

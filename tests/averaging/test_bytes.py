@@ -109,6 +109,31 @@ def test_a_schedule_gets_the_epoch_and_the_step():
     assert run_ranks(2, work)[0] == [0, 0, low, low, high, high, 0.99, 0.99, 0.99]
 
 
+@pytest.mark.parametrize("topology", ["all_gather", "auto"])
+def test_the_schedule_is_asked_once_a_step(topology):
+    """In compressed steps, in dense ones, and in steps of several backward passes; however often it is looked at."""
+
+    def work(rank, group):
+        model, asked = Table(), []
+
+        def schedule(epoch, step):
+            asked.append((epoch, step))
+            return 0.9 * (2 <= step < 6)
+
+        options = {"schedule": schedule, "steps_per_epoch": 3, "topology": topology}
+        optimizer, averager = averaged(model, group, **options)
+        for step in range(9):
+            optimizer.zero_grad()
+            for part in range(1 + step % 2):
+                looked_at = averager.sparsity, averager.dense_step, averager.decision
+                prescribed_loss(model, rank, step + part).backward()
+            assert looked_at == (averager.sparsity, averager.dense_step, averager.decision)
+            averager.step()
+        return asked
+
+    assert run_ranks(2, work) == [[(step // 3, step) for step in range(9)]] * 2
+
+
 def test_an_epoch_that_is_set_is_the_epoch():
     def work(rank, group):
         model, seen = Table(), []

@@ -28,7 +28,7 @@ RULES = {
 
 
 def remembered(averager, key, name, like):
-    """fp64 copy of what the memory holds of `name`, 0 if nothing."""
+    """fp64 copy of what the state holds of `name`, 0 if nothing."""
     return averager.state.state_dict()[key].get(name, torch.zeros_like(like)).double()
 
 
@@ -43,7 +43,7 @@ def corrected(u, gradient, parameter, started, *, momentum, dampening=0.0, neste
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_sent_plus_velocity_is_velocity_plus_update(world, rule, masking):
-    """What each rank sent is told by what arrived: the average over the ranks of what left their memories."""
+    """What each rank sent is told by what arrived: the average over the ranks of what left their states."""
 
     def work(rank, group):
         model = Table()

@@ -14,7 +14,7 @@ DENSE = ("small", "bias")
 """The parameters of `Table` that are not compressed."""
 
 
-def books(world, compressor, steps=8, schedule=lambda epoch, step: 0.9):
+def ledgers(world, compressor, steps=8, schedule=lambda epoch, step: 0.9):
     """For every rank: sum of its dense gradients, sum of their averages, what it remembers at the end, its averager."""
 
     def work(rank, group):
@@ -35,7 +35,7 @@ def books(world, compressor, steps=8, schedule=lambda epoch, step: 0.9):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("values", FORMATS)
 def test_applied_plus_mean_residual_is_all_gradients(values, world):
-    ranks = books(world, lambda: quick(OneBit, dense_values=values))
+    ranks = ledgers(world, lambda: quick(OneBit, dense_values=values))
     remembered = mean_state([state for _, _, state, _ in ranks])["memory"]["dense_residual"]
     for name in DENSE:
         there_was = sum(own[name] for own, _, _, _ in ranks) / world
@@ -46,7 +46,7 @@ def test_applied_plus_mean_residual_is_all_gradients(values, world):
 
 def test_a_return_to_dense_sends_what_is_remembered():
     last = 7
-    ranks = books(2, lambda: quick(DGC, dense_values="bf16"), schedule=lambda epoch, step: 0.9 * (step < last))
+    ranks = ledgers(2, lambda: quick(DGC, dense_values="bf16"), schedule=lambda epoch, step: 0.9 * (step < last))
     assert not ranks[0][2]["memory"]["dense_residual"]
     for name in DENSE:
         there_was = sum(own[name] for own, _, _, _ in ranks) / 2
@@ -55,13 +55,13 @@ def test_a_return_to_dense_sends_what_is_remembered():
 
 def test_the_message_is_as_much_shorter():
     elements = sum(Table().get_parameter(name).numel() for name in DENSE)
-    [(_, _, _, whole), _] = books(2, lambda: quick(DGC), 1)
-    [(_, _, _, half), _] = books(2, lambda: quick(DGC, dense_values="bf16"), 1)
+    [(_, _, _, whole), _] = ledgers(2, lambda: quick(DGC), 1)
+    [(_, _, _, half), _] = ledgers(2, lambda: quick(DGC, dense_values="bf16"), 1)
     assert 2 * elements - 4 <= whole - half <= 2 * elements + 4
 
 
 def test_where_averages_travel_nothing_is_rounded():
-    [(_, _, state, _), _] = books(2, lambda: quick(PowerSGD, dense_values="bf16"))
+    [(_, _, state, _), _] = ledgers(2, lambda: quick(PowerSGD, dense_values="bf16"))
     assert all(not part.any() for part in state["memory"]["dense_residual"].values())
 
 

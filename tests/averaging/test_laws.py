@@ -375,7 +375,7 @@ def test_a_resumed_run_is_the_straight_run_to_the_bit(make):
 
 @every
 def test_a_skipped_step_that_is_not_finite_leaves_no_trace(make):
-    """Whatever it holds, and on whichever rank it lies: the first, the third, then the second. Only the step is counted."""
+    """Whatever it holds, and on whichever rank it lies: the first, the third, then the second. The step is counted."""
 
     spoilt_at = {0: float("nan"), 2: float("inf"), 4: float("-inf")}
 

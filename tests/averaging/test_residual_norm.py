@@ -12,8 +12,8 @@ from tests.threads import run_ranks
 NOW = {"min_elements": 50, "warmup_epochs": 0}
 
 
-def weighed(compressor, schedule=None, steps=4, spoil=False, **options):
-    """After each step of rank 0: what was noted, and what its memory and its own gradients come to, as vectors."""
+def measured(compressor, schedule=None, steps=4, spoil=False, **options):
+    """After each step of rank 0: its statistics, what its state holds unsent, and its own gradient, as vectors."""
 
     def work(rank, group):
         model, seen = Table(), []
@@ -45,42 +45,42 @@ def weighed(compressor, schedule=None, steps=4, spoil=False, **options):
     ],
 )
 def test_the_residual_is_compared_with_the_ranks_own_gradient(compressor, topology):
-    for stats, unsent, own in weighed(compressor, topology=topology):
+    for stats, unsent, own in measured(compressor, topology=topology):
         assert stats.residual_to_gradient == pytest.approx(float(unsent.norm() / own.norm()), rel=1e-5)
         assert stats.norm_seconds > 0
 
 
 def test_a_loss_scale_is_not_in_it():
     def work(rank, group):
-        noted = []
+        recorded = []
         for scale in (1.0, 1024.0):
             model = Table()
             _, averager = averaged(model, group)
             averager.measures_residual = True
             (scale * prescribed_loss(model, rank, 0)).backward()
             averager.average(grad_scale=scale)
-            noted.append(averager.stats.residual_to_gradient)
-        return noted
+            recorded.append(averager.stats.residual_to_gradient)
+        return recorded
 
     alone, scaled = run_ranks(2, work)[0]
     assert scaled == pytest.approx(alone, rel=1e-5)
 
 
 def test_dense_steps_have_none():
-    steps = weighed(dgc(), schedule=lambda epoch, step: 0.9 if 1 <= step < 3 else 0.0, steps=5)
-    noted = [stats.residual_to_gradient is not None for stats, _, _ in steps]
-    assert noted == [False, True, True, False, False]  # the fourth sends all that is left
+    steps = measured(dgc(), schedule=lambda epoch, step: 0.9 if 1 <= step < 3 else 0.0, steps=5)
+    recorded = [stats.residual_to_gradient is not None for stats, _, _ in steps]
+    assert recorded == [False, True, True, False, False]  # the fourth sends all that is left
 
 
 @pytest.mark.parametrize("error_feedback", [False, True])
 def test_what_remembers_nothing_has_none(error_feedback):
-    steps = weighed(TernGrad(error_feedback=error_feedback, **NOW))
+    steps = measured(TernGrad(error_feedback=error_feedback, **NOW))
     assert [stats.residual_to_gradient is not None for stats, _, _ in steps] == 4 * [error_feedback]
 
 
 def test_a_step_that_overflows_has_none():
-    noted = [stats.residual_to_gradient for stats, _, _ in weighed(dgc(), spoil=True)]
-    assert all(noted[:-1]) and noted[-1] is None
+    recorded = [stats.residual_to_gradient for stats, _, _ in measured(dgc(), spoil=True)]
+    assert all(recorded[:-1]) and recorded[-1] is None
 
 
 def test_nothing_is_measured_unasked():

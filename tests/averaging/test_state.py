@@ -1,11 +1,13 @@
 """Stopping and going on is the same as not stopping."""
 
 import io
+from copy import deepcopy
 from functools import cache
 
 import pytest
 import torch
 
+from tests.averaging.laws import EVERY, LOSSY, SHARDED
 from tests.averaging.workers import Table, all_equal, averaged, conv_net, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks
 
@@ -32,7 +34,7 @@ def stored(*parts):
 
 @cache
 def straight_run(world):
-    """The weights and the memory of every rank."""
+    """The weights and the state of every rank."""
 
     def straight(rank, group):
         model, optimizer, averager = make(group, rank)
@@ -73,17 +75,74 @@ def test_a_saved_state_does_not_change_while_training_goes_on():
     run_ranks(2, work)
 
 
-def test_a_state_of_another_shape_is_refused_by_name():
-    def work(rank, group):
-        model = Table()
-        optimizer, averager = averaged(model, group)
-        train(model, optimizer, averager, rank, 1, prescribed_loss)
-        state = averager.state_dict()
-        state["memory"]["velocity"]["matrix"] = torch.zeros(3, 3)
-        with pytest.raises(ValueError, match=r"'matrix': got shape \(3, 3\), allowed: \(12, 25\)"):
-            averager.load_state_dict(state)
+SHAPE = r"state of 'matrix': got shape \(3, 3\), allowed: \(12, 25\)"
+KIND = (
+    r"the state of GradientAverager: got 'a state of another method, with .*', allowed: .*{}.*, which this compressor"
+)
+WHOLE = r"the state of GradientAverager: got 'a {} without {}', allowed: what GradientAverager.state_dict\(\) returned"
 
-    run_ranks(2, work)
+
+def without(*keys):
+    return lambda state, optimizer: {key: value for key, value in state.items() if key not in keys}
+
+
+def with_another_shape(state, optimizer):
+    kind = next(iter(state["memory"]))
+    return {**state, "memory": {**state["memory"], kind: {**state["memory"][kind], "matrix": torch.zeros(3, 3)}}}
+
+
+def of(name):
+    """Another method's state."""
+
+    return lambda state, optimizer: {**averaged(Table(), None, LOSSY[name]())[1].state_dict(), "steps": 99}
+
+
+REFUSED = {
+    "another shape": ("dgc", with_another_shape, SHAPE),
+    "onebit's for dgc": ("dgc", of("onebit"), KIND.format("momentum, velocity")),
+    "dgc's for onebit": ("onebit", of("dgc"), KIND.format("residual")),
+    "onebit's for powersgd": ("powersgd", of("onebit"), KIND.format("query")),
+    "dgc's for fp16": ("fp16", without("steps"), WHOLE.format("dict", "steps")),
+    "the optimizer's": (
+        "dgc",
+        lambda state, optimizer: optimizer.state_dict(),
+        WHOLE.format("dict", "autotune, .*, workers"),
+    ),
+    "a list": ("dgc", lambda state, optimizer: [state], WHOLE.format("list", "steps, memory, .*")),
+    "nothing": ("onebit", lambda state, optimizer: None, WHOLE.format("NoneType", "steps, memory, .*")),
+    "parts": ("onebit", without("workers", "trained"), WHOLE.format("dict", "trained, workers")),
+}
+
+
+REFUSED = {
+    f"{topology}-{label}": (topology, *case)
+    for topology in ("all_gather", "two_phase")
+    for label, case in REFUSED.items()
+    if topology == "all_gather" or case[0] in SHARDED
+}
+
+
+@pytest.mark.parametrize(("topology", "name", "spoil", "message"), REFUSED.values(), ids=REFUSED)
+def test_other_states_are_refused_and_nothing_is_lost(topology, name, spoil, message):
+    """The run goes on as if nobody had tried to load them."""
+
+    def work(rank, group):
+        runs = []
+        for refused in (True, False):
+            model = Table()
+            optimizer, averager = averaged(model, group, EVERY[name](), topology=topology)
+            train(model, optimizer, averager, rank, 3, prescribed_loss)
+            if refused:
+                before = deepcopy(averager.state_dict())
+                with pytest.raises(ValueError, match=message):
+                    averager.load_state_dict(spoil(averager.state_dict(), optimizer))
+                after = averager.state_dict()
+                assert same(after.pop("memory"), before.pop("memory")) and after == before
+            train(model, optimizer, averager, rank, range(3, 6), prescribed_loss)
+            runs.append(weights(model))
+        return torch.equal(*runs)
+
+    assert all(run_ranks(2, work))
 
 
 def test_a_loaded_state_replaces_what_was_there():

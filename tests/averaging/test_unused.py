@@ -59,7 +59,7 @@ def test_at_sparsity_0_unused_parameters_are_as_in_ddp(world, options):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_parameter_unused_on_some_ranks_gets_its_average_on_all_and_one_unused_on_all_gets_none(world):
+def test_a_parameter_unused_on_some_ranks_is_averaged(world):
     def work(rank, group):
         model = Branches()
         start = model.branches[2].weight.detach().clone()
@@ -148,7 +148,7 @@ def test_what_is_remembered_of_an_unused_parameter_is_sent_later(make, topology)
     assert float((sum(left) / 2).abs().max()) <= 2e-5
 
 
-def test_ranks_that_used_none_of_the_compressed_parameters_return_to_dense_with_the_others():
+def test_a_rank_that_compressed_nothing_returns_to_dense_too():
     """Every rank must then do the same collective, also one that has nothing to remember."""
 
     def work(rank, group):
@@ -165,7 +165,7 @@ def test_ranks_that_used_none_of_the_compressed_parameters_return_to_dense_with_
         assert all_equal(run_ranks(2, work))
 
 
-def test_weight_decay_keeps_its_strength_on_parameters_that_some_ranks_do_not_use():
+def test_weight_decay_acts_as_in_ddp_where_some_ranks_lack_it():
     """As in DDP, where it acts once on the averaged gradient. Sparse steps, then a dense one that sends the rest."""
     decay, learning_rate, steps = 0.5, 1e-3, 20
     sparsities = [0.75] * (steps - 1) + [0.0]

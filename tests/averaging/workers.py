@@ -156,7 +156,7 @@ def weights(model):
 
 
 def same(state, other):
-    """Whether two memories are equal to the bit, names included."""
+    """Whether two states are equal to the bit, names included."""
     return state.keys() == other.keys() and all(
         state[key].keys() == other[key].keys() and all(torch.equal(state[key][n], other[key][n]) for n in state[key])
         for key in state

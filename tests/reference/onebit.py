@@ -26,9 +26,6 @@ class PaperOneBit(Workers):
         middle = v.mean() if self.threshold == "mean" else np.float32(0)
         self.decided(np.abs(v - middle))
         bit = v >= middle
-        if self.threshold == "mean":
-            deviation = np.abs(v - middle).mean()
-            return np.where(bit, middle + deviation, middle - deviation)
-        ones = v[bit].mean() if bit.any() else np.float32(0)
-        zeros = v[~bit].mean() if not bit.all() else np.float32(0)
+        ones = v[bit].mean() if bit.any() else middle
+        zeros = v[~bit].mean() if not bit.all() else middle
         return np.where(bit, ones, zeros)
