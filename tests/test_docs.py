@@ -23,8 +23,8 @@ from tests.pages import DOCS, PAGES, blocks, prose, rows
 from tests.threads import run_ranks
 
 TABLES = runpy.run_path(str(DOCS / "tables.py"))
-KINDS = {"python", "bash", "diff", "text", "math"}
-"""Blocks of the last three are not code."""
+KINDS = {"python", "bash", "toml", "diff", "text", "math"}
+"""Blocks of the last four are not code."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,18 +82,20 @@ def test_every_block_is_of_a_kind_that_is_tested_or_is_no_code(page):
     assert {kind for kind, _, _ in blocks(page)} <= KINDS
 
 
-def test_the_example_compressor_is_a_strategy_and_learns():
-    [text] = [text for kind, _, text in blocks("docs/write-a-compressor.md") if kind == "python"]
+@pytest.mark.parametrize("name", ["ef_signsgd", "random_k", "qsgd"])
+def test_an_example_compressor_is_a_strategy_and_learns(name):
+    [text] = [text for _, _, text in blocks("docs/write-a-compressor.md") if f'register("{name}")' in text]
     exec(text, {"__name__": "example"})
-    assert "meansign" in StrategyRegistry
+    assert name in StrategyRegistry
+    assert name in STRATEGY_REGISTRY
 
     def work(rank, group):
         generator = torch.Generator().manual_seed(rank)
         model = torch.nn.Linear(64, 32)
         torch.nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        averager = lgc.GradientAverager(model, "meansign", optimizer=optimizer, process_group=group)
-        for _ in range(200):
+        averager = lgc.GradientAverager(model, name, optimizer=optimizer, process_group=group)
+        for _ in range(400):
             inputs = torch.randn(16, 64, generator=generator)
             optimizer.zero_grad()
             loss = (model(inputs) - inputs[:, :32]).square().mean()
@@ -103,7 +105,7 @@ def test_the_example_compressor_is_a_strategy_and_learns():
 
     (loss, ratio), _ = run_ranks(2, work)
     assert loss < 0.1
-    assert ratio > 20
+    assert ratio > 3.5
 
 
 def test_the_table_of_methods_is_what_the_registry_makes_of_it():
@@ -158,13 +160,13 @@ def test_the_formulas_of_bytes_are_the_codes(density):
     payloads = [
         (lgc.DGC(), sparse(each)),
         (lgc.GradientDropping(), sparse(together)),
-        (lgc.OneBit(), sum(8 * ceil(size / 512) + ceil(size / 8) for size in sizes)),
+        (lgc.OneBit(groups="block"), sum(8 * ceil(size / 512) + 4 * ceil(size / 32) for size in sizes)),
         (lgc.TwoBit(), sum(4 + 4 * ceil(size / 16) for size in sizes)),
         (lgc.TernGrad(share_scaler=False), sum(4 + ceil(size / 5) for size in sizes)),
         (lgc.PowerSGD(), factors),
     ]
     for compressor, expected in payloads:
-        assert sum(size for _, size in compressor.messages(layout, density)) == expected, compressor
+        assert sum(size for _, size in compressor.at(1 - density).messages(layout)) == expected, compressor
 
 
 def test_the_page_of_delayed_averaging_has_its_options():

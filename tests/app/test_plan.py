@@ -8,7 +8,7 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.app.plan import measure, options, report
-from lightning_gradcomp.app.plan.forecast import Computation, Forecast, Link, Work, topologies, traffic
+from lightning_gradcomp.app.plan.forecast import Computation, Forecast, Link, Work, bytes_of_step, topologies
 from lightning_gradcomp.app.plan.workload import Workload, lightning_module
 from lightning_gradcomp.registry import entries
 from tests.app.command import gradcomp
@@ -215,7 +215,7 @@ def test_the_bytes_are_those_that_are_sent(entry, world):
             )
             model(torch.ones(4, 64)).square().mean().backward()
             averager.average()
-            return averager.stats.bytes_sent, traffic(compressor, model, topology, world).sent
+            return averager.stats.bytes_sent, bytes_of_step(compressor, model, topology, world).sent
 
         results = run_ranks(world, rank_main)
         assert max(sent for sent, _ in results) == results[0][1]
