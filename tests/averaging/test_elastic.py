@@ -8,30 +8,12 @@ import torch
 
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.compressors import TernGrad
-from tests.averaging.laws import KEPT, REMEMBERING, quick
+from tests.averaging.laws import REMEMBERING, quick
 from tests.averaging.workers import Table, averaged, prescribed_loss, same, train
 from tests.threads import run_ranks
 
-WORLDS = (4, 3, 8, 2)
-STEPS = 3
-"""In each world."""
-
 remembering = pytest.mark.parametrize("make", REMEMBERING.values(), ids=REMEMBERING)
 feeding_back = partial(quick, TernGrad, error_feedback=True)
-
-
-def gradients(model):
-    """All of them in one fp64 vector."""
-    return torch.cat([p.grad.double().reshape(-1) for p in model.parameters()])
-
-
-def remembered(averager):
-    """What is kept of every parameter in one fp64 vector, of those that travel dense too."""
-    parts = {name: torch.zeros(p.shape).double() for name, p in averager.model.named_parameters()}
-    for kind, of_kind in averager.state_dict()["memory"].items():
-        if kind.removeprefix("dense_") in KEPT:
-            parts.update((name, part.double()) for name, part in of_kind.items())
-    return torch.cat([part.reshape(-1) for part in parts.values()])
 
 
 # Worlds of other sizes
