@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
+from lightning_gradcomp.app.plan import link as module
 from lightning_gradcomp.app.plan.cost import Work
 from lightning_gradcomp.app.plan.link import measure_link, measure_work
-from lightning_gradcomp.app.plan import link as module
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.compressors import DGC, Lossy, NoCompression
 from lightning_gradcomp.registry import entries
