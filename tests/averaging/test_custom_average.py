@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_gradcomp.averaging.step import CompressedStep
-from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.averaging.traffic import messages, traffic
 from lightning_gradcomp.compressors import OneBit
 from lightning_gradcomp.compressors.decoded import Dense
 from tests.averaging.laws import finite, kept, quick
@@ -77,14 +76,13 @@ def test_announced_bytes_are_what_collectives_are_given(cls, world, dense_values
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, compressor)
-        step = CompressedStep(compressor, averager.gradients, averager.ranks, Topology(), optimizer)
-        announced = [(how == "gather", length) for how, length in step.messages(compressor)]
+        announced = [(how == "gather", length) for how, length in messages(compressor, averager.gradients)]
         for number in range(3):
             backward(model, optimizer, rank, number, prescribed_loss)
             log[rank].clear()
             averager.step()
             assert [(how in GATHERS, length) for how, length in log[rank]] == announced
-            sent = step.traffic(compressor, "all_gather")
+            sent = traffic(compressor, averager.gradients, averager.ranks, "all_gather")
             assert averager.stats.bytes_sent == averager.stats.bytes_received == sent < averager.stats.dense_bytes
             assert f" {sent:,} bytes sent a step" in averager.describe()
         return weights(model)

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging import mean_state, sharded
+from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.layout import Layout
-from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING
+from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, Parts
 from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same, train, weights
 from tests.compressors.examples import RandomK
 from tests.reference.two_phase import Workers
@@ -134,8 +136,10 @@ def test_nothing_is_lost(make, world):
     ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(6)))
     assert_nothing_lost(*balance(ledgers))
     assert all(SHARD in state["memory"] for _, _, state in ledgers)
-    # Random-k's mean is already on the entries that its owner draws.
-    assert any(kept(state)[1].any() for _, _, state in ledgers) != isinstance(make(), RandomK)
+    # Random-k's mean is already on the entries that its owner draws. What the second selection of a sparse method
+    # leaves out stays with the workers, so that owners remember what is rounded off alone.
+    exact = isinstance(make(), RandomK) or getattr(make(), "values", "") == "fp32"
+    assert any(kept(state)[1].any() for _, _, state in ledgers) != exact
 
 
 @pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
@@ -261,12 +265,11 @@ def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topo
 @every_codec
 def test_bytes_do_not_grow_with_the_ranks(make):
     """Two messages at most, but for what each of N parts costs by itself: a count and a scale rounded up."""
-    layout, compressor = Layout(("a", "b"), ((512, 1024), (256, 512))), make()
-    [(_, payload)] = compressor.messages(layout)
+    compressor = make()
+    gradients = Gradients(Parts((512, 1024), (256, 512)), compressor)
+    [(_, payload)] = compressor.messages(gradients.layout)
     for world in (2, 8, 64):
-        ranks = Ranks(None)
-        ranks.world = world
-        sent = sharded.traffic(compressor, layout, 0, 8, ranks, dense_pull=False)
+        sent = traffic(compressor, gradients, Ranks(None, world), "two_phase")
         assert sent <= 2 * (payload * (world - 1) / world) * 1.2 + 40 * world
 
 

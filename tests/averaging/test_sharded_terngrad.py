@@ -6,16 +6,15 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging import sharded
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import TernGrad
-from tests.averaging.laws import note_sent
+from tests.averaging.laws import Parts, note_sent
 from tests.averaging.workers import SGD, Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
 from tests.reference.terngrad_server import Server
 from tests.threads import run_ranks, subgroups
@@ -171,16 +170,14 @@ def test_shard_residuals_of_another_method_go_to_the_workers():
     torch.testing.assert_close(sum(owed), came[0], rtol=1e-5, atol=1e-5)
 
 
-def traffic(world, n, topology):
-    """Bytes of a step, n elements in rows of 64, with nothing beside them but flags."""
-    ranks = Ranks(None)
-    ranks.world = world
-    layout = Layout(("a",), ((n // 64, 64),))
-    return sharded.traffic(terngrad(), layout, 0, 3, ranks, dense_pull=topology == "server")
+def bytes_of_step(world, n, topology):
+    """Of n elements in rows of 64, with nothing beside them but flags."""
+    gradients = Gradients(Parts((n // 64, 64)), terngrad())
+    return traffic(terngrad(), gradients, Ranks(None, world), topology)
 
 
 @pytest.mark.parametrize(("world", "pull"), [(2, 32 / 13), (4, 32 / 10), (8, 32 / 7), (64, 32 / 4)])
 def test_bits_an_element_are_what_the_docs_say(world, pull):
     n = 64 * 65_536
     for topology, back in (("two_phase", pull), ("server", 32)):
-        assert 8 * traffic(world, n, topology) / n == pytest.approx((world - 1) / world * (1.6 + back), rel=1e-3)
+        assert 8 * bytes_of_step(world, n, topology) / n == pytest.approx((world - 1) / world * (1.6 + back), rel=1e-3)

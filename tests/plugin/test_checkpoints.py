@@ -110,7 +110,7 @@ def test_mean_state_in_mid_accumulation(two, folder):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_owners_remember_is_added_up_and_the_rest_averaged(world):
+def test_shard_residuals_are_added_up_the_rest_averaged(world):
     def work(rank, group):
         model, checkpoint = Table(), {}
         optimizer, averager = averaged(model, group, topology="two_phase")
@@ -120,10 +120,10 @@ def test_what_owners_remember_is_added_up_and_the_rest_averaged(world):
 
     states, means = zip(*run_ranks(world, work), strict=True)
     expected = mean_state(states)
-    assert expected["owners"] == 1
+    assert expected["workers"] == 1
     for mean in means:
-        assert mean["owners"] == 1
-        assert set(mean["memory"]) == {"momentum", "velocity", "owned"} == set(expected["memory"])
+        assert mean["workers"] == 1
+        assert set(mean["memory"]) == {"momentum", "velocity", "shard_residual"} == set(expected["memory"])
         for kind, parts in expected["memory"].items():
             for name, part in parts.items():
                 torch.testing.assert_close(mean["memory"][kind][name], part, rtol=1e-5, atol=1e-6)

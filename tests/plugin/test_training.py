@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import run_world
+from tests.threads import ALL_GATHER
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,12 @@ def test_monitor_logs_bytes_ratio_sparsity_and_phases(outcome):
 
 def test_the_trials_decision_is_kept_in_the_checkpoint(outcome):
     tried = outcome["tried"]
-    decided = {"all_gather": "Steps are compressed from now on", "all_reduce": "Steps are dense from now on"}
-    assert tried["trial"].startswith(decided[tried["topology"]])
-    assert tried["trial_of_the_resumed"] == tried["trial"]
+    decided = {
+        "all_gather": "Steps are compressed (all_gather) from now on",
+        "all_reduce": "Steps are dense from now on",
+    }
+    assert tried["auto"].startswith(decided[tried["topology"]])
+    assert tried["auto_of_the_resumed"] == tried["auto"]
     assert tried["replicas_apart"] == 0
 
 
@@ -75,7 +79,7 @@ def test_plain_ddp_checkpoint_continues(outcome):
 
 
 def test_a_compressed_step_is_one_round_trip(outcome):
-    assert outcome["round_trips"]["calls"] == {"all_gather_into_tensor": 8}
+    assert outcome["round_trips"]["calls"] == {ALL_GATHER: 8}
 
 
 def test_batch_norms_are_rank_0s_when_somebody_looks_at_them(outcome):
