@@ -49,15 +49,15 @@ class CompressedDDPStrategy(BaseStrategy):
 
     Args:
         compressor: a compressor, or its name.
-        topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the
-            mean on, compressed again; for many ranks. "server": the same with dense means. "auto": the quickest of
-            the first two by a model of the link, but dense where a trial in the first steps finds that quicker. Such
-            decisions hang on the clock: choose another where runs must repeat to the bit. Or a kvstore's name:
-            "device", "dist_sync", "dist_sync_device" (docs/topologies.md).
+        topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the mean
+            on, compressed again; for many ranks. "server": the same with dense means. "auto": what a trial in the
+            first steps finds quickest: dense steps, or one of the first two. The decision depends on the clock: choose
+            another where runs must repeat to the bit. Or a kvstore's name: "device", "dist_sync", "dist_sync_device"
+            (docs/topologies.md).
         inside: "compressed" (default): every rank compresses its own gradient. "dense": ranks of a node average theirs
             first, and only nodes exchange payloads.
-        residual_device: where what is not sent lies between steps: with the gradients ("device", default), or in "cpu"
-            memory.
+        residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
+            "cpu" memory.
         checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint, up to
             1 GiB, beyond that as "sidecar". "sidecar": a file for each rank, in a folder beside the checkpoint. "mean":
             one copy of the mean over ranks, with which a resumed run is no longer exact. "drop": nothing is saved, or
