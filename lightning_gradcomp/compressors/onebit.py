@@ -1,11 +1,12 @@
 """1-bit SGD: Seide, Fu, Droppo, Li, Yu, Interspeech 2014.
 
 Each element of residual + gradient is sent as one bit, and each group of elements with the two values that the bits
-stand for: the means of the elements on either side of a threshold. The paper has one group a column, which is one
-unit's fan-in (a row of PyTorch's weight), and threshold 0; its authors' CNTK also has the mean as threshold, with two
-values at equal distances from it; here they are the means of either side, whose error is smaller. Groups of
-512 are the default here: with one scale for elements of different size the error stays larger than the gradient.
-Groups never span two parameters. A group of zeros decodes to exactly 0.
+stand for: the means of the elements on either side of a threshold. A group is a column of the paper's matrices, one
+unit's fan-in: a row of PyTorch's weight. With one scale for a whole tensor, whose elements differ in size, the error
+stays larger than the gradient. Groups never span two parameters. A group of zeros decodes to exactly 0.
+
+The paper's threshold is 0. Its authors' CNTK also has the group's mean, with two values at equal distances from it. Here
+it is the mean, with the means of either side, which leave a smaller error.
 """
 
 from __future__ import annotations
@@ -58,14 +59,15 @@ def dequantise(bits: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
 @register("onebit")
 @dataclass(kw_only=True)
 class OneBit(TensorCodec):
-    """1-bit SGD: a sign for each element, two means for each group, error feedback; for any optimizer.
+    """1-bit SGD: a bit for each element, two means for each group, error feedback; for any optimizer.
 
     Source: Seide et al., Interspeech 2014.
 
     Args:
-        groups: "block" (of `group_size` consecutive elements), "column" (a unit's fan-in, as in the paper) or "tensor".
-        group_size: elements of a block; 512 costs 1.125 bits an element.
-        threshold: "zero" or "mean".
+        groups: "column" (a unit's fan-in, as in the paper), "block" (of `group_size` consecutive elements) or "tensor".
+            Groups of g elements cost 1 + 64 / g bits an element.
+        group_size: elements of a block.
+        threshold: "mean" or "zero".
         warmup_epochs: dense epochs before the quantisation begins (the paper begins with unquantised data too).
 
     Raises:
@@ -73,15 +75,15 @@ class OneBit(TensorCodec):
     """
 
     card: ClassVar[Card] = Card(
-        sends="a sign for each element, two fp32 means for each group of 512",
+        sends="a bit for each element, two fp32 means for each unit's fan-in",
         remembers="a residual",
         pick="every element should move at every step; any optimizer",
         source="Seide et al., Interspeech 2014",
     )
 
-    groups: str = "block"
+    groups: str = "column"
     group_size: int = 512
-    threshold: str = "zero"
+    threshold: str = "mean"
     warmup_epochs: int = 1
 
     def __post_init__(self) -> None:

@@ -88,7 +88,7 @@ def gather_hops(num_bytes: float, workers: int) -> int:
 
 
 def short_sum_hops(num_bytes: int, workers: int) -> int:
-    """Messages that wait for each other in a sum which is not a ring (`ranks.add`): to the rank that adds up a part, and back.
+    """Messages that wait for each other in a sum which is not a ring (`workers.add`): to who adds up a part, and back.
 
     Two ranks tell each other everything at once.
     """
