@@ -26,7 +26,7 @@ QUICK = {"min_elements": 40, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 
 OTHER_OPTIONS = {
     "dgc": [{"momentum_masking": False}, {"values": "int8"}],
     "gradient_dropping": [{"scope": "tensor"}, {"values": "bf16"}],
-    "onebit": [{"groups": "column", "threshold": "mean"}],
+    "onebit": [{"groups": "block", "threshold": "zero"}],
     "twobit": [{"threshold": 0.5}],
     "terngrad": [{"error_feedback": True, "share_scaler": False}],
     "powersgd": [{"rank": 1, "warm_start": False}],

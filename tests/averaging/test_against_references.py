@@ -70,7 +70,7 @@ def powersgd(rank, **options):
 
 
 CASES = {
-    "onebit, blocks of 64": lambda: onebit(64, "zero", group_size=64),
+    "onebit, blocks of 64": lambda: onebit(64, "zero", groups="block", group_size=64),
     "onebit, columns": lambda: onebit("column", "zero", groups="column"),
     "onebit, tensors, mean": lambda: onebit("tensor", "mean", groups="tensor"),
     "twobit, auto": lambda: twobit("auto"),

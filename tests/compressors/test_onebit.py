@@ -27,12 +27,13 @@ VECTORS = {
     "all positive": ("zero", torch.tensor([1.0, 2, 3, 4]), [1] * 4, (0, 2.5), [-1.5, -0.5, 0.5, 1.5]),
     "all negative": ("zero", torch.tensor([-1.0, -2, -3, -4]), [0] * 4, (-2.5, 0), [1.5, 0.5, -0.5, -1.5]),
     "all zero": ("zero", torch.zeros(5), [1] * 5, (0, 0), [0] * 5),
+    "mean, one above": ("mean", torch.tensor([0.0, 0, 0, 8]), [0, 0, 0, 1], (0, 8), [0] * 4),
     "all zero, mean": ("mean", torch.zeros(5), [1] * 5, (0, 0), [0] * 5),
 }
 ODD = Layout(("a", "b", "c", "d"), ((3, 7), (1, 1), (5, 5, 3), (2, 513)))
 WAYS = {
-    "block of 8": {"group_size": 8},
-    "block of 512": {},
+    "block of 8": {"groups": "block", "group_size": 8},
+    "block of 512": {"groups": "block"},
     "column": {"groups": "column"},
     "tensor": {"groups": "tensor"},
 }
@@ -60,14 +61,14 @@ def test_bits_values_and_residual_of_known_vectors(threshold, v, bits, values, r
 
 
 def test_the_residual_is_added_before_the_next_step():
-    worker = Worker(OneBit(groups="tensor"), one(1, 8))
+    worker = Worker(OneBit(groups="tensor", threshold="zero"), one(1, 8))
     worker.push(V)
     decoded = worker.push(torch.zeros(8))  # of [-0.5, 0.5, 0.5, -1.5, -1.5, -1, 1, 2.5]
     assert decoded.tolist() == [-1.125, 1.125, 1.125, -1.125, -1.125, -1.125, 1.125, 1.125]
 
 
 def test_the_bit_of_negative_zero_is_1():
-    worker = Worker(OneBit(groups="tensor"), one(1, 4))
+    worker = Worker(OneBit(groups="tensor", threshold="zero"), one(1, 4))
     worker.push(torch.tensor([-0.0, 4.0, -2.0, 0.0]))
     assert bits_of(worker.payload[8:], 4) == [1, 1, 0, 1]
 
@@ -92,8 +93,9 @@ def test_a_group_of_zeros_decodes_to_zeros(options, threshold):
 
 
 @ways
-def test_at_threshold_0_every_group_keeps_its_sum(options):
-    worker = Worker(OneBit(**options), ODD)
+@pytest.mark.parametrize("threshold", ["zero", "mean"])
+def test_every_group_keeps_its_sum(options, threshold):
+    worker = Worker(OneBit(threshold=threshold, **options), ODD)
     for seed in range(5):
         worker.push(normal(ODD.n, seed))
         for (start, stop), shape in zip(ODD.bounds, ODD.shapes, strict=True):
@@ -114,7 +116,7 @@ def test_a_column_is_a_units_fan_in():
 @pytest.mark.parametrize("layout", [ODD, one(1, 1), one(1, 8), one(3, 3), one(700, 3), one(3, 90_000)], ids=str)
 def test_the_payload_is_two_means_a_group_and_a_bit_an_element(layout, options):
     """Of each tensor the means, then the bits, which end at a multiple of 4 bytes."""
-    compressor = OneBit(**options)
+    compressor = OneBit(threshold="zero", **options)
     worker = Worker(compressor, layout)
     v = normal(layout.n)
     decoded, begin = worker.push(v), 0
@@ -127,7 +129,7 @@ def test_the_payload_is_two_means_a_group_and_a_bit_an_element(layout, options):
 
 
 def test_a_block_of_512_costs_1_125_bits_an_element():
-    assert OneBit().messages(one(1024, 1024)) == [("gather", 1.125 * 2**17)]
+    assert OneBit(groups="block").messages(one(1024, 1024)) == [("gather", 1.125 * 2**17)]
 
 
 @pytest.mark.parametrize("threshold", ["zero", "mean"])

@@ -152,7 +152,7 @@ class ChunkedSigns(EFSignSGD):
 @pytest.mark.parametrize("n", [1, 8, 700, 2 * CHUNK + 13])
 @pytest.mark.parametrize(
     "compressor",
-    [ChunkedSigns(), lgc.OneBit(), lgc.OneBit(group_size=100, threshold="mean"), lgc.TwoBit()],
+    [ChunkedSigns(), lgc.OneBit(groups="block"), lgc.OneBit(groups="block", group_size=100), lgc.TwoBit()],
     ids=["signs", "onebit", "onebit, 100", "twobit"],
 )
 def test_decoding_by_chunks_is_decoding_whole(compressor, n):
