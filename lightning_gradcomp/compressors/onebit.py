@@ -5,8 +5,8 @@ stand for: the means of the elements on either side of a threshold. A group is a
 unit's fan-in: a row of PyTorch's weight. With one scale for a whole tensor, whose elements differ in size, the error
 stays larger than the gradient. Groups never span two parameters. A group of zeros decodes to exactly 0.
 
-The paper's threshold is 0. Its authors' CNTK also has the group's mean, with two values at equal distances from it. Here
-it is the mean, with the means of either side, which leave a smaller error.
+The paper's threshold is 0. Its authors' CNTK also has the group's mean, with two values at equal distances from it.
+Here it is the mean, with the means of either side, which leave a smaller error.
 """
 
 from __future__ import annotations

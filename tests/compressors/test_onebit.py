@@ -100,7 +100,7 @@ def test_every_group_keeps_its_sum(options, threshold):
         worker.push(normal(ODD.n, seed))
         for (start, stop), shape in zip(ODD.bounds, ODD.shapes, strict=True):
             for group in worker.residual[start:stop].double().split(group_size(options, shape)):
-                assert abs(float(group.sum())) < 1e-4
+                assert abs(float(group.sum())) < 5e-4
 
 
 def test_a_column_is_a_units_fan_in():
