@@ -108,12 +108,15 @@ class OneBit(TensorCodec):
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The two means of each group, and the bits of all elements."""
-        full = len(x) - len(x) % self.group_size
-        groups = [x[a:b].view(-1, self.group_size) for a, b in chunks(0, full, x.device, multiple=self.chunk)]
-        if full < len(x):
-            groups.append(x[full:].view(1, -1))
-        bits, means = zip(*(quantise(group, self.threshold) for group in groups), strict=True)
-        return torch.cat(means), pack_bits(torch.cat([part.view(-1) for part in bits]))
+        means, packed = [], []
+        for start, stop in chunks(0, len(x), x.device, multiple=self.chunk):
+            full = stop - (stop - start) % self.group_size
+            ends = [(a, b) for a, b in ((start, full), (full, stop)) if a < b]
+            groups = [x[a:b].view(-1, min(self.group_size, b - a)) for a, b in ends]
+            bits, pairs = zip(*(quantise(group, self.threshold) for group in groups), strict=True)
+            means += pairs
+            packed.append(pack_bits(bits[0] if len(bits) == 1 else torch.cat([part.view(-1) for part in bits])))
+        return torch.cat(means), torch.cat(packed)
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
         """Each element's mean of the two."""

@@ -52,15 +52,15 @@ def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _codes(device: torch.device) -> torch.Tensor:
-    """The four codes of every byte: int64 [256, 4]."""
-    return (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(6, -1, -2, device=device)) & 3
+def _levels(device: torch.device) -> torch.Tensor:
+    """What the four codes of every byte stand for: each -1, 0 or 1, fp32 [256, 4]."""
+    codes = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(6, -1, -2, device=device)) & 3
+    return torch.tensor([0.0, 0.0, -1.0, 1.0], device=device)[codes]
 
 
 def unpack(packed: torch.Tensor, n: int, t: torch.Tensor) -> torch.Tensor:
     """The values (each -t, 0 or +t; fp32 [n]) that `pack` wrote at threshold t."""
-    zero = torch.zeros_like(t)
-    return look_up(torch.stack([zero, zero, -t, t])[_codes(packed.device)], packed)[:n]
+    return look_up(_levels(packed.device) * t, packed)[:n]
 
 
 @register("twobit")

@@ -54,7 +54,7 @@ def data_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(base, "_sample", with_data)
     yield
-    for table in (bits.bit_table, twobit._codes, terngrad._digit_table):
+    for table in (bits.bit_table, twobit._levels, terngrad._digit_table):
         table.cache_clear()
 
 
