@@ -113,7 +113,7 @@ def test_dense_gradients_are_averaged_and_replicas_stay_equal(cls):
 
 
 @every
-def test_what_is_not_sent_is_remembered_and_sent_by_a_dense_step(cls):
+def test_what_is_not_sent_is_sent_by_a_dense_step(cls):
     def work(rank, group):
         model, owed = Table(), 0
         optimizer, averager = averaged(model, group, quick(cls), lambda epoch, step: 0.9 * (step < 4), momentum=0.0)

@@ -119,7 +119,7 @@ def test_a_parameter_unused_on_all_ranks_stays_as_in_ddp(make, topology):
 
 
 @on_topologies(REMEMBERING)
-def test_what_is_remembered_of_an_unused_parameter_is_sent_later(make, topology):
+def test_an_unused_parameters_residual_is_sent_later(make, topology):
     """In part as soon as any rank uses it again, and the rest in the first dense step, even if none uses it then."""
     unused, zero, dense = (3, 4), 5, 7
 

@@ -95,7 +95,7 @@ def test_values_are_packed_as_on_the_cpu_and_read_back(values):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_seen_and_what_is_large_is_not_mistaken_for_it(value):
+def test_nonfinite_is_found_and_large_is_not_mistaken_for_it(value):
     x = torch.full((100_000,), 3e38, device="cuda")
     assert bool(all_finite(x))
     x[77_777] = value
