@@ -1,7 +1,10 @@
-"""What becomes of a run of two ranks when one is killed, stopped or raises: seconds until the other has ended, and why.
+"""What becomes of a run of two ranks when one is killed, stopped, raises or is cut off: when the other ends, and why.
 
-    python benchmarks/fault_matrix.py                                  # all 84 cases, about 40 minutes on two cores
+    python benchmarks/fault_matrix.py                                  # all 112 cases, about 45 minutes on two cores
     python benchmarks/fault_matrix.py --kinds SIGSTOP --places round   # some of them
+
+In the cases of "drop" the ranks are two emulated nodes (benchmarks/link.py, which needs root), and the node of one of
+them stops sending any packet, acknowledgements included.
 
 Prints a Markdown table. The strategy's timeout is 8 s, from the moment at which both ranks have started. A case is
 killed after `--limit` seconds.
@@ -22,9 +25,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-KINDS = ("SIGKILL", "SIGSTOP", "raise")
-PLACES = ("train start", "dense step", "compressed step", "round", "checkpoint", "sidecar", "validation")
-LAUNCHERS = ("Lightning", "torchrun")
+KINDS = ("SIGKILL", "SIGSTOP", "raise", "drop")
+PLACES = ("train start", "dense step", "trial", "compressed step", "round", "checkpoint", "sidecar", "validation")
+LAUNCHERS = ("Lightning", "torchrun", "two nodes")
 TIMEOUT = 8.0
 
 
@@ -45,6 +48,21 @@ def worker(kind: str, rank: str, place: str, folder: str) -> None:
         print(f"\nFAULT {time.time()}", flush=True)
         if kind == "raise":
             raise ArithmeticError("a mistake")
+        if kind == "drop":  # no packet fits into a burst of 10 bytes
+            subprocess.run(
+                [
+                    "tc",
+                    "qdisc",
+                    "replace",
+                    "dev",
+                    "eth0",
+                    "root",
+                    "tbf",
+                    *["rate", "1kbit", "burst", "10", "latency", "1ms"],
+                ],
+                check=True,
+            )
+            return
         os.kill(os.getpid(), signal.Signals[kind])
 
     class Files(TorchCheckpointIO):
@@ -67,8 +85,8 @@ def worker(kind: str, rank: str, place: str, folder: str) -> None:
             fault("train start")
 
         def training_step(self, batch, index):
-            if self.trainer.global_step == 9:
-                fault(place if "step" in place or place == "round" else "")
+            if self.trainer.global_step == (15 if place == "trial" else 9):  # 15: the first compressed ones are timed
+                fault(place if "step" in place or place in ("round", "trial") else "")
             images, labels = batch
             return nn.functional.cross_entropy(self.layers(images), labels)
 
@@ -88,9 +106,11 @@ def worker(kind: str, rank: str, place: str, folder: str) -> None:
     else:
         compressor = lgc.NoCompression() if place == "dense step" else lgc.DGC(dense_epochs=0, warmup_epochs=0)
         state = "sidecar" if place == "sidecar" else "gather"
-        strategy = lgc.CompressedDDPStrategy(compressor, "all_gather", checkpoint_state=state, timeout=patience)
+        topology = "auto" if place == "trial" else "all_gather"
+        strategy = lgc.CompressedDDPStrategy(compressor, topology, checkpoint_state=state, timeout=patience)
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_progress_bar=False,
+        strategy=strategy, accelerator="cpu", devices=1 if kind == "drop" else 2, num_nodes=2 if kind == "drop" else 1,
+        max_epochs=3, logger=False, enable_progress_bar=False,
         enable_model_summary=False, plugins=[Files()], num_sanity_val_steps=0,
         callbacks=[ModelCheckpoint(folder, "last", every_n_train_steps=12, enable_version_counter=False)],
     )  # fmt: skip
@@ -118,6 +138,8 @@ def run(launcher: str, kind: str, rank: int, place: str, limit: float) -> tuple[
             "--rdzv-backend=c10d",
             "--rdzv-endpoint=localhost:0",
         ]
+    if launcher == "two nodes":
+        python += ["-m", "benchmarks.link", "--nodes", "2", "--", sys.executable]
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/output", "w+") as file:
         command = [*python, __file__, "--worker", kind, str(rank), place, folder]
@@ -159,6 +181,8 @@ def main() -> None:
     print("| launcher | what happens | on rank | at | seconds until the other has ended | the other's message |")
     print("| --- | --- | --- | --- | --- | --- |")
     for case in itertools.product(options.launchers, options.kinds, options.ranks, options.places):
+        if (case[0] == "two nodes") != (case[1] == "drop"):
+            continue
         seconds, message = run(*case, options.limit)
         print(f"| {' | '.join(map(str, case))} | {seconds} | {message} |", flush=True)
 
