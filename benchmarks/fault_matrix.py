@@ -45,7 +45,7 @@ def worker(kind: str, rank: str, place: str, folder: str) -> None:
     def fault(here: str) -> None:
         if here != place or dist.get_rank() != int(rank):
             return
-        print(f"\nFAULT {time.time()}", flush=True)
+        Path(folder, "fault").write_text(str(time.time()))
         if kind == "raise":
             raise ArithmeticError("a mistake")
         if kind == "drop":  # no packet fits into a burst of 10 bytes
@@ -77,7 +77,7 @@ def worker(kind: str, rank: str, place: str, folder: str) -> None:
             self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
         def setup(self, stage: str) -> None:
-            print(f"\nRANK {dist.get_rank()} {os.getpid()}", flush=True)
+            Path(folder, f"rank{dist.get_rank()}").write_text(str(os.getpid()))
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT))
             self.trainer.strategy._timeout = timedelta(seconds=TIMEOUT)
 
@@ -147,11 +147,11 @@ def run(launcher: str, kind: str, rank: int, place: str, limit: float) -> tuple[
         begin, seconds, pids = time.monotonic(), f"more than {limit:g}", {}
         while time.monotonic() - begin < limit:
             time.sleep(0.1)
-            output = Path(file.name).read_text()
-            pids = {int(number): int(pid) for number, pid in re.findall(r"^RANK (\d) (\d+)$", output, re.MULTILINE)}
-            moment = re.search(r"^FAULT ([\d.]+)$", output, re.MULTILINE)
-            if moment and ended(pids[1 - rank]):
-                seconds = f"{time.time() - float(moment[1]):.1f}"
+            texts = {int(path.name[4:]): path.read_text() for path in Path(folder).glob("rank?")}
+            pids = {number: int(text) for number, text in texts.items() if text}
+            moment = Path(folder, "fault")
+            if moment.exists() and ended(pids[1 - rank]):
+                seconds = f"{time.time() - float(moment.read_text()):.1f}"
                 break
         for pid in (*pids.values(), process.pid):
             with contextlib.suppress(ProcessLookupError):
