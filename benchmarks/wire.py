@@ -3,9 +3,8 @@
     python -m benchmarks.wire --out results
 
 Nothing is timed: lengths follow from shapes and options alone, and the tests count them at the collectives. The bound
-is what an ideal code would need for the same information: for k of n entries log2 C(n, k) bits of position and their
-values as they are written; for three values log2 3 bits an element; uncompressed tensors as they are written. Low rank
-and 1-bit have no redundancy to bound.
+is what an ideal code for a random set of k of n positions would need: log2 C(n, k) bits, with the values and the
+uncompressed tensors as they are written. Methods whose codes have a fixed length, and low rank, have no such bound.
 """
 
 from __future__ import annotations

@@ -215,8 +215,12 @@ class Lossy(Compressor, ABC):
         """What a step exchanges without shards, in order: ("gather", "mean" or "maximum", bytes)."""
 
     def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """Bytes that a worker sends to the owner of a shard, and the owner to every worker."""
-        raise NotImplementedError(self.not_sharded_because)
+        """Bytes that a worker sends to the owner of a shard, and the owner to every worker, where shards are possible.
+
+        A payload each way; with `dense_pull` it goes back uncompressed.
+        """
+        [(_, length)] = self.messages(shard)
+        return length, value_bytes(shard.n, self.dense_values) if dense_pull else length
 
     @abstractmethod
     def average(
@@ -265,11 +269,6 @@ class Codec(Lossy):
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """One gather of payloads."""
         return [("gather", self.payload_bytes(layout))]
-
-    def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """A payload each way; uncompressed on its way back with `dense_pull`."""
-        length = self.payload_bytes(shard)
-        return length, value_bytes(shard.n, self.dense_values) if dense_pull else length
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
@@ -330,17 +329,12 @@ class TensorCodec(Lossy):
         """One gather of payloads."""
         return [("gather", self._encodings.of(layout)[1])]
 
-    def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """A payload each way; uncompressed on its way back with `dense_pull`."""
-        length = self._encodings.of(shard)[1]
-        return length, value_bytes(shard.n, self.dense_values) if dense_pull else length
-
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
     ) -> tuple[Decoded, Decoded]:
         """Encode, exchange, decode and add."""
         draws = Draws(self.seed, collectives.worker, collectives.step) if self.random else None
-        return collectives.mean_of_payloads(TensorPayloads(self, self._encodings, draws), flat, layout)
+        return collectives.mean_of_payloads(TensorPayloads(self._encodings, draws), flat, layout)
 
     @cached_property
     def _encodings(self) -> _Encodings:
@@ -438,13 +432,12 @@ class TensorPayloads:
     """The payloads that a `TensorCodec` makes of a flat buffer in one step: the parts of all tensors, end to end.
 
     Args:
-        codec: whose payloads.
-        encodings: where parts are in them.
+        encodings: the codec's, which say where parts are in them.
         draws: this worker's, if the codec is random.
     """
 
-    def __init__(self, codec: TensorCodec, encodings: _Encodings, draws: Draws | None) -> None:
-        self._codec, self._encodings, self._draws = codec, encodings, draws
+    def __init__(self, encodings: _Encodings, draws: Draws | None) -> None:
+        self._encodings, self._draws = encodings, draws
 
     def payload_bytes(self, layout: Layout) -> int:
         """Bytes of a payload."""
