@@ -58,7 +58,12 @@ def rows() -> list[list[str]]:
         if entry.strategy != entry.name:
             name += f" (strategy `{entry.strategy}`)"
         ratios = [f"{ratio:.0f}x", *(f"{other:.0f}x" for _, other, _ in others)]
-        words = [" + ".join(collectives), card.remembers, "SGD" if entry.cls.owns_momentum else "any", card.pick]
+        words = [
+            " + ".join(collectives),
+            card.remembers,
+            "SGD, Adam, AdamW" if entry.cls.needs_optimizer else "any",
+            card.pick,
+        ]
         found.append((-ratio, [name, card.sends, f"{bits:.3g}", *ratios, *words, card.source]))
     return [row for _, row in sorted(found)]
 

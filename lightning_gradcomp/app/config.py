@@ -13,7 +13,7 @@ from typing import Any
 from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files
 from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
-from lightning_gradcomp.app.options.training import OPTIMIZERS, SGD, Model, Optimizer, Trainer
+from lightning_gradcomp.app.options.training import OPTIMIZERS, Model, Optimizer, Trainer
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
@@ -125,10 +125,3 @@ class Run:
             for option in ("inside", "residual_device"):
                 if (got := getattr(self, option)) is not None:
                     raise refusal(f"{option} with strategy=dga", got, "null: payloads of rounds go to every rank")
-        if self.compressor.owns_momentum and type(self.optimizer) is not SGD:
-            others = ", ".join(entry.name for entry in entries() if not entry.cls.owns_momentum)
-            raise refusal(
-                f"optimizer with compressor={name_of('compressor', self.compressor)}",
-                name_of("optimizer", self.optimizer),
-                f"sgd, whose momentum this compressor computes; compressors for any optimizer: {others}",
-            )

@@ -8,8 +8,8 @@ in step.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,9 @@ class GradientAverager:
     Args:
         model: the bare module (not wrapped in DDP), with the same parameters on every rank.
         compressor: an instance, or a name with default options.
-        optimizer: needed by compressors that own the momentum (DGC): `torch.optim.SGD` itself.
+        optimizer: DGC needs `torch.optim.SGD`, `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and
+            AdamW, whatever has error feedback accumulates the optimizer's steps instead of gradients: `average` then
+            makes the steps of compressed parameters, and their `p.grad` is None afterwards.
         process_group: default: the world; a process without torch.distributed is a world of one.
         topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the mean
             on, compressed again; for many ranks. "server": the same with dense means. "auto": what a trial in the first
@@ -94,7 +96,7 @@ class GradientAverager:
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise refusal("GradientAverager(model)", "DistributedDataParallel", "the module inside it")
-        self.compressor: Compressor = build(compressor)
+        self.compressor: Compressor = build(compressor).for_optimizer(optimizer)
         self.compressor.check_optimizer(optimizer)
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
@@ -188,6 +190,33 @@ class GradientAverager:
 
     # Steps
 
+    @contextmanager
+    def local_weights(self) -> Iterator[None]:
+        """For forward and backward: with Adam and AdamW, let the weights be without what this rank has not sent yet.
+
+            with averager.local_weights():
+                loss(model(x), y).backward()
+            averager.step()
+
+        A gradient there knows this rank's latest steps. In other methods, and without it, gradients are taken at the
+        weights that all ranks share. One backward at a time: no graph of inside may be used outside.
+        """
+        self.use_local_weights()
+        try:
+            yield
+        finally:
+            self.use_shared_weights()
+
+    def use_local_weights(self) -> None:
+        """Enter `local_weights`, for a caller that leaves it by `use_shared_weights`."""
+        if self._compressed and not self.gradients.stale:
+            self._compressed.use_local_weights()
+
+    def use_shared_weights(self) -> None:
+        """Let the weights be those of all ranks."""
+        if self._compressed:
+            self._compressed.local_weights.restore()
+
     def step(self) -> None:
         """Average the gradients, then step the optimizer, which applies no momentum that was applied already.
 
@@ -220,6 +249,7 @@ class GradientAverager:
             self._average(grad_scale)
 
     def _average(self, grad_scale: float) -> None:
+        self.use_shared_weights()
         if self.gradients.stale:
             self.gradients = Gradients(self.model, self.compressor)
             if self._compressed:
@@ -240,7 +270,7 @@ class GradientAverager:
                 self.flagged = compressed.compressed(*how, grad_scale, self.stats, self.flag)
             else:
                 self.flagged = compressed.sparse_to_dense(grad_scale, self.stats, self.flag)
-        self._holds_momentum = self.compressor.owns_momentum
+        self._holds_momentum = self.compressor.owns_momentum(self.optimizer)
         self._end_step()
 
     def _measured_residual(self, grad_scale: float) -> AbstractContextManager[None]:
@@ -313,9 +343,9 @@ class GradientAverager:
             f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; {at_sparsity}{listed}"
         )
 
-    def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
-        return self._compressed.momentum_buffers() if self._compressed else {}
+    def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Parameter -> torch's name -> mean over ranks of the optimizer's state that is kept here. Collective."""
+        return self._compressed.optimizer_state() if self._compressed else {}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name and plain numbers; `torch.load(weights_only=True)` reads it.

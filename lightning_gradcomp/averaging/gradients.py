@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import torch
 from torch import nn
 
 from lightning_gradcomp.compressors import Compressor
-from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense, Sparse
+from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.errors import refusal
@@ -126,42 +125,24 @@ class Gradients:
 
     def assign(self, compressed: Decoded, dense: torch.Tensor, present: list[bool], scale: float) -> None:
         """Write the averages · scale into `p.grad` wherever `present`, making a gradient where there is none."""
-        few, many = present[: len(self.compressed)], present[len(self.compressed) :]
-        if isinstance(compressed, Sparse):
-            self._scatter(compressed, few, scale)
-        elif isinstance(compressed, Dense):
-            _write(self.layout.views(compressed.values), self.compressed, few, scale)
-        else:
-            self._write_tensors(compressed, few, scale)
-        _write(self.dense_layout.views(dense), self.dense, many, scale)
+        few = present[: len(self.compressed)]
+        for parameter, wanted, part in zip(self.compressed, few, by_tensor(compressed, self.layout), strict=True):
+            if wanted:
+                _write(parameter, *part, scale)
+        self.assign_dense(dense, present, scale)
+
+    def assign_dense(self, dense: torch.Tensor, present: list[bool], scale: float) -> None:
+        """As `assign`, of the dense ones alone."""
+        many = present[len(self.compressed) :]
+        for parameter, wanted, view in zip(self.dense, many, self.dense_layout.views(dense), strict=True):
+            if wanted:
+                _write(parameter, None, view, scale)
 
     def fill(self, value: float, present: list[bool]) -> None:
         """Let every `p.grad` that is `present` be `value`."""
         for parameter, wanted in zip(self.parameters, present, strict=True):
             if wanted:
                 parameter.grad = torch.full_like(parameter, value)
-
-    def _write_tensors(self, mean: Chunked, present: list[bool], scale: float) -> None:
-        """`_write` of a mean whose chunks are the tensors: they are computed one by one, without a buffer for all."""
-        for number, (parameter, wanted) in enumerate(zip(self.compressed, present, strict=True)):
-            if wanted:
-                _write([mean.values(number).view(parameter.shape)], [parameter], [True], scale)
-
-    def _scatter(self, mean: Sparse, present: list[bool], scale: float) -> None:
-        """`_write` for an average that is 0 nearly everywhere: the copy of a flat one would cost more than all else."""
-        bounds = torch.tensor([0, *(stop for _, stop in self.layout.bounds)], device=mean.indices.device)
-        cuts = pairwise(torch.searchsorted(mean.indices, bounds).tolist())
-        values = mean.values if scale == 1 else mean.values * scale
-        tensors = zip(self.compressed, present, self.layout.bounds, cuts, strict=True)
-        for parameter, wanted, (start, _), (begin, end) in tensors:
-            if wanted:
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-                places, entries = mean.indices[begin:end] - start, values[begin:end].to(grad.dtype)
-                if grad.is_contiguous():
-                    grad.view(-1)[places] = entries
-                else:  # channels last, say
-                    grad[torch.unravel_index(places, grad.shape)] = entries
-                parameter.grad = grad
 
 
 def _fill(views: list[torch.Tensor], parameters: list[nn.Parameter], scale: float) -> None:
@@ -174,9 +155,17 @@ def _fill(views: list[torch.Tensor], parameters: list[nn.Parameter], scale: floa
                 view.div_(scale)
 
 
-def _write(views: list[torch.Tensor], parameters: list[nn.Parameter], present: list[bool], scale: float) -> None:
-    for view, parameter, wanted in zip(views, parameters, present, strict=True):
-        if wanted:
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(view if scale == 1 else view * scale)
+def _write(parameter: nn.Parameter, places: torch.Tensor | None, values: torch.Tensor, scale: float) -> None:
+    """Let the gradient be `values` · scale at `places`, and 0 elsewhere; without places, everywhere."""
+    if scale != 1:
+        values = values * scale
+    if places is None:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(values.view(parameter.shape))
+        return
+    # The copy of a flat average that is 0 nearly everywhere would cost more than all else.
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+    view, index = locate(places, grad)
+    view[index] = values.to(grad.dtype)
+    parameter.grad = grad

@@ -11,13 +11,14 @@ from torch import nn
 
 from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.local_weights import LocalWeights
 from lightning_gradcomp.averaging.sharded import ShardedExchange
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.worker_state import WorkerState
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor, Lossy
-from lightning_gradcomp.compressors.decoded import Dense, all_finite
+from lightning_gradcomp.compressors.decoded import Decoded, Dense, all_finite
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
 
@@ -55,12 +56,20 @@ class CompressedStep:
     ) -> None:
         self.compressor, self.ranks, self.gradients = compressor, ranks, gradients
         self.state = WorkerState(compressor, gradients, ranks, topology, optimizer)
+        self.local_weights = LocalWeights(gradients.compressed, gradients.layout)
         self._buffer = torch.empty(0)
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients; what is remembered follows by name."""
         self.state.lay_out(gradients)
+        self.local_weights = LocalWeights(gradients.compressed, gradients.layout)
         self.gradients, self._buffer = gradients, torch.empty(0)
+
+    def use_local_weights(self) -> None:
+        """Let the weights be without the steps that this worker has not sent, until `local_weights.restore`."""
+        state = self.state.compressed
+        if state.makes_step and not state.empty and state.unsent is not None:
+            self.local_weights.use(state.unsent.to(self.gradients.device))
 
     def compressed(
         self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flag: bool
@@ -96,8 +105,9 @@ class CompressedStep:
             if good:
                 state.compressed.subtract(sent)
                 state.dense.subtract(Dense(exchange.dense_sent))
-                self._commit(self._names(anywhere))
-                gradients.assign(mean, exchange.dense_mean, anywhere, grad_scale)
+                moved = self._names(anywhere)
+                self._commit(moved)
+                self._use(mean, exchange.dense_mean, anywhere, moved, grad_scale)
             else:
                 gradients.fill(torch.nan, anywhere)
             state.offload()
@@ -120,16 +130,18 @@ class CompressedStep:
         # What is remembered of a parameter is sent also where it has no gradient any more.
         started = state.started
         present = [has or name in started for has, name in zip(present, gradients.names, strict=True)]
-        own_momentum = state.compressed.next_momentum
-        flats = [*gradients.flats, *([] if own_momentum is None else [own_momentum])]
+        own = state.compressed.next_optimizer_state
+        flats = [*gradients.flats, *own.values()]
         with stats.phase("exchange"):
-            [mean, mean_dense, *momentum], (*anywhere, flagged) = all_reduce_mean(self.ranks, flats, [*present, flag])
+            [mean, mean_dense, *moments], (*anywhere, flagged) = all_reduce_mean(self.ranks, flats, [*present, flag])
         with stats.phase("decompress"):
             if all_finite(mean) & all_finite(mean_dense):
-                for averaged in momentum:
-                    state.compressed.give_back_momentum(averaged, self._names(anywhere))
+                moved = self._names(anywhere)
+                state.compressed.give_back(dict(zip(own, moments, strict=True)), moved)
                 state.clear()
-            gradients.assign(Dense(mean), mean_dense, anywhere, grad_scale)
+                self._use(Dense(mean), mean_dense, anywhere, moved, grad_scale)
+            else:
+                gradients.fill(torch.nan, anywhere)
             state.offload()
         stats.bytes_sent = stats.bytes_received = self.ranks.dense_traffic(sum(flat.nbytes for flat in flats))
         return flagged
@@ -146,7 +158,7 @@ class CompressedStep:
     def _compensate(self, grad_scale: float) -> torch.Tensor:
         """Let the buffers hold what should be sent. Whether the gradients are finite: 0-d bool."""
         gradients, state, alone = self.gradients, self.state, self.ranks.per_worker == 1
-        if alone and not self.compressor.clips:
+        if alone and self.compressor.clip_norm is None:
             gradients.collect_dense(grad_scale)
             local = gradients.local_gradient(grad_scale)
         else:
@@ -174,6 +186,16 @@ class CompressedStep:
             self._buffer = torch.empty_like(self.gradients.compressed_flat)
         return self._buffer
 
+    def _use(
+        self, mean: Decoded, dense: torch.Tensor, anywhere: list[bool], moved: set[str], grad_scale: float
+    ) -> None:
+        """Assign the averages to `p.grad`, or make the step where steps were averaged."""
+        if self.state.compressed.makes_step:
+            self.state.compressed.apply(mean, moved)
+            self.gradients.assign_dense(dense, anywhere, grad_scale)
+        else:
+            self.gradients.assign(mean, dense, anywhere, grad_scale)
+
     def _commit(self, moved: set[str]) -> None:
         gradients, state = self.gradients, self.state
         gradients.compressed_flat = state.compressed.commit(moved, gradients.compressed_flat)
@@ -183,15 +205,20 @@ class CompressedStep:
     def _names(self, marked: list[bool]) -> set[str]:
         return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
 
-    def momentum_buffers(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Parameter -> mean over ranks of the momentum that is kept here instead of in the optimizer. Collective."""
+    def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Parameter -> torch's name -> mean over ranks of the optimizer's state that is kept here. Collective."""
         state, gradients = self.state.compressed, self.gradients
-        if state.empty or state.momentum is None:
+        own = {} if state.empty else state.optimizer_state
+        if not own:
             return {}
-        [momentum], _ = all_reduce_mean(self.ranks, [state.momentum.to(gradients.device)], [])
-        views = gradients.layout.views(momentum)
-        named = zip(gradients.layout.names, gradients.compressed, views, strict=True)
-        return {parameter: view.clone() for name, parameter, view in named if name in state.started}
+        means, _ = all_reduce_mean(self.ranks, [flat.to(gradients.device) for flat in own.values()], [])
+        named = list(zip(gradients.layout.names, gradients.compressed, strict=True))
+        kept: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for name, p in named if name in state.started}
+        for kind, mean in zip(own, means, strict=True):
+            for (_, parameter), view in zip(named, gradients.layout.views(mean), strict=True):
+                if parameter in kept:
+                    kept[parameter][kind] = view.clone()
+        return kept
 
 
 def _fill_unless(finite: torch.Tensor, flat: torch.Tensor, value: float) -> None:

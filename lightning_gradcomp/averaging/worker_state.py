@@ -53,7 +53,7 @@ class WorkerState:
     def _blank(self) -> tuple[State, State, ShardResidual | None]:
         gradients = self._gradients
         dense = State if self._compressor.dense_values == "fp32" else Residual
-        compressed = self._compressor.state(gradients.layout, gradients.device)
+        compressed = self._compressor.state(gradients.layout, gradients.device, self._optimizer)
         compressed.attach(self._optimizer, gradients.compressed)
         return compressed, dense(gradients.dense_layout, gradients.device), self._blank_shard(self.topology)
 
@@ -171,5 +171,5 @@ class WorkerState:
         frozen = self._gradients.frozen
         self._frozen = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}
         for name, part in self._frozen.pop(SHARD, {}).items():  # it may have another owner when it trains again
-            [kind] = self._frozen.keys() & {"residual", "velocity"}
+            [kind] = self._frozen.keys() & {"residual", "velocity", "unsent_step"}
             self._frozen[kind][name] = self._frozen[kind].get(name, 0) + part * workers

@@ -14,17 +14,21 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from lightning_gradcomp.compressors.adam_step import AdamStep, takes_optimizer
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded
 from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.state import Residual, State
-from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.errors import is_number, is_whole, refusal
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +121,8 @@ class Compressor(CompressorBase):
 
     card: ClassVar[Card] = Card()
     """The method's line in the docs."""
-    owns_momentum: ClassVar[bool] = False
-    """Whether the optimizer's momentum and weight decay are computed here, before the exchange."""
+    needs_optimizer: ClassVar[bool] = False
+    """Whether there must be one optimizer, which `check_optimizer` takes. Others work without knowing it."""
 
     min_elements: int = 1024
     exclude: list[str] = field(default_factory=list)
@@ -151,16 +155,21 @@ class Compressor(CompressorBase):
     def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """ValueError for an optimizer that this compressor can't work with."""
 
-    @property
-    def clips(self) -> bool:
-        """Whether `clip_local` does something."""
-        return False
+    def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Self:
+        """With the options whose defaults follow from the optimizer."""
+        return self
 
-    def clip_local(self, gradient: Sequence[torch.Tensor], workers: int) -> None:
-        """Clip a worker's whole gradient (flat tensors, in place) before it is accumulated, on so many `workers`."""
+    def owns_momentum(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether the momentum of this optimizer is applied to the local gradient, before it is compressed."""
+        return False
 
     def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
         """Clip the averaged gradients of a dense step, which hold the loss scale `grad_scale`."""
+
+
+def error_feedback(optimizer: torch.optim.Optimizer | None) -> type[State]:
+    """What error feedback accumulates: Adam's and AdamW's own steps; with any other optimizer, gradients."""
+    return AdamStep if takes_optimizer(optimizer) else Residual
 
 
 @dataclass(kw_only=True)
@@ -169,8 +178,11 @@ class Lossy(Compressor, ABC):
 
     Args:
         warmup_epochs: epochs of dense training before the compression begins.
-        dense_values: how tensors that are not compressed are written beside those that are: "fp32", "bf16", "fp16" or
-            "int8"; what rounding changes is remembered. Where averages travel (PowerSGD), they stay fp32.
+        dense_values: how tensors that are not compressed are written beside those that are: "fp32", "bf16", "fp16",
+            "int8" or "int2"; what rounding changes is remembered. Where averages travel (PowerSGD), they stay fp32.
+        clip_norm: global-norm threshold of the averaged gradient that local clipping stands in for (Lin et al. 2018,
+            §3.2): each rank clips its own gradient at √N times it, before anything is added to what it remembers. Dense
+            phases clip the average at it. None: off.
 
     Raises:
         ValueError: an option out of its range.
@@ -181,9 +193,12 @@ class Lossy(Compressor, ABC):
 
     warmup_epochs: int = 0
     dense_values: str = "fp32"
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
+            raise refusal(f"{type(self).__name__}.clip_norm", self.clip_norm, "None or a finite number above 0")
         check_format(f"{type(self).__name__}.dense_values", self.dense_values)
         if not is_whole(self.warmup_epochs) or self.warmup_epochs < 0:
             raise refusal(f"{type(self).__name__}.warmup_epochs", self.warmup_epochs, "a whole number from 0")
@@ -201,14 +216,39 @@ class Lossy(Compressor, ABC):
         """Dense while warming up, then compressed."""
         return Ramp((), self.final_sparsity, dense=self.warmup_epochs)
 
-    def state(self, layout: Layout, device: torch.device) -> State:
+    def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
+        """What kind of state there is with this optimizer; None for one that is not known, or several."""
+        return error_feedback(optimizer)
+
+    def owns_momentum(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """As `remembers` says."""
+        return self.remembers(optimizer).owns_momentum
+
+    def state(self, layout: Layout, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> State:
         """What is remembered of these parameters between steps.
 
         Args:
             layout: the compressed parameters, in the flat buffer's order.
             device: of the gradients.
+            optimizer: the only one, if it is known.
         """
-        return Residual(layout, device)
+        return self.remembers(optimizer)(layout, device)
+
+    def clip_local(self, gradient: Sequence[torch.Tensor], workers: int) -> None:
+        """Clip a worker's whole gradient (flat tensors, in place) at √N · clip_norm, N being the number of workers.
+
+        The mean of N independent gradients has about 1/√N of the norm of one, so √N · clip_norm locally stands in for
+        clip_norm on the average.
+        """
+        if self.clip_norm is not None:
+            norm = torch.linalg.vector_norm(torch.stack([part.norm() for part in gradient]))
+            for part in gradient:
+                part.mul_(torch.clamp(workers**0.5 * self.clip_norm / (norm + 1e-6), max=1.0))
+
+    def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
+        """Vanilla clipping at clip_norm."""
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm * grad_scale)
 
     @abstractmethod
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
@@ -321,9 +361,9 @@ class TensorCodec(Lossy):
         """The codec for this parameter, or for rows of it: itself, unless its options follow from name or shape."""
         return self
 
-    def state(self, layout: Layout, device: torch.device) -> State:
-        """A residual, with `error_feedback`."""
-        return Residual(layout, device) if self.error_feedback else State(layout, device)
+    def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
+        """Nothing, without `error_feedback`."""
+        return super().remembers(optimizer) if self.error_feedback else State
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """One gather of payloads."""

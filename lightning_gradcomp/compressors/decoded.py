@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
+
+from lightning_gradcomp.compressors.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,31 @@ def concatenate(parts: Sequence[Decoded], starts: Sequence[int]) -> Sparse | Chu
             places.append((a + start, b + start))
             calls.append(partial(part.values, number))
     return Chunked(places, lambda number: calls[number]())
+
+
+def by_tensor(mean: Decoded, layout: Layout) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
+    """For each tensor of `layout`: positions in it (int64 [k]) and values there; or None, and a value for each element.
+
+    Where the mean is `Chunked`, its chunks are the tensors, which are computed one by one.
+    """
+    if isinstance(mean, Sparse):
+        bounds = torch.tensor([0, *(stop for _, stop in layout.bounds)], device=mean.indices.device)
+        cuts = pairwise(torch.searchsorted(mean.indices, bounds).tolist())
+        for (start, _), (begin, end) in zip(layout.bounds, cuts, strict=True):
+            yield mean.indices[begin:end] - start, mean.values[begin:end]
+    elif isinstance(mean, Dense):
+        for start, stop in layout.bounds:
+            yield None, mean.values[start:stop]
+    else:
+        for number in range(len(mean.chunks)):
+            yield None, mean.values(number)
+
+
+def locate(places: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """A view of `tensor`, and the index there of its elements at flat positions `places` (int64 [k])."""
+    if tensor.is_contiguous():
+        return tensor.view(-1), (places,)
+    return tensor, torch.unravel_index(places, tensor.shape)  # channels last, say
 
 
 UNIQUE_COST = 80

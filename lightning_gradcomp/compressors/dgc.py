@@ -19,12 +19,12 @@ Where the paper and its authors' code (github.com/synxlin/deep-gradient-compress
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from lightning_gradcomp.compressors.adam_step import AdamStep, takes_optimizer
 from lightning_gradcomp.compressors.base import Card, Codec
 from lightning_gradcomp.compressors.decoded import Sparse
 from lightning_gradcomp.compressors.kernels.formats import check_format
@@ -32,9 +32,13 @@ from lightning_gradcomp.compressors.kernels.sparse import pack_sparse, sparse_by
 from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
-from lightning_gradcomp.compressors.state import SGDVelocity
-from lightning_gradcomp.errors import is_number, is_whole, refusal
+from lightning_gradcomp.compressors.sgd_velocity import SGDVelocity
+from lightning_gradcomp.compressors.state import State
+from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import entries, register
+
+SGD_SPARSITY = 0.999
+ADAM_SPARSITY = 0.97
 
 
 @register("dgc")
@@ -46,13 +50,13 @@ class DGC(Codec):
 
     Args:
         sparsity: share of each tensor that is not sent once the warm-up is over, in [0, 1). 0 is dense training.
+            Default: 0.999 with SGD; 0.97 with Adam and AdamW, whose steps have about one size in all elements.
         warmup_epochs: epochs of rising sparsity before that, one level an epoch (§3.3). Fine-tuning needs none.
         dense_epochs: epochs of plain dense training before the warm-up.
-        values: how the sent velocities are written, "fp32", "bf16", "fp16" or "int8" (with a scale for each 256). What
-            rounding changes stays in the velocity.
+        values: how what is sent is written: "fp32", "bf16", "fp16", "int8" (with a scale for each 256) or "int2" (a
+            sign, and one of two magnitudes for each 256). What that changes stays with the sender. Default: "fp32" with
+            SGD, "int2" with Adam and AdamW.
         momentum_masking: stop the momentum of what was sent (momentum factor masking, §3.2).
-        clip_norm: global-norm threshold of the averaged gradient that local clipping (§3.2) stands in for; each rank
-            clips its own gradient at √N times it, before accumulation. Dense phases clip the average at it. None: off.
 
     Raises:
         ValueError: an option out of its range.
@@ -64,76 +68,72 @@ class DGC(Codec):
         pick="SGD with momentum, on any slow link: the fewest bytes, and the accuracy of dense training",
         source="[Lin et al. 2018](https://arxiv.org/abs/1712.01887)",
     )
-    owns_momentum: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
 
-    sparsity: float = 0.999
-    values: str = "fp32"
+    sparsity: float | None = None
+    values: str | None = None
     dense_epochs: int = 1
     warmup_epochs: int = 4
     momentum_masking: bool = True
-    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sparsity("DGC.sparsity", self.sparsity)
-        check_format("DGC.values", self.values)
+        check_sparsity("DGC.sparsity", self.final_sparsity)
+        check_format("DGC.values", self._format)
         if not is_whole(self.dense_epochs) or self.dense_epochs < 0:
             raise refusal("DGC.dense_epochs", self.dense_epochs, "a whole number from 0")
-        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
-            raise refusal("DGC.clip_norm", self.clip_norm, "None or a finite number above 0")
 
     @property
     def final_sparsity(self) -> float:
-        """`sparsity`."""
-        return self.sparsity
+        """`sparsity`, or SGD's."""
+        return SGD_SPARSITY if self.sparsity is None else self.sparsity
+
+    @property
+    def _format(self) -> str:
+        return self.values or "fp32"
 
     def at(self, sparsity: float) -> DGC:
         """With this sparsity."""
         return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Momentum correction is for `torch.optim.SGD`."""
-        others = ", ".join(entry.strategy for entry in entries() if not entry.cls.owns_momentum)
-        allowed = f"torch.optim.SGD itself, whose momentum is corrected; for other optimizers: {others}"
-        SGDVelocity.check_optimizer("the optimizer of DGC", optimizer, allowed)
+        """Momentum correction is for `torch.optim.SGD`, `Adam` and `AdamW`."""
+        others = ", ".join(entry.strategy for entry in entries() if not entry.cls.needs_optimizer)
+        allowed = f"torch.optim.SGD, Adam or AdamW itself, whose momentum is corrected; for other optimizers: {others}"
+        if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            AdamStep.check_optimizer("the optimizer of DGC", optimizer, allowed)
+        else:
+            SGDVelocity.check_optimizer("the optimizer of DGC", optimizer, allowed)
+
+    def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> DGC:
+        """With the sparsity and the values that the optimizer's steps need, where they were not chosen."""
+        adam = takes_optimizer(optimizer)
+        sparsity = ADAM_SPARSITY if adam and self.sparsity is None else self.final_sparsity
+        return replace(self, sparsity=sparsity, values=self.values or ("int2" if adam else "fp32"))
 
     def schedule(self) -> Ramp:
         """Dense epochs, the exponential ramp, then `sparsity`."""
-        return Ramp(tuple(exponential(self.sparsity, self.warmup_epochs)), self.sparsity, dense=self.dense_epochs)
+        levels = exponential(self.final_sparsity, self.warmup_epochs)
+        return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_epochs)
 
-    @property
-    def clips(self) -> bool:
-        """With `clip_norm`."""
-        return self.clip_norm is not None
+    def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
+        """What momentum correction accumulates: the steps that the optimizer would have made."""
+        return AdamStep if takes_optimizer(optimizer) else SGDVelocity
 
-    def clip_local(self, gradient: Sequence[torch.Tensor], workers: int) -> None:
-        """Rescale a worker's gradient to a norm of at most √N · clip_norm.
-
-        The mean of N independent gradients has about 1/√N of the norm of one, so √N · clip_norm locally stands in for
-        clip_norm on the average.
-        """
-        if self.clip_norm is not None:
-            norm = torch.linalg.vector_norm(torch.stack([part.norm() for part in gradient]))
-            for part in gradient:
-                part.mul_(torch.clamp(workers**0.5 * self.clip_norm / (norm + 1e-6), max=1.0))
-
-    def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
-        """Vanilla clipping at clip_norm."""
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm * grad_scale)
-
-    def state(self, layout: Layout, device: torch.device) -> SGDVelocity:
-        """Momentum and velocity."""
+    def state(self, layout: Layout, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> State:
+        """Momentum and velocity, or Adam's moments and steps."""
+        if self.remembers(optimizer) is AdamStep:
+            return AdamStep(layout, device)
         return SGDVelocity(layout, device, masking=self.momentum_masking)
 
     def payload_bytes(self, layout: Layout) -> int:
         """Values, then indices."""
-        return sparse_bytes(layout.n, count_each(layout, 1 - self.sparsity), self.values)
+        return sparse_bytes(layout.n, count_each(layout, 1 - self.final_sparsity), self._format)
 
     def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Sparse]:
         """The k largest velocities of each tensor: as a payload (uint8), and as it decodes."""
-        return pack_sparse(flat, topk_each(flat, layout, 1 - self.sparsity), self.values)
+        return pack_sparse(flat, topk_each(flat, layout, 1 - self.final_sparsity), self._format)
 
     def decode(self, payload: torch.Tensor, layout: Layout) -> Sparse:
         """What a worker sent."""
-        return unpack_sparse(payload, layout.n, count_each(layout, 1 - self.sparsity), self.values)
+        return unpack_sparse(payload, layout.n, count_each(layout, 1 - self.final_sparsity), self._format)

@@ -33,8 +33,8 @@ class GradientDropping(Codec):
 
     Args:
         sparsity: share that is not sent, in [0, 1). The paper uses 0.99.
-        values: how they are written, "fp32", "bf16", "fp16" or "int8" (with a scale for each 256). What that changes
-            stays in the residual.
+        values: how they are written: "fp32", "bf16", "fp16", "int8" (with a scale for each 256) or "int2" (a sign and
+            one of two magnitudes for each 256). What that changes stays in the residual.
         scope: "global" finds the largest entries of all tensors together, "tensor" of each tensor.
         warmup_epochs: dense epochs before the dropping begins (the authors' Marian begins with 100 dense steps).
 

@@ -23,7 +23,7 @@ import torch
 from lightning_gradcomp.compressors.base import Card, Collectives, Lossy
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.state import Residual, StateDict
+from lightning_gradcomp.compressors.state import Residual, State, StateDict
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -120,7 +120,13 @@ class PowerSGD(Lossy):
         small = (out + rest) * self.rank * self.min_compression < out * rest
         return small and self.rank <= min(out, rest)
 
-    def state(self, layout: Layout, device: torch.device) -> PowerSGDState:
+    def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
+        """Residuals and queries, also with Adam: a low-rank average misses no element for long."""
+        return PowerSGDState
+
+    def state(
+        self, layout: Layout, device: torch.device, optimizer: torch.optim.Optimizer | None = None
+    ) -> PowerSGDState:
         """Residuals and queries."""
         return PowerSGDState(layout, device, self.rank)
 

@@ -33,7 +33,7 @@ from lightning_gradcomp.compressors.kernels import radix
 from lightning_gradcomp.compressors.kernels.bits import look_up
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
-from lightning_gradcomp.compressors.state import Residual, State
+from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -153,9 +153,9 @@ class TernGrad(Lossy):
         chosen = [name for name, shape in shapes.items() if self.takes(name, shape)]
         return set(chosen[:-1] if self.dense_last_layer else chosen)
 
-    def state(self, layout: Layout, device: torch.device) -> State:
-        """A residual, with `error_feedback`."""
-        return Residual(layout, device) if self.error_feedback else State(layout, device)
+    def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
+        """Nothing, without `error_feedback`: the rounding is unbiased."""
+        return super().remembers(optimizer) if self.error_feedback else State
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """The scalers, where they are shared, then scalers and digits."""

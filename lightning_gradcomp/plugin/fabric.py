@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,8 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
-from lightning_gradcomp.plugin.rank_states import KEY, RankStates, export_momentum
+from lightning_gradcomp.plugin.rank_states import KEY, RankStates, export_optimizer_state
+from lightning_gradcomp.plugin.validation import only
 from lightning_gradcomp.registry import build
 
 
@@ -67,7 +68,7 @@ class CompressedFabricStrategy(DDPStrategy):
         """Made at the first backward, when module and optimizer are known."""
         self._epoch: int | None = None
         self._ddp: DistributedDataParallel | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._loaded: tuple[dict[str, Any], Any] | None = None
         """The ranks' states of a checkpoint that was loaded before there was an averager; and the file's path."""
         self._steps_itself = self._saves = False
@@ -75,6 +76,10 @@ class CompressedFabricStrategy(DDPStrategy):
     def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch begins."""
         self._epoch = epoch
+
+    def local_weights(self) -> AbstractContextManager[None]:
+        """`GradientAverager.local_weights`, for forward and backward with Adam and AdamW."""
+        return self._averager().local_weights()
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         if self._ddp is not None:
@@ -84,9 +89,9 @@ class CompressedFabricStrategy(DDPStrategy):
         return self._ddp
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        if self.compressor.owns_momentum and self._optimizer is not None:
+        if self.compressor.needs_optimizer and self._optimizers:
             raise refusal(f"optimizers with {type(self.compressor).__name__}", "a second one", "one")
-        self._optimizer = optimizer
+        self._optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._check_averaged)
         return super().setup_optimizer(optimizer)
 
@@ -146,7 +151,7 @@ class CompressedFabricStrategy(DDPStrategy):
 
     def _average_to_clip(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(self.compressor).__name__
-        if self.compressor.owns_momentum:
+        if self.compressor.owns_momentum(only(self._optimizers)):
             allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
             raise refusal(f"clipping with {name}", "fabric.clip_gradients", allowed)
         self._hook.before_optimizer_step(self._averager(), optimizer)
@@ -155,7 +160,7 @@ class CompressedFabricStrategy(DDPStrategy):
         """The optimizer's state; in a checkpoint with the momentum that the averager keeps, where plain SGD has it."""
         state = super().get_optimizer_state(optimizer)
         if self._saves and self.averager is not None:  # by itself, `optimizer.state_dict()` may be one rank's
-            export_momentum(self.averager, optimizer, state)
+            export_optimizer_state(self.averager, optimizer, state)
         return state
 
     def save_checkpoint(
@@ -208,7 +213,7 @@ class CompressedFabricStrategy(DDPStrategy):
             self.averager = GradientAverager(
                 self._ddp.module,
                 self.compressor,
-                optimizer=self._optimizer,
+                optimizer=only(self._optimizers),
                 ranks_per_node=self.num_processes,
                 **self._travel,
                 steps_per_epoch=self.steps_per_epoch,

@@ -130,13 +130,13 @@ class RankStates:
         self._accumulated = {}
 
 
-def export_momentum(averager: GradientAverager, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Write the mean momentum into `state` (an optimizer's state_dict) where plain SGD would keep it. Collective."""
-    buffers = averager.momentum_buffers()
+def export_optimizer_state(averager: GradientAverager, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Write what is kept in the averager into `state` (an optimizer's state_dict), as plain DDP has it. Collective."""
+    kept = averager.optimizer_state()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        if parameter in buffers:  # in a dict of its own: those in a state_dict are the optimizer's
-            state["state"][index] = {**state["state"].get(index, {}), "momentum_buffer": buffers[parameter]}
+        if parameter in kept:  # in a dict of its own: those in a state_dict are the optimizer's
+            state["state"][index] = {**state["state"].get(index, {}), **kept[parameter]}
 
 
 def _size(state: State, averager: GradientAverager) -> int:

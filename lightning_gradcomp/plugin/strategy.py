@@ -31,13 +31,14 @@ from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
-from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, export_momentum
+from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, export_optimizer_state
 from lightning_gradcomp.plugin.validation import (
     check_batches,
     check_fit,
     check_gradients,
     check_optimizers,
     check_options,
+    only,
 )
 from lightning_gradcomp.registry import build
 
@@ -116,8 +117,8 @@ class CompressedDDPStrategy(BaseStrategy):
         with self.explained("setting up the averages"):
             self.averager = GradientAverager(
                 self.lightning_module,
-                self._clipping.take_over(self.compressor, trainer),
-                optimizer=self.optimizers[0] if self.compressor.owns_momentum else None,
+                self._clipping.take_over(self.compressor, only(self.optimizers), trainer),
+                optimizer=only(self.optimizers),
                 ranks_per_node=self.num_processes,
                 **self._travel,
                 epoch=trainer.current_epoch,
@@ -156,7 +157,21 @@ class CompressedDDPStrategy(BaseStrategy):
         super().on_train_end()
         self._share_buffers()
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.averager is not None and self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:  # otherwise there may be several backwards
+            self.averager.use_local_weights()
+        return super().training_step(*args, **kwargs)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that all ranks share, also where an exception ended a forward pass."""
+        if self.averager is not None:
+            self.averager.use_shared_weights()
+        return super().lightning_module_state_dict()
+
     def _share_buffers(self) -> None:
+        if self.averager is not None:
+            self.averager.use_shared_weights()  # a batch without a loss has no backward
         if self._buffers_spared:
             assert self.model is not None and self.averager is not None
             with self.explained("sharing buffers"):
@@ -175,6 +190,7 @@ class CompressedDDPStrategy(BaseStrategy):
         closure_loss = precision.pre_backward(closure_loss, module)
         with self.explained("backward"):  # DDP averages in it where a step is dense
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        averager.use_shared_weights()
         self.post_backward(closure_loss)
         self._average(self._hook.after_backward)
         return precision.post_backward(closure_loss, module)
@@ -230,7 +246,7 @@ class CompressedDDPStrategy(BaseStrategy):
             ValueError: a compressor that owns the momentum: what is cut off the average has left the memory.
         """
         name, precision = type(self.compressor).__name__, self.precision_plugin
-        if clip_val > 0 and self.compressor.owns_momentum:
+        if clip_val > 0 and self.compressor.owns_momentum(only(self.optimizers)):
             allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
             raise refusal(f"clipping with {name} in manual optimization", "self.clip_gradients", allowed)
         self._average(self._hook.before_optimizer_step, optimizer)
@@ -251,7 +267,7 @@ class CompressedDDPStrategy(BaseStrategy):
         state = super().optimizer_state(optimizer)
         if self.averager is not None and all_ranks_present(self.lightning_module):
             with self.explained("saving a checkpoint"):
-                export_momentum(self.averager, optimizer, state)
+                export_optimizer_state(self.averager, optimizer, state)
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

@@ -38,8 +38,9 @@ def check_options(checkpoint_state: str, verify_replicas_every_n_steps: int | No
 
 def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: LightningModule) -> None:
     """ValueError for what can be known to be wrong before other processes are started."""
-    check_clipping(strategy.compressor, trainer, module)
-    check_optimizers(strategy.compressor, optimizers_of(module))
+    optimizers = optimizers_of(module)
+    check_clipping(strategy.compressor, only(optimizers), trainer, module)
+    check_optimizers(strategy.compressor, optimizers)
     if strategy.checkpoint_state == "sidecar" and not strategy.rank_states.sidecars.possible:
         io = type(strategy.checkpoint_io).__name__
         raise refusal(f"checkpoint_state with {io}, which writes in the background", "sidecar", "gather, mean or drop")
@@ -49,13 +50,20 @@ def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: Lightni
     check_callbacks(strategy, trainer)
 
 
-def check_clipping(compressor: Compressor, trainer: Trainer, module: LightningModule) -> None:
-    """Refuse clipping that a compressor which owns the momentum can't do locally, before the accumulation.
+def only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    """The only one; None where there are several, or none that is known."""
+    return optimizers[0] if len(optimizers) == 1 else None
+
+
+def check_clipping(
+    compressor: Compressor, optimizer: torch.optim.Optimizer | None, trainer: Trainer, module: LightningModule
+) -> None:
+    """Refuse clipping that can't be done locally, before the accumulation, where the momentum is corrected.
 
     Raises:
         ValueError: clipping by value, in a hook of the user's, or with a second threshold.
     """
-    if not compressor.owns_momentum:
+    if not isinstance(compressor, Lossy) or not compressor.owns_momentum(optimizer):
         return
     name = type(compressor).__name__
     if is_overridden("configure_gradient_clipping", module):
@@ -63,11 +71,9 @@ def check_clipping(compressor: Compressor, trainer: Trainer, module: LightningMo
         raise refusal(f"configure_gradient_clipping with {name}", "a hook of the module", allowed)
     if not clips(trainer):
         return
-    if not hasattr(compressor, "clip_norm"):
-        raise refusal(f"Trainer(gradient_clip_val) with {name}", trainer.gradient_clip_val, "None")
     if trainer.gradient_clip_algorithm == "value":
         raise refusal(f"Trainer(gradient_clip_algorithm) with {name}", "value", "norm, which is applied locally")
-    if compressor.clip_norm is not None:  # type: ignore[attr-defined]
+    if compressor.clip_norm is not None:
         allowed = f"one of {name}(clip_norm=...) and Trainer(gradient_clip_val=...), which mean the same here"
         raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
 
@@ -81,8 +87,9 @@ def check_callbacks(strategy: DDPStrategy, trainer: Trainer) -> None:
 
 def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """ValueError for optimizers whose momentum the compressor can't own, or that take several gradients a step."""
-    if compressor.owns_momentum and len(optimizers) > 1:
-        raise refusal(f"optimizers with {type(compressor).__name__}", len(optimizers), "1, a torch.optim.SGD")
+    if compressor.needs_optimizer and len(optimizers) > 1:
+        allowed = "1, a torch.optim.SGD, Adam or AdamW"
+        raise refusal(f"optimizers with {type(compressor).__name__}", len(optimizers), allowed)
     for optimizer in optimizers:
         compressor.check_optimizer(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):

@@ -24,8 +24,8 @@ QUICK = {"min_elements": 40, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 
 """For small tensors, without warm-up. A compressor takes of these what it knows."""
 
 OTHER_OPTIONS = {
-    "dgc": [{"momentum_masking": False}, {"values": "int8"}],
-    "gradient_dropping": [{"scope": "tensor"}, {"values": "bf16"}],
+    "dgc": [{"momentum_masking": False}, {"values": "int8"}, {"values": "int2"}],
+    "gradient_dropping": [{"scope": "tensor"}, {"values": "bf16"}, {"values": "int2"}],
     "onebit": [{"groups": "block", "threshold": "zero"}],
     "twobit": [{"threshold": 0.5}],
     "terngrad": [{"error_feedback": True, "share_scaler": False}],
@@ -33,7 +33,7 @@ OTHER_OPTIONS = {
 }
 """What a compressor's defaults do not reach."""
 
-KEPT = ("residual", "velocity")
+KEPT = ("residual", "velocity", "unsent_step")
 """Kinds of state that hold gradients which were not sent."""
 
 
@@ -68,7 +68,7 @@ SHARDED = {label: make for label, make in LOSSY.items() if not_sharded_because(m
 """Those that work with topologies that have shards."""
 CODECS = {label: make for label, make in SHARDED.items() if isinstance(make(), (Codec, TensorCodec))}
 """Of these, those whose owners encode a mean again."""
-ANY_OPTIMIZER = {label: make for label, make in EVERY.items() if not make().owns_momentum}
+ANY_OPTIMIZER = {label: make for label, make in EVERY.items() if not make().needs_optimizer}
 SCALE_FREE = {label: make for label, make in EVERY.items() if label not in ("fp16", "twobit,threshold=0.5")}
 """Without those whose numbers have a unit."""
 

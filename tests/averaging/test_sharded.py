@@ -83,7 +83,7 @@ def is_the_simulation(make, world, topology, steps):
 
     ranks = run_ranks(world, work)
     shapes = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
-    momentum = 0.9 if make().owns_momentum else 0.0
+    momentum = 0.9 if make().needs_optimizer else 0.0
     workers = Workers(make(), shapes, CUTS[world], momentum, dense_pull=topology == "server")
     for step in range(steps):
         average = workers.step([seen[step][0] for seen, _ in ranks])

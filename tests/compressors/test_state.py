@@ -9,7 +9,8 @@ from torch import nn
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
-from lightning_gradcomp.compressors.state import Residual, SGDRule, SGDVelocity, State
+from lightning_gradcomp.compressors.sgd_velocity import SGDRule, SGDVelocity
+from lightning_gradcomp.compressors.state import Residual, State
 from tests.compressors.one_worker import CPU
 
 LAYOUT = Layout(("a", "b"), ((3, 4), (5, 2)))
@@ -179,7 +180,7 @@ def test_momentum_is_given_back_where_parameters_moved():
     worker = velocity()
     worker.step(gradients(1)[0])
     momentum = gradients(1, seed=1)[0]
-    worker.state.give_back_momentum(momentum, {"b"})
+    worker.state.give_back({"momentum_buffer": momentum}, {"b"})
     state = worker.optimizer.state
     assert torch.equal(state[worker.parameters[1]]["momentum_buffer"], momentum[12:].view(5, 2))
     assert "momentum_buffer" not in state[worker.parameters[0]]

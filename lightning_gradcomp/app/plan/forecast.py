@@ -163,8 +163,8 @@ class Forecast:
         return f"pick {named(best)}; with an optimizer other than SGD, {named(for_any[0])}"
 
     def needs_sgd(self, method: str) -> bool:
-        """Whether the method needs `torch.optim.SGD`."""
-        return self.methods[method][0].owns_momentum
+        """Whether the method, as it is here, is for `torch.optim.SGD`: with Adam, its defaults are others."""
+        return self.methods[method][0].needs_optimizer
 
 
 def named(step: Step) -> str:

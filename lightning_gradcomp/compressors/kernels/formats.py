@@ -1,4 +1,4 @@
-"""Numbers as bytes: all 32 bits, 16, or 8 with a scale for each 256 values.
+"""Numbers as bytes: all 32 bits, 16, 8 with a scale for each 256 values, or 2 with two magnitudes for each 256.
 
 Lengths follow from the number of values alone. What rounding changes stays in the sender's state: it subtracts what the
 receivers read.
@@ -8,37 +8,43 @@ from __future__ import annotations
 
 import torch
 
+from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.errors import refusal
 
 GROUP = 256
-"""Values that share a scale in "int8"."""
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
-"""Bytes a value in each format, without the scales."""
+"""Values that share a scale in "int8", and two magnitudes in "int2"."""
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int2": 2}
+"""Bits a value in each format, without the scales."""
 
 
 def check_format(what: str, values: str) -> None:
     """ValueError unless `values` is the name of a format."""
-    if values not in BYTES:
-        raise refusal(what, values, ", ".join(repr(name) for name in BYTES))
+    if values not in BITS:
+        raise refusal(what, values, ", ".join(repr(name) for name in BITS))
 
 
 def value_bytes(k: int, values: str) -> int:
     """Bytes that `pack_values` makes of k values.
 
-    >>> [value_bytes(1000, values) for values in ("fp32", "bf16", "int8")]
-    [4000, 2000, 1016]
+    >>> [value_bytes(1000, values) for values in ("fp32", "bf16", "int8", "int2")]
+    [4000, 2000, 1016, 266]
     """
-    return BYTES[values] * k + (4 * -(-k // GROUP) if values == "int8" else 0)
+    scales = 4 * -(-k // GROUP) if values in ("int8", "int2") else 0
+    return (BITS[values] * k + 7) // 8 + scales
 
 
 def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
     """uint8 [value_bytes(k, values)] from v (fp32 [k], finite). Values too large for 16 bits are clamped."""
     if values == "int8":
-        grouped = torch.nn.functional.pad(v, (0, -v.numel() % GROUP)).view(-1, GROUP)
+        grouped = _groups(v)
         # Slightly below the largest number: its 127th part may be rounded up, and 127 times that would overflow.
         scales = grouped.abs().amax(1, keepdim=True).clamp(max=0.999 * torch.finfo(torch.float32).max) / 127
         rounded = (grouped / torch.where(scales > 0, scales, 1)).round().clamp(-127, 127).to(torch.int8)
         return torch.cat([scales.view(torch.uint8).view(-1), rounded.view(torch.uint8).view(-1)[: v.numel()]])
+    if values == "int2":
+        levels, above = two_levels(v)
+        bits = torch.stack([v < 0, above], 1).view(torch.uint8)
+        return torch.cat([levels.view(torch.uint8).view(-1), pack_bits(bits.view(-1))])
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values]
     largest = torch.finfo(dtype).max
     return v.clamp(-largest, largest).to(dtype).view(torch.uint8)
@@ -46,9 +52,46 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
 
 def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
     """The k values (fp32) that `pack_values` wrote."""
+    groups = -(-k // GROUP)
     if values == "int8":
-        groups = -(-k // GROUP)
         scales, rounded = packed[: 4 * groups].view(torch.float32), packed[4 * groups :].view(torch.int8)
         return rounded * scales.repeat_interleave(GROUP)[:k]
+    if values == "int2":
+        levels = packed[: 4 * groups].view(torch.bfloat16).view(groups, 2).float()
+        negative, above = unpack_bits(packed[4 * groups :], 2 * k).view(k, 2).bool().unbind(1)
+        low, high = levels.repeat_interleave(GROUP, 0)[:k].unbind(1)
+        magnitude = torch.where(above, high, low)
+        return torch.where(negative, -magnitude, magnitude)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values]
     return packed.view(dtype).float()
+
+
+def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two magnitudes that stand for a group's values in "int2", and which values have the upper one.
+
+    The mean magnitude of a group divides it; each part is written as its own mean magnitude, which leaves the smallest
+    squared error. So signs are exact, and a group's sum of magnitudes is kept, but for the rounding of the two means.
+
+    Args:
+        v: fp32 [k], finite.
+
+    Returns:
+        bfloat16 [groups, 2], lower and upper magnitude, 0 for an empty part; bool [k].
+    """
+    grouped = _groups(v.abs())
+    sizes = torch.full((len(grouped), 1), GROUP, device=v.device)
+    sizes[-1:] -= grouped.numel() - v.numel()
+    # Divided before they are added: the sum of large numbers would overflow.
+    mean = (grouped / sizes).sum(1, keepdim=True)
+    above = grouped > mean
+    many = above.sum(1, keepdim=True)
+    few = sizes - many
+    high = torch.where(above, grouped / many.clamp(min=1), 0).sum(1)
+    low = torch.where(above, 0, grouped / few.clamp(min=1)).sum(1)
+    largest = torch.finfo(torch.bfloat16).max
+    return torch.stack([low, high], 1).clamp(max=largest).to(torch.bfloat16), above.view(-1)[: v.numel()]
+
+
+def _groups(v: torch.Tensor) -> torch.Tensor:
+    """[groups, GROUP]; the last one ends with zeros."""
+    return torch.nn.functional.pad(v, (0, -v.numel() % GROUP)).view(-1, GROUP)

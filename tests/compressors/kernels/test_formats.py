@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.compressors import DGC, GradientDropping
-from lightning_gradcomp.compressors.kernels.formats import BYTES, GROUP, pack_values, unpack_values, value_bytes
+from lightning_gradcomp.compressors.kernels.formats import BITS, GROUP, pack_values, unpack_values, value_bytes
 
 LENGTHS = [1, 2, 255, 256, 257, 1000]
 LARGEST = torch.finfo(torch.float32).max
@@ -38,14 +38,28 @@ def test_int8_is_within_half_a_step_of_its_groups_scale(k):
         assert ((got - group).abs() <= group.abs().max() / 127 * 0.5001).all()
 
 
-@pytest.mark.parametrize("values", BYTES)
+@pytest.mark.parametrize("k", LENGTHS)
+def test_int2_writes_the_mean_of_either_half_of_magnitudes(k):
+    v = some(k)
+    v[: k // 2] *= 1000
+    read = written_and_read(v, "int2")
+    assert torch.equal(read.sign(), v.sign())
+    for group, got in zip(v.double().split(GROUP), read.double().split(GROUP), strict=True):
+        above = group.abs() > group.abs().mean()
+        for half in (above, ~above):
+            if half.any():
+                [level] = got[half].abs().unique().tolist()
+                assert level == pytest.approx(group[half].abs().mean().item(), rel=2**-8)
+
+
+@pytest.mark.parametrize("values", BITS)
 def test_zeros_stay_zero_and_signs_stay(values):
     v = torch.tensor([0.0, -1.0, 1.0, 0.0])
     assert torch.equal(written_and_read(v, values), v)
     assert torch.equal(written_and_read(torch.zeros(300), values), torch.zeros(300))
 
 
-@pytest.mark.parametrize("values", BYTES)
+@pytest.mark.parametrize("values", BITS)
 def test_the_largest_and_smallest_numbers_stay_finite(values):
     v = torch.tensor([LARGEST, -LARGEST, 1e5, 1e-45, -1e-40])
     read = written_and_read(v, values)
@@ -56,6 +70,6 @@ def test_the_largest_and_smallest_numbers_stay_finite(values):
 @pytest.mark.parametrize("cls", [DGC, GradientDropping])
 @pytest.mark.parametrize("option", ["values", "dense_values"])
 def test_an_unknown_format_is_refused(cls, option):
-    message = rf"{cls.__name__}.{option}: got 'fp8', allowed: 'fp32', 'bf16', 'fp16', 'int8'"
+    message = rf"{cls.__name__}.{option}: got 'fp8', allowed: 'fp32', 'bf16', 'fp16', 'int8', 'int2'"
     with pytest.raises(ValueError, match=message):
         cls(**{option: "fp8"})

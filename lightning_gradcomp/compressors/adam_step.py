@@ -1,0 +1,270 @@
+"""Error feedback after the preconditioner: momentum correction for Adam and AdamW.
+
+What a worker accumulates is the step that Adam would have made with its gradient (Kingma & Ba 2015, Algorithm 1;
+decoupled weight decay: Loshchilov & Hutter 2019, Algorithm 2), so that what is sent late still moves the weights as far
+as it would have moved them in time. Error feedback on the gradient does not do that under Adam: what arrives late in an
+element that was silent meets a small second moment, and each instalment becomes a full step.
+
+    rank i:   m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) g²        u = lr · m̂ / (√v̂ + ε)
+              e ← e + u                    s = C(e)                      e ← e - s
+    all:      θ ← (1 - lr · λ) θ - mean s
+
+Moments are each rank's own. So weights that were sent + the mean of e = the sum of the mean of all u, along the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
+from lightning_gradcomp.compressors.layout import Layout, chunks
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
+from lightning_gradcomp.compressors.state import State, StateDict
+from lightning_gradcomp.errors import refusal
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""m and v, by the names that they have in the state of torch's optimizers."""
+UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Options of torch's Adam that are not computed here."""
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """How `torch.optim.Adam` or `AdamW` treats one parameter, read from its group at every step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+    @property
+    def shrink(self) -> float:
+        """What decoupled weight decay leaves of a weight in a step."""
+        return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
+
+
+def add_adam_step(
+    g: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    e: torch.Tensor,
+    w: torch.Tensor,
+    rule: AdamRule,
+    t: int,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """m, v and e + u after a gradient, into `out`, in the order of operations of `torch.optim.Adam`.
+
+    Args:
+        g, m, v, e: gradient, moments, and what is not sent; fp32 [n].
+        w: the weights, for a weight decay that is not decoupled.
+        rule: of the parameter.
+        t: the number of this step, from 1.
+        out: for the new m, v and e. The new e may share g's memory.
+    """
+    (beta1, beta2), (new_m, new_v, new_e) = rule.betas, out
+    if rule.weight_decay and not rule.decoupled:
+        g = torch.add(g, w, alpha=rule.weight_decay, out=new_e)
+    torch.lerp(m, g, 1 - beta1, out=new_m)
+    torch.mul(v, beta2, out=new_v).addcmul_(g, g, value=1 - beta2)
+    denominator = torch.sqrt(new_v, out=new_e).div_((1 - beta2**t) ** 0.5).add_(rule.eps)
+    torch.div(new_m, denominator, out=new_e).mul_(rule.lr / (1 - beta1**t)).add_(e)
+
+
+def takes_optimizer(optimizer: Any) -> bool:
+    """Whether this optimizer's step is computed here: `torch.optim.Adam` or `AdamW` itself, without rare options."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    groups = optimizer.param_groups
+    return not any(group[option] for group in groups for option in UNSUPPORTED if option in group) and not any(
+        isinstance(number, torch.Tensor) for group in groups for number in (group["lr"], *group["betas"])
+    )
+
+
+class AdamStep(State):
+    """Adam's moments of the local gradient, and the sum of its steps that were not sent yet.
+
+    The optimizer's state holds the moments under torch's names all the time, as views of the buffers here. The averaged
+    step is made by `apply`, not by the optimizer, for which these parameters have no gradient then.
+    """
+
+    owns_momentum = makes_step = True
+    buffers = ("unsent_step", *MOMENTS)
+    scratch = ("_exp_avg", "_exp_avg_sq")
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        super().__init__(layout, device)
+        names = (*self.buffers, *self.scratch)
+        self.unsent_step, self.exp_avg, self.exp_avg_sq, self._exp_avg, self._exp_avg_sq = (
+            torch.zeros(layout.n, device=device) for _ in names
+        )
+        self._out = torch.empty(0, device=device)
+        self._t = dict.fromkeys(layout.names, 0)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._shown: dict[str, torch.Tensor] = {}
+        """Parameter name -> the view of m that the optimizer's state holds."""
+        self._loaded: set[str] = set()
+        """Parameters whose moments were loaded here, which the optimizer's state does not hold yet."""
+
+    @staticmethod
+    def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:
+        """ValueError for an optimizer whose step is not computed here.
+
+        Args:
+            what: whose optimizer it is.
+            allowed: what would do.
+        """
+        if not takes_optimizer(optimizer):
+            name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            groups = [] if optimizer is None else optimizer.param_groups
+            options = [o for o in UNSUPPORTED if any(group.get(o) for group in groups)]
+            raise refusal(what, f"{name}({', '.join(options) or 'a tensor as lr or betas'})", allowed)
+
+    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+
+    @property
+    def unsent(self) -> torch.Tensor:
+        """The sum of the steps that were not sent."""
+        return self.unsent_step
+
+    def _rules(self) -> list[AdamRule | None]:
+        """What the optimizer's groups say of each parameter at this moment; None for one that it does not have."""
+        decoupled = isinstance(self._optimizer, torch.optim.AdamW)
+        known = {
+            id(parameter): AdamRule(
+                group["lr"],
+                tuple(group["betas"]),
+                group["eps"],
+                group["weight_decay"],
+                group.get("decoupled_weight_decay", decoupled),
+            )
+            for group in (self._optimizer.param_groups if self._optimizer else [])
+            for parameter in group["params"]
+        }
+        return [known.get(id(parameter)) for parameter in self._parameters]
+
+    def _take_over_moments(self) -> None:
+        """Copy the moments of dense steps, or those that the optimizer has loaded."""
+        assert self._optimizer is not None
+        views = zip(self.layout.views(self.exp_avg), self.layout.views(self.exp_avg_sq), strict=True)
+        for name, parameter, moments in zip(self.layout.names, self._parameters, views, strict=True):
+            held = self._optimizer.state.get(parameter, {})
+            if "exp_avg" not in held or name in self._loaded:
+                continue
+            shown = self._shown.get(name)
+            if held["exp_avg"] is not shown:
+                for kind, moment in zip(MOMENTS, moments, strict=True):
+                    moment.copy_(held[kind])
+            if held["exp_avg"] is not shown or name not in self.started:  # dense steps may have come in between
+                self._t[name] = int(held["step"])
+
+    def _show_moments(self, names: Set[str]) -> None:
+        """Let the optimizer's state hold views of the moments of these parameters, and the number of steps."""
+        assert self._optimizer is not None
+        views = zip(self.layout.views(self.exp_avg), self.layout.views(self.exp_avg_sq), strict=True)
+        rules = self._rules()
+        for name, parameter, rule, moments in zip(self.layout.names, self._parameters, rules, views, strict=True):
+            if name in names and rule is not None:
+                if parameter.dtype != torch.float32:  # the optimizer's own steps need its type
+                    moments = tuple(moment.to(parameter.dtype) for moment in moments)
+                held = self._optimizer.state[parameter]
+                step = held.get("step", torch.tensor(0.0)).fill_(self._t[name])
+                held.update(step=step, **dict(zip(MOMENTS, moments, strict=True)))
+                self._shown[name] = moments[0]
+        self._loaded = self._loaded - names
+
+    def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
+        """out = what is not sent, with the step for this gradient."""
+        self._take_over_moments()
+        self._out = out
+        tensors = zip(self.layout.bounds, self.layout.names, self._parameters, self._rules(), strict=True)
+        for i, ((start, stop), name, parameter, rule) in enumerate(tensors):
+            weights = parameter.detach().reshape(-1)
+            for begin, end in chunks(start, stop, self.device):
+                part, own = slice(begin, end), slice(begin - start, end - start)
+                g = gradient.chunk(i, own.start, own.stop)
+                if rule is None:
+                    out[part] = self.unsent_step[part]
+                    continue
+                old = self.exp_avg[part], self.exp_avg_sq[part], self.unsent_step[part]
+                new = self._exp_avg[part], self._exp_avg_sq[part], out[part]
+                add_adam_step(g, *old, weights[own], rule, self._t[name] + 1, new)
+
+    def subtract(self, decoded: Decoded) -> None:
+        decoded.subtract_from(self._out)
+
+    def commit(self, moved: Set[str], out: torch.Tensor) -> torch.Tensor:
+        self._keep(moved, self.exp_avg, self._exp_avg)
+        self._keep(moved, self.exp_avg_sq, self._exp_avg_sq)
+        self._keep(moved, self.unsent_step, out)
+        self.exp_avg, self._exp_avg = self._exp_avg, self.exp_avg
+        self.exp_avg_sq, self._exp_avg_sq = self._exp_avg_sq, self.exp_avg_sq
+        self._out, self.unsent_step = self.unsent_step, out
+        self.started = self.started | (moved & set(self.layout.names))
+        self._t = {name: t + (name in moved) for name, t in self._t.items()}
+        self._show_moments(self.started)
+        return self._out
+
+    @torch.no_grad()
+    def apply(self, mean: Decoded, moved: Set[str]) -> None:
+        """Decay the weights, if that is decoupled, and subtract the mean; `p.grad` becomes None."""
+        tensors = zip(self.layout.names, self._parameters, self._rules(), by_tensor(mean, self.layout), strict=True)
+        for name, parameter, rule, (places, values) in tensors:
+            if name not in moved or rule is None:
+                continue
+            if rule.shrink != 1:
+                parameter.mul_(rule.shrink)
+            if places is None:
+                parameter.sub_(values.view(parameter.shape))
+            else:
+                view, index = locate(places, parameter)
+                view[index] -= values
+            parameter.grad = None
+
+    def absorb(self, flat: torch.Tensor) -> None:
+        self.unsent_step.add_(flat)
+        self.started = set(self.layout.names)
+
+    def move(self, device: torch.device) -> None:
+        """Keep what is not sent on `device` between steps. The moments stay, as those of any optimizer."""
+        self.unsent_step = self.unsent_step.to(device)
+
+    def clear(self) -> None:
+        self.unsent_step.zero_()
+        self.started = set()
+
+    @property
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        return {kind: getattr(self, kind) for kind in MOMENTS}
+
+    @property
+    def next_optimizer_state(self) -> dict[str, torch.Tensor]:
+        return {kind: getattr(self, f"_{kind}") for kind in MOMENTS}
+
+    def give_back(self, optimizer_state: Mapping[str, torch.Tensor], moved: Set[str]) -> None:
+        self._t = {name: t + (name in moved) for name, t in self._t.items()}
+        for kind, mean in optimizer_state.items():
+            self._keep(moved, getattr(self, kind), mean)
+            getattr(self, kind).copy_(mean)
+        self._show_moments(moved)
+
+    def state_dict(self) -> StateDict:
+        kinds: StateDict = {
+            kind: {name: part for name, part in self.layout.split(getattr(self, kind)).items() if name in self.started}
+            for kind in self.buffers
+        }
+        return {**kinds, "step": {name: torch.tensor(float(self._t[name])) for name in kinds["exp_avg"]}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for kind in self.buffers:
+            setattr(self, kind, self.layout.join(state[kind], self.device))
+        self.started = set(state["step"]) & set(self.layout.names)
+        self._t.update({name: int(state["step"][name]) for name in self.started})
+        self._loaded = set(self.started)

@@ -1,0 +1,206 @@
+"""Momentum correction (DGC): SGD's momentum is applied to the local gradient, and what was not sent is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.compressors.layout import Layout, chunks
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
+from lightning_gradcomp.compressors.state import State, StateDict
+from lightning_gradcomp.errors import refusal
+
+
+@dataclass(frozen=True)
+class SGDRule:
+    """How `torch.optim.SGD` treats one parameter, read from its group at every step."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+
+def correct_momentum(
+    g: torch.Tensor,
+    u: torch.Tensor,
+    v: torch.Tensor,
+    w: torch.Tensor | None,
+    rule: SGDRule,
+    first: bool,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Momentum correction (Lin et al. 2018, §3.2, eq. 7), into `out`: u ← m·u + g, v ← v + u; Nesterov v ← v + g + m·u.
+
+    u has the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so that a
+    momentum that a schedule changes acts as it does in `torch.optim.SGD`, and the two can be exchanged. Weight decay
+    λ·w is added to g first: inside the momentum it has the strength that it has in SGD.
+
+    Args:
+        g, u, v: gradient, momentum, velocity; fp32 [n].
+        w: the weights; None for no decay.
+        rule: of the parameter.
+        first: no earlier gradient, hence no dampening, as in torch.
+        out: for the new u and v. The new v may share g's memory.
+    """
+    m, damp = rule.momentum, 0.0 if first else rule.dampening
+    new_u, new_v = out
+    if w is not None and rule.weight_decay:
+        g = torch.add(g, w, alpha=rule.weight_decay, out=new_v)
+    if damp:
+        torch.mul(u, m, out=new_u).add_(g, alpha=1 - damp)
+    else:
+        torch.add(g, u, alpha=m, out=new_u)
+    torch.add(v, g if rule.nesterov or not m else new_u, out=new_v)
+    if rule.nesterov:
+        new_v.add_(new_u, alpha=m)
+
+
+WITHOUT_MOMENTUM = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+
+
+class SGDVelocity(State):
+    """Momentum correction's state (DGC): momentum u and accumulated velocity v of every parameter.
+
+    Momentum and weight decay are applied to the local gradient, before it is accumulated, so they must not act again in
+    the optimizer. Its groups are never written to: while it steps, `stepping` shows it others, in which the parameters
+    whose momentum is here have none. Changing them for good would end up in checkpoints and conflict with schedulers.
+
+    Args:
+        masking: momentum factor masking (Lin et al. 2018, §3.2): the momentum of what was sent is set to 0.
+    """
+
+    owns_momentum = True
+    buffers = ("u", "v")
+    scratch = ("_u",)
+
+    def __init__(self, layout: Layout, device: torch.device, *, masking: bool) -> None:
+        super().__init__(layout, device)
+        self.masking = masking
+        self.u, self.v, self._u = (torch.zeros(layout.n, device=device) for _ in range(3))
+        self._out = torch.empty(0, device=device)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parameters: Sequence[torch.Tensor] = ()
+
+    @staticmethod
+    def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:
+        """ValueError for anything but `torch.optim.SGD` itself that minimises.
+
+        Args:
+            what: whose optimizer it is.
+            allowed: what would do.
+        """
+        if type(optimizer) is not torch.optim.SGD:
+            cls = type(optimizer)
+            raise refusal(what, None if optimizer is None else f"{cls.__module__}.{cls.__qualname__}", allowed)
+        if any(group["maximize"] or group["differentiable"] for group in optimizer.param_groups):
+            raise refusal(what, "SGD(maximize=True) or SGD(differentiable=True)", "SGD with both of them False")
+
+    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+
+    @property
+    def unsent(self) -> torch.Tensor:
+        """The accumulated velocity v."""
+        return self.v
+
+    def _rules(self) -> list[SGDRule]:
+        """What the optimizer's groups say of each parameter at this moment."""
+        known = {
+            id(parameter): SGDRule(**{key: group[key] for key in WITHOUT_MOMENTUM})
+            for group in (self._optimizer.param_groups if self._optimizer else [])
+            for parameter in group["params"]
+        }
+        return [known.get(id(parameter), SGDRule()) for parameter in self._parameters]
+
+    def _borrow_momentum(self) -> None:
+        """Take over the momentum that the optimizer has from dense steps."""
+        for name, parameter, u in zip(self.layout.names, self._parameters, self.layout.views(self.u), strict=True):
+            buffer = self._optimizer.state.get(parameter, {}).pop("momentum_buffer", None) if self._optimizer else None
+            if buffer is not None and name not in self.started:
+                u.copy_(buffer)
+                self.started.add(name)
+
+    def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
+        """out = the velocity after this step's gradient."""
+        self._borrow_momentum()
+        self._out = out
+        tensors = zip(self.layout.bounds, self.layout.names, self._parameters, self._rules(), strict=True)
+        for i, ((start, stop), name, parameter, rule) in enumerate(tensors):
+            weights = parameter.detach().reshape(-1)
+            for begin, end in chunks(start, stop, self.device):
+                part, own = slice(begin, end), slice(begin - start, end - start)
+                g = gradient.chunk(i, own.start, own.stop)
+                new = self._u[part], out[part]
+                correct_momentum(g, self.u[part], self.v[part], weights[own], rule, name not in self.started, new)
+
+    def subtract(self, decoded: Decoded) -> None:
+        """Take what was sent out of v; with masking (eq. 9) also stop the momentum there."""
+        decoded.subtract_from(self._out)
+        if self.masking:
+            decoded.zero(self._u)
+
+    def commit(self, moved: Set[str], out: torch.Tensor) -> torch.Tensor:
+        self._keep(moved, self.u, self._u)
+        self._keep(moved, self.v, out)
+        self.u, self._u = self._u, self.u
+        self._out, self.v = self.v, out
+        self.started = self.started | (moved & set(self.layout.names))
+        return self._out
+
+    def absorb(self, flat: torch.Tensor) -> None:
+        self.v.add_(flat)
+        self.started = set(self.layout.names)
+
+    def clear(self) -> None:
+        self.u.zero_()
+        self.v.zero_()
+        self.started = set()
+
+    @property
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        return {"momentum_buffer": self.u}
+
+    @property
+    def next_optimizer_state(self) -> dict[str, torch.Tensor]:
+        return {"momentum_buffer": self._u}
+
+    def give_back(self, optimizer_state: Mapping[str, torch.Tensor], moved: Set[str]) -> None:
+        assert self._optimizer is not None
+        views = self.layout.views(optimizer_state["momentum_buffer"])
+        for name, parameter, rule, u in zip(self.layout.names, self._parameters, self._rules(), views, strict=True):
+            if rule.momentum and name in moved:
+                self._optimizer.state[parameter]["momentum_buffer"] = u.to(parameter.dtype, copy=True)
+
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """While this is entered, `optimizer` applies neither momentum nor weight decay to the attached parameters."""
+        here = {id(parameter) for parameter in self._parameters}
+        groups = optimizer.param_groups
+        optimizer.param_groups = [part for group in groups for part in _split(group, here)]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = groups
+
+    def state_dict(self) -> StateDict:
+        return {
+            key: {name: part for name, part in self.layout.split(flat).items() if name in self.started}
+            for key, flat in (("momentum", self.u), ("velocity", self.v))
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self.u, self.v = (self.layout.join(state[key], self.device) for key in ("momentum", "velocity"))
+        self.started = set(state["momentum"]) & set(self.layout.names)
+
+
+def _split(group: dict[str, Any], here: set[int]) -> list[dict[str, Any]]:
+    """An optimizer's group as two: of the parameters in `here`, without momentum and decay, and of the others."""
+    ours = [parameter for parameter in group["params"] if id(parameter) in here]
+    others = [parameter for parameter in group["params"] if id(parameter) not in here]
+    return [{**group, **WITHOUT_MOMENTUM, "params": ours}, {**group, "params": others}]

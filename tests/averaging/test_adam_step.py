@@ -1,0 +1,338 @@
+"""With Adam and AdamW, whatever has error feedback accumulates the optimizer's steps: nothing of them is lost."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_gradcomp.averaging import GradientAverager, mean_state
+from lightning_gradcomp.compressors.state import Residual
+from tests.averaging.laws import REGISTERED
+from tests.averaging.workers import (
+    Table,
+    all_equal,
+    backward,
+    bowl_loss,
+    conv_net,
+    dgc,
+    image_loss,
+    prescribed_loss,
+    same,
+    train_ddp,
+    weights,
+)
+from tests.reference import adam_step as reference
+from tests.threads import run_ranks
+
+STEPS = 50
+ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
+OPTIMIZERS = {"adam": partial(torch.optim.Adam, **ADAM), "adamw": partial(torch.optim.AdamW, **ADAM)}
+optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+STEPPING = {
+    label: make
+    for label, make in REGISTERED.items()
+    if make().owns_momentum(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+}
+"""Those that accumulate Adam's steps."""
+stepping = pytest.mark.parametrize("make", STEPPING.values(), ids=STEPPING)
+
+
+def averager_of(model, group, compressor, optimizer=OPTIMIZERS["adamw"], schedule=None, **options):
+    made = optimizer(model.parameters())
+    averager = GradientAverager(model, compressor, optimizer=made, process_group=group, **options)
+    averager.schedule = schedule or averager.schedule
+    return made, averager
+
+
+def run(model, optimizer, averager, rank, steps, loss=image_loss, scheduler=None):
+    for step in steps if isinstance(steps, range) else range(steps):
+        optimizer.zero_grad()
+        with averager.local_weights():
+            loss(model, rank, step).backward()
+        averager.step()
+        if scheduler:
+            scheduler.step()
+
+
+def everything_kept(averager):
+    """Name -> fp64: what waits to be sent."""
+    return {name: part.double() for name, part in averager.state_dict()["memory"]["unsent_step"].items()}
+
+
+def test_every_method_with_error_feedback_is_here():
+    names = {label.split(",")[0] for label in STEPPING}
+    assert names == {"dgc", "gradient_dropping", "onebit", "twobit", "terngrad"}
+    assert "terngrad" not in STEPPING  # its default remembers nothing
+
+
+def two_groups(kind, model):
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    return kind([{"params": first, "lr": 0.003, "weight_decay": 0.1}, {"params": second, "betas": (0.5, 0.9)}])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_at_sparsity_0_the_weights_are_ddps(kind, world):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, total_steps=STEPS + 1, max_lr=0.01)
+
+    def ddp(rank, group):
+        model = conv_net()
+        optimizer = two_groups(kind, model)
+        train_ddp(model, optimizer, group, rank, STEPS, image_loss, scheduler(optimizer))
+        return weights(model)
+
+    def ours(rank, group):
+        model = conv_net()
+        optimizer, averager = averager_of(model, group, dgc(sparsity=0.0), lambda _: two_groups(kind, model))
+        run(model, optimizer, averager, rank, STEPS, scheduler=scheduler(optimizer))
+        return weights(model)
+
+    got, expected = run_ranks(world, ours), run_ranks(world, ddp)
+    assert all_equal(got)
+    assert float((got[0] - expected[0]).abs().max()) <= 1e-6
+
+
+@optimizers
+@pytest.mark.parametrize("option", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_sending_everything_of_equal_gradients_is_the_optimizer(optimizer, option):
+    """Where the ranks' gradients differ, so do their second moments."""
+
+    def alone(model):
+        made = optimizer(model.parameters(), **option)
+        for step in range(STEPS):
+            backward(model, made, 0, step)
+            made.step()
+        return weights(model), made.state_dict()["state"]
+
+    def work(rank, group):
+        model = conv_net()
+        made, averager = averager_of(model, group, dgc(sparsity=1e-9, values="fp32"), partial(optimizer, **option))
+        run(model, made, averager, 0, STEPS)
+        return weights(model), made.state_dict()["state"]
+
+    (got, state), _ = run_ranks(2, work)
+    expected, expected_state = alone(conv_net())
+    assert float((got - expected).abs().max()) <= 1e-6
+    for index, moments in expected_state.items():
+        assert state[index].keys() == moments.keys()
+        for kind, moment in moments.items():
+            torch.testing.assert_close(state[index][kind].float(), moment.float(), rtol=1e-4, atol=1e-6)
+
+
+@stepping
+@pytest.mark.parametrize("world", [2, 3])
+def test_applied_plus_mean_unsent_is_the_sum_of_adams_steps(make, world):
+    """Adam's steps are those of one torch.optim.Adam a rank; gradients do not depend on the weights."""
+
+    def work(rank, group):
+        model, twin = Table(), Table()
+        start = weights(model).double()
+        optimizer, averager = averager_of(model, group, make(), partial(torch.optim.Adam, lr=0.01))
+        own = torch.optim.Adam(twin.parameters(), lr=0.01)
+        run(model, optimizer, averager, rank, 100, prescribed_loss)
+        for step in range(100):
+            backward(twin, own, rank, step, prescribed_loss)
+            own.step()
+        kept = everything_kept(averager)
+        return {
+            name: (p.detach().double(), kept[name], q.detach().double())
+            for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True)
+            if name in kept
+        }, start
+
+    results = [result for result, _ in run_ranks(world, work)]
+    assert results[0]
+    for name, (p, _, _) in results[0].items():
+        unsent = sum(result[name][1] for result in results) / world
+        alone = sum(result[name][2] for result in results) / world
+        assert float((p - unsent - alone).abs().max()) <= 1e-5
+        assert float(unsent.abs().max()) > 1e-4
+
+
+def test_training_is_the_papers_algorithm():
+    """Against tests/reference/adam_step.py, with gradients that depend on the weights. Without ε, first steps are ties."""
+    n, k, steps, target = 64, 7, 30, np.linspace(-2, 2, 64)
+
+    def gradient(w, rank, step):
+        return (1 + rank) * (w - target) + np.sin(np.arange(n) + 3 * step + rank)
+
+    def loss(model, rank, step):
+        w = model.parts.reshape(-1)
+        shift = torch.from_numpy(np.sin(np.arange(n) + 3 * step + rank)).float()
+        return (0.5 * (1 + rank) * (w - torch.from_numpy(target).float()) ** 2 + w * shift).sum()
+
+    def work(rank, group):
+        model = nn.Module()
+        model.parts = nn.Parameter(torch.zeros(8, 8))
+        compressor = dgc(sparsity=1 - k / n, values="fp32", min_elements=1)
+        optimizer, averager = averager_of(model, group, compressor, partial(torch.optim.AdamW, eps=0.1, **ADAM))
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            averager.step()
+        return weights(model)
+
+    options = {"lr": ADAM["lr"], "betas": ADAM["betas"], "decay": ADAM["weight_decay"], "eps": 0.1}
+    pair = [reference.Worker(n) for _ in range(2)]
+    expected, applied, wanted = reference.train(np.zeros(n), pair, gradient, steps, k=k, **options)
+    assert np.abs(applied + np.mean([worker.e for worker in pair], axis=0) - wanted).max() < 1e-12
+    got = run_ranks(2, work)
+    assert all_equal(got)
+    np.testing.assert_allclose(got[0].numpy(), expected, atol=1e-5)
+
+
+@stepping
+@optimizers
+def test_a_resumed_run_is_the_straight_run_to_the_bit(make, optimizer):
+    def straight(rank, group):
+        model = Table()
+        made, averager = averager_of(model, group, make(), optimizer)
+        run(model, made, averager, rank, 20, bowl_loss)
+        return weights(model), averager.state_dict()["memory"]
+
+    def resumed(rank, group):
+        model = Table()
+        made, averager = averager_of(model, group, make(), optimizer)
+        run(model, made, averager, rank, 9, bowl_loss)
+        saved = averager.state_dict()
+        made, new = averager_of(model, group, make(), optimizer)
+        made.load_state_dict(averager.optimizer.state_dict())
+        new.load_state_dict(saved)
+        run(model, made, new, rank, range(9, 20), bowl_loss)
+        return weights(model), new.state_dict()["memory"]
+
+    for (one, memory), (other, other_memory) in zip(run_ranks(2, straight), run_ranks(2, resumed), strict=True):
+        assert torch.equal(one, other)
+        assert same(memory, other_memory)
+
+
+def test_nothing_is_lost_from_four_ranks_over_three_to_two():
+    def first(rank, group):
+        model = Table()
+        made, averager = averager_of(model, group, dgc())
+        run(model, made, averager, rank, 10, prescribed_loss)
+        return weights(model), averager.state_dict()
+
+    states = [state for _, state in run_ranks(4, first)]
+    for world in (3, 2):
+        mean = mean_state(states)
+
+        def go_on(rank, group, mean=mean):
+            model = Table()
+            made, averager = averager_of(model, group, dgc())
+            averager.load_state_dict(mean)
+            loaded = everything_kept(averager)
+            run(model, made, averager, rank, range(10, 12), prescribed_loss)
+            return loaded, averager.state_dict()
+
+        before = [state["memory"]["unsent_step"] for state in states]
+        results = run_ranks(world, go_on)
+        for name, part in results[0][0].items():
+            expected = sum(each[name].double() for each in before) / len(before)
+            assert float((part - expected).abs().max()) <= 1e-6
+        states = [state for _, state in results]
+
+
+def test_going_dense_applies_what_waits_and_gives_moments_back():
+    """As many steps of plain Adam a rank, averaged; then the optimizer has the moments' mean, the same on all ranks."""
+
+    def work(rank, group):
+        model, twin = Table(), Table()
+        kind = partial(torch.optim.Adam, lr=0.01)
+        optimizer, averager = averager_of(model, group, dgc(), kind, lambda epoch, step: 0.9 if step < 9 else 0.0)
+        run(model, optimizer, averager, rank, 10, prescribed_loss)
+        own = kind(twin.parameters())
+        for step in range(10):
+            backward(twin, own, rank, step, prescribed_loss)
+            own.step()
+        assert averager.settled
+        held, alone = optimizer.state[model.kernel], own.state[twin.kernel]
+        return model.kernel.detach(), twin.kernel.detach(), held["exp_avg"].clone(), alone["exp_avg"], held["step"]
+
+    (one, own, m, own_m, step), (other, other_own, other_m, other_own_m, _) = run_ranks(2, work)
+    assert torch.equal(one, other)
+    assert torch.equal(m, other_m)
+    assert int(step) == 10
+    torch.testing.assert_close(one, (own + other_own) / 2, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(m, (own_m + other_own_m) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_of_dense_steps_are_taken_over():
+    def work(rank, group, dense):
+        model = Table()
+        schedule = lambda epoch, step: 0.0 if step < dense else 1e-9  # noqa: E731
+        made, averager = averager_of(model, group, dgc(values="fp32"), OPTIMIZERS["adam"], schedule)
+        run(model, made, averager, 0, 12, bowl_loss)
+        return weights(model)
+
+    expected = run_ranks(2, partial(work, dense=12))[0]
+    for dense in (0, 5):
+        torch.testing.assert_close(run_ranks(2, partial(work, dense=dense))[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@stepping
+def test_infinity_on_one_rank_leaves_everything_as_it_was(make):
+    def work(rank, group):
+        model = Table()
+        made, averager = averager_of(model, group, make())
+        run(model, made, averager, rank, 5, prescribed_loss)
+        before = weights(model), averager.state_dict()["memory"], made.state_dict()["state"][0]["exp_avg"].clone()
+        made.zero_grad()
+        prescribed_loss(model, rank, 5).backward()
+        if rank == 1:
+            model.kernel.grad[0, 0, 0, 0] = torch.inf
+        averager.average()
+        assert all(p.grad.isnan().all() for p in model.parameters())
+        after = weights(model), averager.state_dict()["memory"], made.state_dict()["state"][0]["exp_avg"]
+        assert torch.equal(before[0], after[0])
+        assert same(before[1], after[1])
+        assert torch.equal(before[2], after[2])
+        return True
+
+    assert all(run_ranks(2, work))
+
+
+def test_weights_are_local_inside_and_shared_outside():
+    def work(rank, group):
+        model = Table()
+        made, averager = averager_of(model, group, dgc())
+        run(model, made, averager, rank, 5, prescribed_loss)
+        shared = model.kernel.detach().clone()
+        unsent = averager.state_dict()["memory"]["unsent_step"]["kernel"]
+        with averager.local_weights():
+            inside = model.kernel.detach().clone()
+        assert torch.equal(model.kernel, shared)
+        torch.testing.assert_close(inside, shared - unsent)
+        return shared, inside
+
+    (shared, inside), (other_shared, other_inside) = run_ranks(2, work)
+    assert torch.equal(shared, other_shared)
+    assert not torch.equal(inside, other_inside)
+
+
+def test_a_loss_scale_never_enters_what_is_remembered():
+    def work(rank, group, scale):
+        model = Table()
+        made, averager = averager_of(model, group, dgc(clip_norm=30.0))
+        for step in range(6):
+            made.zero_grad()
+            (scale * prescribed_loss(model, rank, step)).backward()
+            averager.average(grad_scale=scale)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= scale
+            made.step()
+        return weights(model)
+
+    plain, scaled = (run_ranks(2, partial(work, scale=scale))[0] for scale in (1.0, 65536.0))
+    torch.testing.assert_close(scaled, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_amsgrad_and_unknown_optimizers_keep_gradient_feedback():
+    for made in (partial(torch.optim.AdamW, amsgrad=True), torch.optim.NAdam, torch.optim.RMSprop):
+        model = Table()
+        averager = GradientAverager(model, "onebit", optimizer=made(model.parameters()), epoch=0)
+        assert type(averager.state) is Residual
