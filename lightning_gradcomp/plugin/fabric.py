@@ -21,7 +21,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.rank_states import KEY, RankStates, export_optimizer_state
-from lightning_gradcomp.plugin.validation import only
+from lightning_gradcomp.plugin.validation import corrected
 from lightning_gradcomp.registry import build
 
 
@@ -78,7 +78,7 @@ class CompressedFabricStrategy(DDPStrategy):
         self._epoch = epoch
 
     def local_weights(self) -> AbstractContextManager[None]:
-        """`GradientAverager.local_weights`, for forward and backward with Adam and AdamW."""
+        """`GradientAverager.local_weights`: around forward and backward, where DGC corrects Adam or AdamW."""
         return self._averager().local_weights()
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
@@ -151,7 +151,7 @@ class CompressedFabricStrategy(DDPStrategy):
 
     def _average_to_clip(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(self.compressor).__name__
-        if self.compressor.owns_momentum(only(self._optimizers)):
+        if self.compressor.owns_momentum(corrected(self.compressor, self._optimizers, automatic=False)):
             allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
             raise refusal(f"clipping with {name}", "fabric.clip_gradients", allowed)
         self._hook.before_optimizer_step(self._averager(), optimizer)
@@ -213,7 +213,7 @@ class CompressedFabricStrategy(DDPStrategy):
             self.averager = GradientAverager(
                 self._ddp.module,
                 self.compressor,
-                optimizer=only(self._optimizers),
+                optimizer=corrected(self.compressor, self._optimizers, automatic=False),
                 ranks_per_node=self.num_processes,
                 **self._travel,
                 steps_per_epoch=self.steps_per_epoch,

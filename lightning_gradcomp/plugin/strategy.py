@@ -38,7 +38,7 @@ from lightning_gradcomp.plugin.validation import (
     check_gradients,
     check_optimizers,
     check_options,
-    only,
+    corrected,
 )
 from lightning_gradcomp.registry import build
 
@@ -117,8 +117,8 @@ class CompressedDDPStrategy(BaseStrategy):
         with self.explained("setting up the averages"):
             self.averager = GradientAverager(
                 self.lightning_module,
-                self._clipping.take_over(self.compressor, only(self.optimizers), trainer),
-                optimizer=only(self.optimizers),
+                self._clipping.take_over(self.compressor, self._corrected, trainer),
+                optimizer=self._corrected,
                 ranks_per_node=self.num_processes,
                 **self._travel,
                 epoch=trainer.current_epoch,
@@ -130,6 +130,11 @@ class CompressedDDPStrategy(BaseStrategy):
         if not self.lightning_module.automatic_optimization:
             setattr(self.precision_plugin, "clip_gradients", self._clip_manually)  # noqa: B010 - shadows the method
         rank_zero_info(self.averager.describe())
+
+    @property
+    def _corrected(self) -> torch.optim.Optimizer | None:
+        assert self.lightning_module is not None
+        return corrected(self.compressor, self.optimizers, self.lightning_module.automatic_optimization)
 
     def teardown(self) -> None:
         self._clipping.give_back()
@@ -246,7 +251,7 @@ class CompressedDDPStrategy(BaseStrategy):
             ValueError: a compressor that owns the momentum: what is cut off the average has left the memory.
         """
         name, precision = type(self.compressor).__name__, self.precision_plugin
-        if clip_val > 0 and self.compressor.owns_momentum(only(self.optimizers)):
+        if clip_val > 0 and self.compressor.owns_momentum(self._corrected):
             allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
             raise refusal(f"clipping with {name} in manual optimization", "self.clip_gradients", allowed)
         self._average(self._hook.before_optimizer_step, optimizer)

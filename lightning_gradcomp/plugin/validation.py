@@ -39,7 +39,8 @@ def check_options(checkpoint_state: str, verify_replicas_every_n_steps: int | No
 def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: LightningModule) -> None:
     """ValueError for what can be known to be wrong before other processes are started."""
     optimizers = optimizers_of(module)
-    check_clipping(strategy.compressor, only(optimizers), trainer, module)
+    optimizer = corrected(strategy.compressor, optimizers, module.automatic_optimization)
+    check_clipping(strategy.compressor, optimizer, trainer, module)
     check_optimizers(strategy.compressor, optimizers)
     if strategy.checkpoint_state == "sidecar" and not strategy.rank_states.sidecars.possible:
         io = type(strategy.checkpoint_io).__name__
@@ -50,9 +51,16 @@ def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: Lightni
     check_callbacks(strategy, trainer)
 
 
-def only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """The only one; None where there are several, or none that is known."""
-    return optimizers[0] if len(optimizers) == 1 else None
+def corrected(
+    compressor: Compressor, optimizers: Sequence[torch.optim.Optimizer], automatic: bool
+) -> torch.optim.Optimizer | None:
+    """The optimizer that the averager is told of, so that its momentum is corrected where the compressor does that.
+
+    None where there are several, or none is known yet. In manual optimization (not `automatic`), where the user clips
+    averages, only for compressors that can't do without: error feedback stays on gradients.
+    """
+    known = len(optimizers) == 1 and (automatic or compressor.needs_optimizer)
+    return optimizers[0] if known else None
 
 
 def check_clipping(

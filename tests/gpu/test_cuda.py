@@ -9,7 +9,7 @@ from lightning_gradcomp.compressors import DGC, GradientDropping, TwoBit, terngr
 from lightning_gradcomp.compressors.decoded import all_finite
 from lightning_gradcomp.compressors.kernels.bits import bit_table, pack_bits, unpack_bits
 from lightning_gradcomp.compressors.kernels.elias_fano import pack_indices, unpack_indices
-from lightning_gradcomp.compressors.kernels.formats import BYTES, pack_values, unpack_values
+from lightning_gradcomp.compressors.kernels.formats import BITS, pack_values, unpack_values
 from lightning_gradcomp.compressors.kernels.topk import topk
 from tests.averaging.workers import seeded
 from tests.gpu.worlds import CASES, NAMES, Echo, Model, Steps, draw_on_the_cpu, no_sum, sum_of_pair, train_pair
@@ -86,7 +86,7 @@ def test_bits_and_codes_are_packed_as_on_the_cpu_and_read_back(n):
         assert torch.equal(own.cpu(), theirs)
 
 
-@pytest.mark.parametrize("values", BYTES)
+@pytest.mark.parametrize("values", BITS)
 def test_values_are_packed_as_on_the_cpu_and_read_back(values):
     x = torch.randn(1000, generator=seeded(1))
     packed = pack_values(x.cuda(), values)

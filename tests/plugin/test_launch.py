@@ -66,9 +66,9 @@ class MySGD(torch.optim.SGD):
     ("optimizer", "options", "message"),
     [
         (
-            torch.optim.AdamW,
+            lambda p: torch.optim.AdamW(p, amsgrad=True),
             {"strategy": "dgc"},
-            r"optimizer of DGC: got 'torch.optim.adamw.AdamW', allowed: torch.optim.SGD",
+            r"optimizer of DGC: got 'torch.optim.adamw.AdamW\(amsgrad\)', allowed: torch.optim.SGD, Adam or AdamW",
         ),
         (lambda p: MySGD(p, lr=0.1), {"strategy": "dgc"}, r"optimizer of DGC: got '.*MySGD'"),
         (lambda p: [sgd(q) for q in [list(p)] * 2], {"strategy": "dgc"}, r"optimizers with DGC: got 2, allowed: 1"),

@@ -143,27 +143,27 @@ class Forecast:
         """Bytes a second from which on the dense exchange costs nothing beyond the computation."""
         return cost.bandwidth_to_hide(4 * self.elements, workers, latency, self.computation.backward)
 
-    def advice(self, workers: int, link: Link, sgd: bool) -> str:
+    def advice(self, workers: int, link: Link, corrected: bool) -> str:
         """Which method to pick, or that compression gains nothing.
 
         Args:
-            sgd: whether the optimizer is `torch.optim.SGD`, which some methods need.
+            corrected: whether the optimizer is SGD, Adam or AdamW, one of which some methods need.
         """
         steps = [step for step in self.table(workers, link) if step.method != "none"]
-        for_any = [step for step in steps if not self.needs_sgd(step.method)]
-        best = (steps if sgd else for_any)[0]
+        for_any = [step for step in steps if not self.needs_optimizer(step.method)]
+        best = (steps if corrected else for_any)[0]
         if best.speed_up < WORTH:
             beyond = 1e3 * (self.dense(workers, link) - self.computation.seconds)
             return (
                 f"don't compress: the dense exchange is modelled at {beyond:.1f} ms a step beyond the computation; "
                 f"the best method is {named(best)}, and speed-ups below {WORTH:g}x are within the error of the model"
             )
-        if not self.needs_sgd(best.method) or for_any[0].speed_up < WORTH:
+        if not self.needs_optimizer(best.method) or for_any[0].speed_up < WORTH:
             return f"pick {named(best)}"
-        return f"pick {named(best)}; with an optimizer other than SGD, {named(for_any[0])}"
+        return f"pick {named(best)}; with an optimizer other than SGD and Adam, {named(for_any[0])}"
 
-    def needs_sgd(self, method: str) -> bool:
-        """Whether the method, as it is here, is for `torch.optim.SGD`: with Adam, its defaults are others."""
+    def needs_optimizer(self, method: str) -> bool:
+        """Whether the method is for SGD, Adam and AdamW alone."""
         return self.methods[method][0].needs_optimizer
 
 

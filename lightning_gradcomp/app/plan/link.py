@@ -20,6 +20,7 @@ from lightning_gradcomp.averaging.step import CompressedStep
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.workers import Ranks, all_gather_single, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors.adam_step import takes_optimizer
 
 SMALLEST, LARGEST = 1 << 16, 1 << 24
 """Bytes of the first and of the largest message that the bandwidth is measured with."""
@@ -72,18 +73,25 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     return Link(latency, bandwidth, min(reduced / gathered, 1.0), busy if device.type == "cpu" else 0.0)
 
 
-def measure_work(compressor: Compressor, gradients: Gradients, group: dist.ProcessGroup | None = None) -> Work:
+def measure_work(
+    compressor: Compressor,
+    gradients: Gradients,
+    group: dist.ProcessGroup | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Work:
     """What compressing and decompressing these gradients takes on the ranks of `group` (None: on this one alone).
 
     Steps are made as in training, but on random numbers, and nothing is sent: the other workers' payloads are copies of
-    this one's. In fp32, without weight decay. Every `p.grad` stays as it was. Collective where there is a group.
+    this one's. In fp32, without weight decay. Gradients and weights stay as they were. Collective where there is a group.
 
     Args:
         gradients: of the model, laid out for this compressor.
+        optimizer: with Adam and AdamW, their steps are compressed.
     """
     device = gradients.device
     if isinstance(compressor, Lossy) and gradients.compressed:
-        both = [_step_seconds(compressor, gradients, others) for others in (0, OTHERS)]
+        adam = takes_optimizer(optimizer)
+        both = [_step_seconds(compressor, gradients, others, adam) for others in (0, OTHERS)]
         # each step waits for the rank that is the slowest in it
         alone, among = (median(slowest(times, group, device)) for times in both)
         return Work(alone, max(among - alone, 0.0) / OTHERS)
@@ -110,10 +118,14 @@ class EchoRanks(Ranks):
         return values.clone()
 
 
-def _step_seconds(compressor: Lossy, gradients: Gradients, others: int) -> list[float]:
+def _step_seconds(compressor: Lossy, gradients: Gradients, others: int, adam: bool) -> list[float]:
     """Of a few compressed steps among `others` that send the same; the first is not counted."""
-    sgd = torch.optim.SGD(gradients.compressed, lr=0.0, momentum=0.9)
-    step = CompressedStep(compressor, gradients, EchoRanks(others), Topology(), sgd)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(gradients.compressed, lr=0.0, momentum=0.9)
+    weights: list[torch.Tensor] = []
+    if adam:
+        optimizer = torch.optim.AdamW(gradients.compressed, lr=1e-3, weight_decay=0.0)
+        weights = [parameter.detach().clone() for parameter in gradients.compressed]
+    step = CompressedStep(compressor, gradients, EchoRanks(others), Topology(), optimizer)
     generator = torch.Generator(gradients.device).manual_seed(0)
     local = [torch.randn(p.shape, generator=generator, device=gradients.device).to(p) for p in gradients.parameters]
     kept = [parameter.grad for parameter in gradients.parameters]
@@ -130,6 +142,9 @@ def _step_seconds(compressor: Lossy, gradients: Gradients, others: int) -> list[
         times.append(timed(call, gradients.device)[0])
     for parameter, grad in zip(gradients.parameters, kept, strict=True):
         parameter.grad = grad
+    with torch.no_grad():
+        for parameter, weight in zip(gradients.compressed, weights, strict=False):
+            parameter.copy_(weight)
     return times[1:]
 
 

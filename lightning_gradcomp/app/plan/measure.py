@@ -112,10 +112,11 @@ def workload_of(options: argparse.Namespace, device: torch.device) -> Workload:
 def measure(workload: Workload, group: dist.ProcessGroup | None, device: torch.device) -> Forecast:
     """Time the workload's step, and every registered method's work on its gradients; collective if there is a group."""
     computation = measure_computation(workload, group, device)
-    compressors = {entry.name: entry.cls() for entry in entries()}
     methods = {}
-    for name, compressor in compressors.items():
-        methods[name] = compressor, measure_work(compressor, Gradients(workload.model, compressor), group)
+    for entry in entries():
+        compressor = entry.cls().for_optimizer(workload.optimizer)
+        gradients = Gradients(workload.model, compressor)
+        methods[entry.name] = compressor, measure_work(compressor, gradients, group, workload.optimizer)
     return Forecast(workload.model, computation, methods)
 
 

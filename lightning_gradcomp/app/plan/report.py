@@ -54,7 +54,7 @@ class Report:
         return "\n\n".join([*parts, "\n".join(advice)])
 
     def _advice(self, link: Link) -> str:
-        return self.forecast.advice(self.workers, link, self.workload.sgd)
+        return self.forecast.advice(self.workers, link, self.workload.corrected)
 
     def head(self) -> str:
         """What was measured, and when the dense exchange costs nothing."""
@@ -106,7 +106,8 @@ class Report:
         return title + table(head, rows)
 
     def _word(self, method: str) -> str:
-        return f"{method} (SGD only)" if self.forecast.needs_sgd(method) and not self.workload.sgd else method
+        unfit = self.forecast.needs_optimizer(method) and not self.workload.corrected
+        return f"{method} (SGD and Adam only)" if unfit else method
 
     def many(self) -> str:
         """Speed-ups by number of ranks."""

@@ -36,9 +36,9 @@ class Workload:
     batch: int
 
     @property
-    def sgd(self) -> bool:
-        """Whether the optimizer is `torch.optim.SGD`, which some methods need."""
-        return type(self.optimizer) is torch.optim.SGD
+    def corrected(self) -> bool:
+        """Whether the optimizer is SGD, Adam or AdamW, one of which some methods need."""
+        return type(self.optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def classifier(name: str, model: nn.Module, device: torch.device, *, batch: int, size: int, classes: int) -> Workload:
