@@ -153,7 +153,7 @@ def test_applied_plus_mean_unsent_is_the_sum_of_adams_steps(make, world):
 
 
 def test_training_is_the_papers_algorithm():
-    """tests/reference/adam_step.py, with gradients that depend on the weights. With a small ε the first step is a tie."""
+    """tests/reference/adam_step.py, with gradients that depend on weights. With a small ε the first step is a tie."""
     n, k, steps, target = 64, 7, 30, np.linspace(-2, 2, 64)
 
     def gradient(w, rank, step):

@@ -82,7 +82,8 @@ def measure_work(
     """What compressing and decompressing these gradients takes on the ranks of `group` (None: on this one alone).
 
     Steps are made as in training, but on random numbers, and nothing is sent: the other workers' payloads are copies of
-    this one's. In fp32, without weight decay. Gradients and weights stay as they were. Collective where there is a group.
+    this one's. In fp32, without weight decay. Gradients and weights stay as they were. Collective where there is a
+    group.
 
     Args:
         gradients: of the model, laid out for this compressor.
