@@ -20,7 +20,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 
 from benchmarks import report, started
-from benchmarks.methods import network, stepper
+from benchmarks.methods import OPTIMIZERS, network, stepper
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -35,7 +35,8 @@ def train(method: str, arguments: argparse.Namespace) -> float:
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
     before = resident()
     torch.manual_seed(0)
-    step = stepper(method, network(arguments.model).to(device))
+    model = network(arguments.model).to(device)
+    step = stepper(method, model, OPTIMIZERS[arguments.optimizer](model))
     images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=device)
     labels = torch.randint(0, 10, (arguments.batch,), device=device)
     for _ in range(arguments.steps):
@@ -47,7 +48,7 @@ def train(method: str, arguments: argparse.Namespace) -> float:
 
 def run(method: str, arguments: argparse.Namespace) -> float:
     """The highest of all ranks, in MB, of ranks that are started for it."""
-    same = [f"--{name}={getattr(arguments, name)}" for name in ("model", "batch", "size", "steps")]
+    same = [f"--{name}={getattr(arguments, name)}" for name in ("model", "optimizer", "batch", "size", "steps")]
     return started.result(__spec__.name, arguments.ranks, [*same, "--method", method]) / 1e6
 
 
@@ -67,6 +68,7 @@ def main() -> None:
     methods = "compute,ddp,fp16_hook,powersgd_hook,dgc,gradient_dropping,powersgd,onebit,twobit,terngrad"
     parser.add_argument("--methods", default=methods, help="as in benchmarks.step_time")
     parser.add_argument("--model", default="torchvision.resnet18")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
     parser.add_argument("--steps", type=int, default=4)

@@ -40,6 +40,14 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """As torch has it by default."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
 def stepper(method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Step:
     """How `method` trains `model`: "compute", "ddp", a hook of torch's, a compressor; by SGD if no optimizer is given.
 
@@ -61,7 +69,8 @@ def stepper(method: str, model: torch.nn.Module, optimizer: torch.optim.Optimize
         return Switched(model, averager, optimizer)
 
     def averaged(images: torch.Tensor, labels: torch.Tensor) -> Stats:
-        forward_backward(model, images, labels)
+        with averager.local_weights():
+            forward_backward(model, images, labels)
         averager.step()
         return averager.stats
 
@@ -80,7 +89,8 @@ class Switched:
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> Stats:
         self._hook.before_backward(self.averager, None)
-        forward_backward(self._ddp, images, labels)
+        with self.averager.local_weights():
+            forward_backward(self._ddp, images, labels)
         self._hook.after_backward(self.averager)
         with self.averager.taken_over(self._optimizer):
             self._optimizer.step()

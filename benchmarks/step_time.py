@@ -4,7 +4,7 @@
 
 Every method trains a copy of the model. They take turns, a few steps each, so that the machine's noise meets all of
 them alike; figures are medians over all steps of all turns, of the slower rank. Images are random, weights are trained
-as usual (SGD with momentum), and warm-ups are left out: what is timed is the compressed phase. One thread a process.
+as usual (SGD with momentum, or AdamW), and warm-ups are left out: what is timed is the compressed phase. One thread a process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 
 from benchmarks import report
-from benchmarks.methods import Switched, network, stepper
+from benchmarks.methods import OPTIMIZERS, Switched, network, stepper
 from lightning_gradcomp.averaging import Stats
 
 PHASES = ("compress", "exchange", "decompress")
@@ -34,7 +34,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     steps = {}
     for method in arguments.methods.split(","):
         torch.manual_seed(0)  # the same weights on every rank
-        steps[method] = stepper(method, network(arguments.model))
+        model = network(arguments.model)
+        steps[method] = stepper(method, model, OPTIMIZERS[arguments.optimizer](model))
     for method, step in steps.items():
         if isinstance(step, Switched) and step.averager.autotune:
             while not step.averager.autotune.outcome:
@@ -107,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="compute,ddp,fp16_hook,powersgd_hook,dgc,powersgd,onebit,twobit,terngrad")
     parser.add_argument("--model", default="torchvision.resnet18", help="or a name of the recipes', as resnet18")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
     parser.add_argument("--steps", type=int, default=5, help="steps a turn")
