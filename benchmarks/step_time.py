@@ -4,7 +4,8 @@
 
 Every method trains a copy of the model. They take turns, a few steps each, so that the machine's noise meets all of
 them alike; figures are medians over all steps of all turns, of the slower rank. Images are random, weights are trained
-as usual (SGD with momentum, or AdamW), and warm-ups are left out: what is timed is the compressed phase. One thread a process.
+as usual (SGD with momentum, or AdamW), and warm-ups are left out: what is timed is the compressed phase. One thread a
+process.
 """
 
 from __future__ import annotations

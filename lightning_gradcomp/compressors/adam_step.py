@@ -120,11 +120,13 @@ class AdamStep(State):
             what: whose optimizer it is.
             allowed: what would do.
         """
-        if not takes_optimizer(optimizer):
-            name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            groups = [] if optimizer is None else optimizer.param_groups
-            options = [o for o in UNSUPPORTED if any(group.get(o) for group in groups)]
-            raise refusal(what, f"{name}({', '.join(options) or 'a tensor as lr or betas'})", allowed)
+        if takes_optimizer(optimizer):
+            return
+        got = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            options = [option for option in UNSUPPORTED if any(group.get(option) for group in optimizer.param_groups)]
+            got += f"({', '.join(options) or 'a tensor as lr or betas'})"
+        raise refusal(what, got, allowed)
 
     def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, parameters

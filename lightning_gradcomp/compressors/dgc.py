@@ -1,5 +1,7 @@
 """Deep Gradient Compression: Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887.
 
+With Adam and AdamW, what is accumulated is their step (adam_step.py). The paper is about momentum SGD.
+
 Where the paper and its authors' code (github.com/synxlin/deep-gradient-compression) differ, what is done here, and why:
 
 - Local clipping. Paper: threshold x N^(-1/2), for gradients already divided by N. Code: no factor, not configured.
@@ -44,7 +46,7 @@ ADAM_SPARSITY = 0.97
 @register("dgc")
 @dataclass(kw_only=True)
 class DGC(Codec):
-    """Deep Gradient Compression: the largest 0.1 % of the velocity, with momentum correction (needs SGD).
+    """Deep Gradient Compression: the largest 0.1 % of the velocity, with momentum correction (SGD, Adam, AdamW).
 
     Source: Lin et al., ICLR 2018, arXiv 1712.01887. The head of this file has the differences.
 
@@ -63,9 +65,9 @@ class DGC(Codec):
     """
 
     card: ClassVar[Card] = Card(
-        sends="the largest 0.1 % of each tensor's velocity: fp32 values, Elias-Fano indices",
-        remembers="momentum and velocity",
-        pick="SGD with momentum, on any slow link: the fewest bytes, and the accuracy of dense training",
+        sends="the largest 0.1 % of each tensor's velocity: fp32 values, Elias-Fano indices; with Adam 3 %, in 2 bits",
+        remembers="momentum and velocity, or Adam's moments and steps",
+        pick="SGD, Adam or AdamW, on any slow link: the fewest bytes",
         source="[Lin et al. 2018](https://arxiv.org/abs/1712.01887)",
     )
     needs_optimizer: ClassVar[bool] = True

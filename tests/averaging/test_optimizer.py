@@ -135,6 +135,10 @@ class SGDSubclass(torch.optim.SGD):
     """Who knows what its step does."""
 
 
+class AdamSubclass(torch.optim.AdamW):
+    """The same."""
+
+
 @pytest.mark.parametrize(
     ("make", "got"),
     [
@@ -145,6 +149,7 @@ class SGDSubclass(torch.optim.SGD):
         (torch.optim.RMSprop, "RMSprop"),
         (torch.optim.LBFGS, "LBFGS"),
         (SGDSubclass, "SGDSubclass"),
+        (AdamSubclass, "AdamSubclass'"),
         (partial(torch.optim.SGD, maximize=True), "maximize"),
     ],
 )
