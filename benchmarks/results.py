@@ -138,7 +138,7 @@ def row(method: str, results: Sequence[Result], step_ms: Sequence[float]) -> lis
         human(mean(each.bytes_sent for each in results)),
         f"{mean(each.dense_bytes / each.bytes_sent for each in results):.3g}",
         "rounds" if method == "dga" else f"{results[0].last_ratio:.3g}",
-        f"{median(step_ms):.0f}",
+        f"{median(step_ms):.0f}" if step_ms else "—",
     ]
 
 
