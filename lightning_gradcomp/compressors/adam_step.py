@@ -14,14 +14,14 @@ Moments are each rank's own. So weights that were sent + the mean of e = the sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
-from lightning_gradcomp.compressors.layout import Layout, chunks
+from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.state import State, StateDict
 from lightning_gradcomp.errors import refusal
@@ -105,8 +105,6 @@ class AdamStep(State):
         )
         self._out = torch.empty(0, device=device)
         self._t = dict.fromkeys(layout.names, 0)
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._parameters: Sequence[torch.Tensor] = ()
         self._shown: dict[str, torch.Tensor] = {}
         """Parameter name -> the view of m that the optimizer's state holds."""
         self._loaded: set[str] = set()
@@ -127,9 +125,6 @@ class AdamStep(State):
             options = [option for option in UNSUPPORTED if any(group.get(option) for group in optimizer.param_groups)]
             got += f"({', '.join(options) or 'a tensor as lr or betas'})"
         raise refusal(what, got, allowed)
-
-    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
 
     @property
     def unsent(self) -> torch.Tensor:
@@ -186,12 +181,10 @@ class AdamStep(State):
         """out = what is not sent, with the step for this gradient."""
         self._take_over_moments()
         self._out = out
-        tensors = zip(self.layout.bounds, self.layout.names, self._parameters, self._rules(), strict=True)
-        for i, ((start, stop), name, parameter, rule) in enumerate(tensors):
+        tensors = zip(self.layout.names, self._parameters, self._rules(), strict=True)
+        for number, (name, parameter, rule) in enumerate(tensors):
             weights = parameter.detach().reshape(-1)
-            for begin, end in chunks(start, stop, self.device):
-                part, own = slice(begin, end), slice(begin - start, end - start)
-                g = gradient.chunk(i, own.start, own.stop)
+            for part, own, g in gradient.chunks(number):
                 if rule is None:
                     out[part] = self.unsent_step[part]
                     continue
@@ -229,10 +222,6 @@ class AdamStep(State):
                 view, index = locate(places, parameter)
                 view[index] -= values
             parameter.grad = None
-
-    def absorb(self, flat: torch.Tensor) -> None:
-        self.unsent_step.add_(flat)
-        self.started = set(self.layout.names)
 
     def move(self, device: torch.device) -> None:
         """Keep what is not sent on `device` between steps. The moments stay, as those of any optimizer."""

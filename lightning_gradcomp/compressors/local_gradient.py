@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -45,11 +45,17 @@ class LocalGradient:
         self._probes.append(probe(chunk))
         return chunk
 
+    def chunks(self, number: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Of a parameter, chunk by chunk: where it is in the flat buffer, where in the parameter, and the gradient."""
+        start, stop = self._layout.bounds[number]
+        for begin, end in chunks(start, stop, self._device):
+            yield slice(begin, end), slice(begin - start, end - start), self.chunk(number, begin - start, end - start)
+
     def copy_to(self, flat: torch.Tensor) -> None:
         """flat (fp32 [n]) becomes the gradient."""
-        for number, (start, stop) in enumerate(self._layout.bounds):
-            for begin, end in chunks(start, stop, self._device):
-                flat[begin:end] = self.chunk(number, begin - start, end - start)
+        for number in range(len(self._parts)):
+            for part, _, g in self.chunks(number):
+                flat[part] = g
 
     @property
     def finite(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_gradcomp.compressors.decoded import Decoded
-from lightning_gradcomp.compressors.layout import Layout, chunks
+from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.state import State, StateDict
 from lightning_gradcomp.errors import refusal
@@ -84,8 +84,6 @@ class SGDVelocity(State):
         self.masking = masking
         self.u, self.v, self._u = (torch.zeros(layout.n, device=device) for _ in range(3))
         self._out = torch.empty(0, device=device)
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._parameters: Sequence[torch.Tensor] = ()
 
     @staticmethod
     def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:
@@ -100,9 +98,6 @@ class SGDVelocity(State):
             raise refusal(what, None if optimizer is None else f"{cls.__module__}.{cls.__qualname__}", allowed)
         if any(group["maximize"] or group["differentiable"] for group in optimizer.param_groups):
             raise refusal(what, "SGD(maximize=True) or SGD(differentiable=True)", "SGD with both of them False")
-
-    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
 
     @property
     def unsent(self) -> torch.Tensor:
@@ -130,12 +125,10 @@ class SGDVelocity(State):
         """out = the velocity after this step's gradient."""
         self._borrow_momentum()
         self._out = out
-        tensors = zip(self.layout.bounds, self.layout.names, self._parameters, self._rules(), strict=True)
-        for i, ((start, stop), name, parameter, rule) in enumerate(tensors):
+        tensors = zip(self.layout.names, self._parameters, self._rules(), strict=True)
+        for number, (name, parameter, rule) in enumerate(tensors):
             weights = parameter.detach().reshape(-1)
-            for begin, end in chunks(start, stop, self.device):
-                part, own = slice(begin, end), slice(begin - start, end - start)
-                g = gradient.chunk(i, own.start, own.stop)
+            for part, own, g in gradient.chunks(number):
                 new = self._u[part], out[part]
                 correct_momentum(g, self.u[part], self.v[part], weights[own], rule, name not in self.started, new)
 
@@ -152,10 +145,6 @@ class SGDVelocity(State):
         self._out, self.v = self.v, out
         self.started = self.started | (moved & set(self.layout.names))
         return self._out
-
-    def absorb(self, flat: torch.Tensor) -> None:
-        self.v.add_(flat)
-        self.started = set(self.layout.names)
 
     def clear(self) -> None:
         self.u.zero_()

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from lightning_gradcomp.compressors.decoded import Decoded
-from lightning_gradcomp.compressors.layout import Layout, chunks
+from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
 StateDict = dict[str, dict[str, torch.Tensor]]
@@ -44,9 +44,12 @@ class State:
         self.layout, self.device = layout, device
         self.started: set[str] = set()
         """Parameters of which something is remembered: those that had a gradient on any rank. The same on all ranks."""
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parameters: Sequence[torch.Tensor] = ()
 
     def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer, and the layout's parameters, for a state that holds the optimizer's momentum."""
+        self._optimizer, self._parameters = optimizer, parameters
 
     @property
     def empty(self) -> bool:
@@ -78,7 +81,10 @@ class State:
         return out
 
     def absorb(self, flat: torch.Tensor) -> None:
-        """Remember `flat` (fp32 [n]) too, which another rank remembered so far."""
+        """Let `flat` (fp32 [n]), which another rank remembered so far, be left to be sent too, where something is."""
+        if self.unsent is not None:
+            self.unsent.add_(flat)
+            self.started = set(self.layout.names)
 
     def clear(self) -> None:
         """Forget everything, after all of it was sent."""
@@ -143,10 +149,9 @@ class Residual(State):
     def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
         """out = residual + gradient."""
         self._out = out
-        for i, (start, stop) in enumerate(self.layout.bounds):
-            for begin, end in chunks(start, stop, self.device):
-                part = slice(begin, end)
-                torch.add(self.residual[part], gradient.chunk(i, begin - start, end - start), out=out[part])
+        for number in range(len(self.layout.names)):
+            for part, _, g in gradient.chunks(number):
+                torch.add(self.residual[part], g, out=out[part])
 
     def subtract(self, decoded: Decoded) -> None:
         decoded.subtract_from(self._out)
@@ -156,10 +161,6 @@ class Residual(State):
         self._out, self.residual = self.residual, out
         self.started = self.started | (moved & set(self.layout.names))
         return self._out
-
-    def absorb(self, flat: torch.Tensor) -> None:
-        self.residual.add_(flat)
-        self.started = set(self.layout.names)
 
     def clear(self) -> None:
         self.residual.zero_()
