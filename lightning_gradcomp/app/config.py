@@ -17,6 +17,7 @@ from lightning_gradcomp.app.options.training import OPTIMIZERS, Model, Optimizer
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.registry import entries
 
@@ -33,13 +34,17 @@ class DDP(Strategy):
 
 @dataclass(kw_only=True)
 class DGA(Strategy):
-    """Updates of `period` steps, applied `delay` steps late: `DelayedStrategy`. An `outer_lr` makes it DiLoCo."""
+    """Updates of `period` steps, applied `delay` steps late: `DelayedStrategy`.
+
+    An `outer_lr` makes it DiLoCo, an `error_decay` SparseLoCo.
+    """
 
     period: int
     delay: Any  # int or "auto"
     stale_only: bool
     outer_lr: float | None
     outer_momentum: float
+    error_decay: float | None
 
     def __post_init__(self) -> None:
         whole("strategy.period", self.period, 1)
@@ -120,7 +125,8 @@ class Run:
 
     def _check_exchange(self) -> None:
         resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises
-        if type(self.strategy) is DGA:
+        if isinstance(self.strategy, DGA):
+            check_error_decay(self.strategy.error_decay, self.compressor)
             one_of("topology with strategy=dga", self.topology, ("auto", "all_gather"))
             for option in ("inside", "residual_device"):
                 if (got := getattr(self, option)) is not None:

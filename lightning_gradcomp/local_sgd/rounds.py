@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.compressors.base import Compressor, Lossy
-from lightning_gradcomp.compressors.state import Residual
-from lightning_gradcomp.errors import is_number, refusal
+from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.local_sgd.anchor import Anchor
+from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.round_report import REPORT_BYTES, RoundReport, gather_reports, sample_weight
 from lightning_gradcomp.local_sgd.sync import moments_of
@@ -141,14 +140,3 @@ class Rounds(GradientAverager):
         for name, z in self.anchor.named_parameters():
             if name in state["outer"]:
                 self.sgd.state[z]["momentum_buffer"] = state["outer"][name].to(z, copy=True)
-
-
-def check_error_decay(error_decay: float | None, compressor: Compressor) -> None:
-    """ValueError where what compressed rounds leave out can't be decayed."""
-    if error_decay is None:
-        return
-    if not is_number(error_decay) or not 0 <= error_decay <= 1:
-        raise refusal("error_decay", error_decay, "None, or a number from 0 to 1")
-    if not isinstance(compressor, Lossy) or not issubclass(compressor.remembers(None), Residual):
-        names = "gradient_dropping, onebit, twobit, powersgd, or another compressor with a residual"
-        raise refusal("compressor with error_decay", type(compressor).__name__, names)

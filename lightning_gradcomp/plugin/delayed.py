@@ -21,8 +21,8 @@ from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
+from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
-from lightning_gradcomp.local_sgd.rounds import check_error_decay
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy

@@ -181,7 +181,13 @@ def test_options_of_rounds_reach_the_strategy():
     run = run_of("recipe=digits_dga", "strategy.period=4", "strategy.delay=auto", "strategy.outer_lr=0.5")
     rounds = strategy(run)
     assert isinstance(rounds, DelayedStrategy) and type(rounds.compressor) is NoCompression
-    assert rounds.rule == {"period": 4, "delay": "auto", "outer": Nesterov(0.5, 0.9), "stale_only": False}
+    assert rounds.rule == {
+        "period": 4,
+        "delay": "auto",
+        "outer": Nesterov(0.5, 0.9),
+        "stale_only": False,
+        "error_decay": None,
+    }
     assert isinstance(strategy(run_of()), CompressedDDPStrategy)
 
 
