@@ -52,6 +52,7 @@ class DGA(Strategy):
             whole("strategy.delay", self.delay, 0, self.period, also="auto, or ")
         if self.outer_lr is not None:
             number("strategy.outer_lr", self.outer_lr, 0)
+        check_error_decay(self.error_decay)
         self.outer()
 
     def outer(self) -> Nesterov | None:
@@ -126,7 +127,6 @@ class Run:
     def _check_exchange(self) -> None:
         resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises
         if isinstance(self.strategy, DGA):
-            check_error_decay(self.strategy.error_decay, self.compressor)
             one_of("topology with strategy=dga", self.topology, ("auto", "all_gather"))
             for option in ("inside", "residual_device"):
                 if (got := getattr(self, option)) is not None:

@@ -37,7 +37,7 @@ class Rounds(GradientAverager):
         error_decay: factor of what earlier rounds have left out, once a round. None: it is left as it is.
 
     Raises:
-        ValueError: an error_decay that is no number from 0 to 1, or with a compressor that remembers something else.
+        ValueError: an error_decay that is no number from 0 to 1.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Rounds(GradientAverager):
         self.local_optimizer, self.error_decay = local_optimizer, error_decay
         self.sgd = torch.optim.SGD(anchor.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
         super().__init__(anchor, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
-        check_error_decay(error_decay, self.compressor)
+        check_error_decay(error_decay)
 
     def exchange(self, own: RoundReport, training_step: int) -> list[RoundReport]:
         """Replace the anchor's gradients by their mean over all samples. Collective.

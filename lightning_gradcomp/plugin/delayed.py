@@ -80,7 +80,7 @@ class DelayedStrategy(BaseStrategy):
             raise refusal("DelayedStrategy(...)", ", ".join(self._ddp_kwargs), "no options of DDP, which is not used")
         self.compressor: Compressor = build(compressor)
         RoundSchedule(period, delay)  # refuses
-        check_error_decay(error_decay, self.compressor)
+        check_error_decay(error_decay)
         check_checkpoint_state(checkpoint_state)
         if error_decay is None and checkpoint_state != "gather":
             allowed = "'gather': without error_decay a drain leaves nothing that a rank alone remembers"

@@ -112,7 +112,7 @@ def test_sigterm_on_one_rank_ends_all_together(faults):
         ({"delay": 9}, "delay: got 9, allowed: 0 to 8"),
         ({"period": 0}, "period: got 0"),
         ({"compressor": "lzma"}, "got 'lzma', allowed: .*powersgd"),
-        ({"error_decay": 0.9}, "compressor with error_decay: got 'NoCompression'"),
+        ({"error_decay": 2}, "error_decay: got 2, allowed: None, or a number from 0 to 1"),
         ({"checkpoint_state": "all"}, "checkpoint_state: got 'all', allowed: 'gather', 'sidecar'"),
         ({"checkpoint_state": "mean"}, "checkpoint_state: got 'mean', allowed: 'gather': without error_decay"),
     ],
