@@ -4,6 +4,8 @@ What waits to be sent is known to its rank alone, but that rank need not wait fo
 weights, an update of 1 % of the elements a step is missing for some hundred steps; at the local weights only those of
 the other ranks are missing. CSER (Xie et al., NeurIPS 2020, arXiv 2007.13221) keeps such local models all the time.
 Here the weights are local in forward and backward passes alone: wherever else one looks, all ranks hold the same.
+
+A rank's own steps are longer than the mean of all ranks' where gradients are mostly noise; `scale` makes up for it.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ class LocalWeights:
         """The data of the parameters while their local weights are in use."""
 
     @torch.no_grad()
-    def use(self, unsent: torch.Tensor) -> None:
-        """Let the parameters be the shared weights minus `unsent` (fp32 [n]); nothing to do where they are already."""
+    def use(self, unsent: torch.Tensor, scale: torch.Tensor) -> None:
+        """Let the parameters be the shared weights minus scale (0-d) · `unsent` (fp32 [n]), unless they are already."""
         if self._shared:
             return
         self._local = self._local or [torch.empty_like(parameter) for parameter in self._parameters]
         for parameter, local, view in zip(self._parameters, self._local, self._layout.views(unsent), strict=True):
-            torch.sub(parameter, view, out=local)
+            torch.addcmul(parameter, view, scale, value=-1, out=local)
             self._shared.append(parameter.data)
             parameter.data = local
 

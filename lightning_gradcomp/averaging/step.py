@@ -69,7 +69,7 @@ class CompressedStep:
         """Let the weights be without the steps that this worker has not sent, until `local_weights.restore`."""
         state = self.state.compressed
         if state.makes_step and not state.empty and state.unsent is not None:
-            self.local_weights.use(state.unsent.to(self.gradients.device))
+            self.local_weights.use(state.unsent.to(self.gradients.device), state.local_scale)
 
     def compressed(
         self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flag: bool
@@ -107,6 +107,7 @@ class CompressedStep:
                 state.dense.subtract(Dense(exchange.dense_sent))
                 moved = self._names(anywhere)
                 self._commit(moved)
+                state.compressed.observe(exchange.dense_sent, exchange.dense_mean)
                 self._use(mean, exchange.dense_mean, anywhere, moved, grad_scale)
             else:
                 gradients.fill(torch.nan, anywhere)

@@ -5,11 +5,16 @@ decoupled weight decay: Loshchilov & Hutter 2019, Algorithm 2), so that what is 
 as it would have moved them in time. Error feedback on the gradient does not do that under Adam: what arrives late in an
 element that was silent meets a small second moment, and each instalment becomes a full step.
 
-    rank i:   m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) g²        u = lr · m̂ / (√v̂ + ε)
+    rank i:   m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) ρ g²      u = lr · m̂ / (√v̂ + ε)
               e ← e + u                    s = C(e)                      e ← e - s
     all:      θ ← (1 - lr · λ) θ - mean s
 
 Moments are each rank's own. So weights that were sent + the mean of e = the sum of the mean of all u, along the way.
+
+ρ is the square of the mean gradient over that of the rank's own, so that v stands for what Adam has in DDP: the second
+moment of the mean, which is up to N times smaller where the ranks' gradients differ by noise. It is measured on the
+tensors that travel uncompressed, whose mean every rank knows (McCandlish et al. 2018, arXiv 1812.06162, measure noise
+by the same norms).
 """
 
 from __future__ import annotations
@@ -56,6 +61,7 @@ def add_adam_step(
     w: torch.Tensor,
     rule: AdamRule,
     t: int,
+    scale: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     """m, v and e + u after a gradient, into `out`, in the order of operations of `torch.optim.Adam`.
@@ -65,13 +71,15 @@ def add_adam_step(
         w: the weights, for a weight decay that is not decoupled.
         rule: of the parameter.
         t: the number of this step, from 1.
+        scale: √ρ, 0-d.
         out: for the new m, v and e. The new e may share g's memory.
     """
     (beta1, beta2), (new_m, new_v, new_e) = rule.betas, out
     if rule.weight_decay and not rule.decoupled:
         g = torch.add(g, w, alpha=rule.weight_decay, out=new_e)
     torch.lerp(m, g, 1 - beta1, out=new_m)
-    torch.mul(v, beta2, out=new_v).addcmul_(g, g, value=1 - beta2)
+    scaled = torch.mul(g, scale, out=new_e)
+    torch.mul(v, beta2, out=new_v).addcmul_(scaled, scaled, value=1 - beta2)
     denominator = torch.sqrt(new_v, out=new_e).div_((1 - beta2**t) ** 0.5).add_(rule.eps)
     torch.div(new_m, denominator, out=new_e).mul_(rule.lr / (1 - beta1**t)).add_(e)
 
@@ -104,6 +112,8 @@ class AdamStep(State):
             torch.zeros(layout.n, device=device) for _ in names
         )
         self._out = torch.empty(0, device=device)
+        self._squares = torch.zeros(2, device=device)
+        """Squared norms of this rank's gradient and of the mean, of uncompressed tensors: sums over steps, fading."""
         self._t = dict.fromkeys(layout.names, 0)
         self._shown: dict[str, torch.Tensor] = {}
         """Parameter name -> the view of m that the optimizer's state holds."""
@@ -147,6 +157,16 @@ class AdamStep(State):
         }
         return [known.get(id(parameter)) for parameter in self._parameters]
 
+    @property
+    def local_scale(self) -> torch.Tensor:
+        """√ρ, 0-d: the mean gradient's norm over that of this rank's own; 1 before anything was seen of the mean."""
+        own, mean = self._squares
+        return torch.where(own > 0, mean / own, 1.0).sqrt()
+
+    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        beta2 = next((rule.betas[1] for rule in self._rules() if rule), 0.0)
+        self._squares = beta2 * self._squares + torch.stack([own.square().sum(), mean.square().sum()])
+
     def _take_over_moments(self) -> None:
         """Copy the moments of dense steps, or those that the optimizer has loaded."""
         assert self._optimizer is not None
@@ -180,7 +200,7 @@ class AdamStep(State):
     def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
         """out = what is not sent, with the step for this gradient."""
         self._take_over_moments()
-        self._out = out
+        self._out, scale = out, self.local_scale
         tensors = zip(self.layout.names, self._parameters, self._rules(), strict=True)
         for number, (name, parameter, rule) in enumerate(tensors):
             weights = parameter.detach().reshape(-1)
@@ -190,7 +210,7 @@ class AdamStep(State):
                     continue
                 old = self.exp_avg[part], self.exp_avg_sq[part], self.unsent_step[part]
                 new = self._exp_avg[part], self._exp_avg_sq[part], out[part]
-                add_adam_step(g, *old, weights[own], rule, self._t[name] + 1, new)
+                add_adam_step(g, *old, weights[own], rule, self._t[name] + 1, scale, new)
 
     def subtract(self, decoded: Decoded) -> None:
         decoded.subtract_from(self._out)
@@ -251,6 +271,7 @@ class AdamStep(State):
             kind: {name: part for name, part in self.layout.split(getattr(self, kind)).items() if name in self.started}
             for kind in self.buffers
         }
+        kinds["squares"] = {name: self._squares.clone() for name in kinds["exp_avg"]}  # of all tensors the same
         return {**kinds, "step": {name: torch.tensor(float(self._t[name])) for name in kinds["exp_avg"]}}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -259,3 +280,5 @@ class AdamStep(State):
         self.started = set(state["step"]) & set(self.layout.names)
         self._t.update({name: int(state["step"][name]) for name in self.started})
         self._loaded = set(self.started)
+        for squares in state["squares"].values():
+            self._squares = squares.to(self.device, copy=True)

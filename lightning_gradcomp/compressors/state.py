@@ -61,6 +61,11 @@ class State:
         """What is left to be sent, flat fp32 [n]; None for a state without such a thing."""
         return None
 
+    @property
+    def local_scale(self) -> torch.Tensor:
+        """With `makes_step`: how much of `unsent` is taken from the weights where gradients are computed, 0-d."""
+        return torch.ones((), device=self.device)
+
     def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
         """Write into `out` (fp32 [n]) what to send for this step's gradient."""
         gradient.copy_to(out)
@@ -79,6 +84,13 @@ class State:
             fp32 [n], free for the next step's `out`.
         """
         return out
+
+    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """The gradient of the tensors that travel uncompressed, in a step that counts: of this worker, and the mean.
+
+        Args:
+            own, mean: fp32 [d] each, as all workers have decoded them.
+        """
 
     def absorb(self, flat: torch.Tensor) -> None:
         """Let `flat` (fp32 [n]), which another rank remembered so far, be left to be sent too, where something is."""

@@ -13,12 +13,19 @@ class Worker:
 
     def __init__(self, n):
         self.m, self.v, self.e, self.t = np.zeros(n), np.zeros(n), np.zeros(n), 0
+        self.own_squares = self.mean_squares = 0.0
+
+    def observe(self, own, mean, beta2):
+        """What this rank's gradient of the uncompressed tensors is, and what the mean of all ranks' is."""
+        self.own_squares = beta2 * self.own_squares + (own**2).sum()
+        self.mean_squares = beta2 * self.mean_squares + (mean**2).sum()
 
     def step(self, gradient, lr, beta1, beta2, eps):
-        """Adam's step for this gradient, which is then waiting to be sent."""
+        """Adam's step for this gradient, which is then waiting to be sent: with the second moment of the mean."""
+        ratio = self.mean_squares / self.own_squares if self.own_squares else 1.0
         self.t += 1
         self.m = beta1 * self.m + (1 - beta1) * gradient
-        self.v = beta2 * self.v + (1 - beta2) * gradient**2
+        self.v = beta2 * self.v + (1 - beta2) * ratio * gradient**2
         m_hat, v_hat = self.m / (1 - beta1**self.t), self.v / (1 - beta2**self.t)
         u = lr * m_hat / (np.sqrt(v_hat) + eps)
         self.e += u
@@ -33,11 +40,17 @@ class Worker:
         return sent
 
 
-def train(weights, workers, gradient, steps, *, k, lr, betas=(0.9, 0.999), eps=1e-8, decay=0.0):
-    """Weights after `steps` steps of gradient(weights, rank, step); the sums of what was applied, and of mean steps."""
+def train(weights, workers, gradient, uncompressed, steps, *, k, lr, betas=(0.9, 0.999), eps=1e-8, decay=0.0):
+    """Weights after `steps` steps; the sums of what was applied, and of mean steps.
+
+    The ranks' gradients are gradient(weights, rank, step), and uncompressed(rank, step) those of other tensors.
+    """
     applied, wanted = np.zeros_like(weights), np.zeros_like(weights)
     for step in range(steps):
         steps_made = [w.step(gradient(weights, rank, step), lr, *betas, eps) for rank, w in enumerate(workers)]
+        others = [uncompressed(rank, step) for rank in range(len(workers))]
+        for worker, own in zip(workers, others, strict=True):
+            worker.observe(own, np.mean(others, axis=0), betas[1])
         mean = np.mean([worker.send_largest(k) for worker in workers], axis=0)
         weights = (1 - lr * decay) * weights - mean
         applied += mean
