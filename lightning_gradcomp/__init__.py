@@ -22,6 +22,7 @@ from lightning_gradcomp.compressors.decoded import Chunked, Dense, Sparse
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.compressors.kernels.topk import topk
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.sparseloco import SPARSELOCO
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.registry import entries, load_entry_points, register
@@ -42,6 +43,7 @@ __all__ = [
     "BF16",
     "DGC",
     "FP16",
+    "SPARSELOCO",
     "Chunked",
     "Codec",
     "Collectives",

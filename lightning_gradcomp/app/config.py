@@ -17,6 +17,7 @@ from lightning_gradcomp.app.options.training import OPTIMIZERS, Model, Optimizer
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.registry import entries
 
@@ -33,13 +34,17 @@ class DDP(Strategy):
 
 @dataclass(kw_only=True)
 class DGA(Strategy):
-    """Updates of `period` steps, applied `delay` steps late: `DelayedStrategy`. An `outer_lr` makes it DiLoCo."""
+    """Updates of `period` steps, applied `delay` steps late: `DelayedStrategy`.
+
+    An `outer_lr` makes it DiLoCo, an `error_decay` SparseLoCo.
+    """
 
     period: int
     delay: Any  # int or "auto"
     stale_only: bool
     outer_lr: float | None
     outer_momentum: float
+    error_decay: float | None
 
     def __post_init__(self) -> None:
         whole("strategy.period", self.period, 1)
@@ -47,6 +52,7 @@ class DGA(Strategy):
             whole("strategy.delay", self.delay, 0, self.period, also="auto, or ")
         if self.outer_lr is not None:
             number("strategy.outer_lr", self.outer_lr, 0)
+        check_error_decay(self.error_decay)
         self.outer()
 
     def outer(self) -> Nesterov | None:
@@ -120,7 +126,7 @@ class Run:
 
     def _check_exchange(self) -> None:
         resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises
-        if type(self.strategy) is DGA:
+        if isinstance(self.strategy, DGA):
             one_of("topology with strategy=dga", self.topology, ("auto", "all_gather"))
             for option in ("inside", "residual_device"):
                 if (got := getattr(self, option)) is not None:

@@ -66,7 +66,8 @@ def keeps(run: Run) -> bool:
 def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy:
     """The strategy of `run`."""
     if isinstance(rounds := run.strategy, DGA):
-        return DelayedStrategy(run.compressor, rounds.period, rounds.delay, rounds.outer(), rounds.stale_only)
+        how = rounds.period, rounds.delay, rounds.outer(), rounds.stale_only, rounds.error_decay
+        return DelayedStrategy(run.compressor, *how)
     return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device)
 
 

@@ -119,7 +119,9 @@ class Exchange:
         """For topologies with shards."""
         raise NotImplementedError("gather_shards: topology='all_gather' has no shards")
 
-    def mean_of_payloads(self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[Decoded, Decoded]:
+    def mean_of_payloads(
+        self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
+    ) -> tuple[Decoded, Decoded]:
         """Encodes `flat`, gathers payloads, decodes and adds them in the workers' order: (mean, what this one sent)."""
         with self.phase("compress"):
             payload, sent = codec.encode(flat, layout)
@@ -127,7 +129,7 @@ class Exchange:
         with self.phase("decompress"):
             rows = enumerate(payloads)
             decoded = [sent if worker == self.worker else codec.decode(row, layout) for worker, row in rows]
-            return mean_of(decoded, layout.n, self.buffer), sent
+            return mean_of(decoded, layout.n, self.buffer, over_senders=over_senders), sent
 
     def finish(self) -> None:
         """Sends the uncompressed gradients and the flags, if no message has carried them."""

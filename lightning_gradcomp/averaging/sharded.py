@@ -206,8 +206,12 @@ class ShardedExchange(Exchange):
                 self._combine([frame.read_flags(row) for frame, row in zip(frames, rows, strict=True)])
         return [frame.read_payload(row) for frame, row in zip(frames, rows, strict=True)]
 
-    def mean_of_payloads(self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[Decoded, Decoded]:
+    def mean_of_payloads(
+        self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
+    ) -> tuple[Decoded, Decoded]:
         """Encodes each shard for its owner, averages the own shard, and encodes and gathers the means."""
+        if over_senders:
+            raise NotImplementedError("over_senders: the mean of a shard that is sent on does not say who sent it")
         shards, own = self._residual.shards, self._residual.own.layout
         pull = DensePull(self._dense_values) if self.dense_pull else codec
         with self.phase("compress"):

@@ -143,6 +143,8 @@ def in_short_messages(num_bytes: int, device: torch.device) -> bool:
 
 def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
     """flat [n] becomes the sum of all ranks' flat, bitwise the same on each."""
+    if not flat.numel():
+        return
     if not in_short_messages(flat.nbytes, flat.device):
         dist.all_reduce(flat, group=group)
         return

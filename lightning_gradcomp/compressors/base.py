@@ -94,8 +94,16 @@ class Collectives(Protocol):
         """The payloads of all shards, from the workers that own them; `lengths` are their bytes."""
         ...
 
-    def mean_of_payloads(self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[Decoded, Decoded]:
+    def mean_of_payloads(
+        self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
+    ) -> tuple[Decoded, Decoded]:
         """Encodes `flat`, exchanges payloads as the topology says, decodes and adds them in the workers' order.
+
+        Args:
+            codec: makes and reads payloads.
+            flat: fp32 [n].
+            layout: where each parameter is in it.
+            over_senders: divide an element's sum by the number of workers that sent it, in place of all.
 
         Returns:
             The mean, and what this worker sent.

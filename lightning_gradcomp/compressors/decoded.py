@@ -166,20 +166,23 @@ UNIQUE_COST = 80
 """Finding the distinct ones among indices that several ranks sent takes as long for each as adding so many elements."""
 
 
-def mean_of(decoded: Sequence[Decoded], n: int, buffer: Callable[[], torch.Tensor]) -> Sparse | Dense:
+def mean_of(
+    decoded: Sequence[Decoded], n: int, buffer: Callable[[], torch.Tensor], *, over_senders: bool = False
+) -> Sparse | Dense:
     """The mean of all workers' payloads, added in their order, so with the same bits on every rank.
 
     Args:
         decoded: one for each worker.
         n: elements of the flat buffer.
         buffer: returns fp32 [n] with any content, for a mean that is not sparse.
+        over_senders: divide each element's sum by the number of payloads, all sparse, that hold it.
     """
     sparse = [one for one in decoded if isinstance(one, Sparse)]
     few = sum(len(one.indices) for one in sparse) * UNIQUE_COST < n
     if len(sparse) == len(decoded) and few and not sparse[0].values.is_cuda:  # a GPU's host would wait for the count
         indices, places = torch.cat([one.indices for one in sparse]).unique(return_inverse=True)
         values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in sparse]))
-        return Sparse(indices, values.div_(len(sparse)))
+        return Sparse(indices, values.div_(torch.bincount(places) if over_senders else len(sparse)))
     mean = buffer()
     chunked = [one for one in decoded if isinstance(one, Chunked)]
     if len(chunked) == len(decoded):  # all are cut alike: a chunk of all workers at a time, while it is in the cache
@@ -192,6 +195,11 @@ def mean_of(decoded: Sequence[Decoded], n: int, buffer: Callable[[], torch.Tenso
     mean.zero_()
     for one in decoded:
         one.add_to(mean)
+    if over_senders:
+        senders = torch.zeros_like(mean)
+        for one in sparse:
+            Sparse(one.indices, torch.ones_like(one.values)).add_to(senders)
+        return Dense(mean.div_(senders.clamp_(min=1)))
     return Dense(mean.div_(len(decoded)))
 
 

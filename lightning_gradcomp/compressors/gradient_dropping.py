@@ -8,20 +8,31 @@ without; it samples 0.1 % of the entries to guess it. Here the k largest are exa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import Card, Codec
-from lightning_gradcomp.compressors.decoded import Sparse
+from lightning_gradcomp.compressors.base import Card, Codec, Collectives
+from lightning_gradcomp.compressors.decoded import Decoded, Sparse
 from lightning_gradcomp.compressors.kernels.formats import check_format
 from lightning_gradcomp.compressors.kernels.sparse import pack_sparse, sparse_bytes, unpack_sparse
-from lightning_gradcomp.compressors.kernels.topk import count, count_each, topk, topk_each
+from lightning_gradcomp.compressors.kernels.topk import count, count_chunks, count_each, topk, topk_chunks, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import check_sparsity
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import register
+
+SCOPES: dict[str, tuple[Callable[[Layout, float], int], Callable[[torch.Tensor, Layout, float], torch.Tensor]]] = {
+    "global": (
+        lambda layout, density: count(layout.n, density),
+        lambda flat, layout, density: topk(flat, count(layout.n, density)),
+    ),
+    "tensor": (count_each, topk_each),
+    "chunk": (count_chunks, topk_chunks),
+}
+"""Among what the largest entries are found: how many there are, and their flat indices (int64, ascending)."""
 
 
 @register("gradient_dropping")
@@ -35,7 +46,11 @@ class GradientDropping(Codec):
         sparsity: share that is not sent, in [0, 1). The paper uses 0.99.
         values: how they are written: "fp32", "bf16", "fp16", "int8" (with a scale for each 256) or "int2" (a sign and
             one of two magnitudes for each 256). What that changes stays in the residual.
-        scope: "global" finds the largest entries of all tensors together, "tensor" of each tensor.
+        scope: "global" finds the largest entries of all tensors together, "tensor" of each tensor, "chunk" of every
+            4,096 elements of a tensor.
+        mean: "ranks": an element's sum over ranks is divided by their number, so that what is applied and remembered is
+            exactly what there was. "senders": by the number of those that sent the element, as SparseLoCo's code has
+            it: where ranks choose different elements, each arrives in full.
         warmup_epochs: dense epochs before the dropping begins (the authors' Marian begins with 100 dense steps).
 
     Raises:
@@ -52,14 +67,22 @@ class GradientDropping(Codec):
     sparsity: float = 0.99
     values: str = "fp32"
     scope: str = "global"
+    mean: str = "ranks"
     warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sparsity("GradientDropping.sparsity", self.sparsity)
         check_format("GradientDropping.values", self.values)
-        if self.scope not in ("global", "tensor"):
-            raise refusal("GradientDropping.scope", self.scope, "'global' or 'tensor'")
+        if self.scope not in SCOPES:
+            raise refusal("GradientDropping.scope", self.scope, ", ".join(repr(scope) for scope in SCOPES))
+        if self.mean not in ("ranks", "senders"):
+            raise refusal("GradientDropping.mean", self.mean, "'ranks' or 'senders'")
+
+    @property
+    def not_sharded_because(self) -> str | None:  # type: ignore[override]
+        """A mean over senders is not sharded."""
+        return "an owner knows no longer who has sent an element" if self.mean == "senders" else None
 
     @property
     def final_sparsity(self) -> float:
@@ -71,8 +94,7 @@ class GradientDropping(Codec):
         return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
 
     def _count(self, layout: Layout) -> int:
-        density = 1 - self.sparsity
-        return count(layout.n, density) if self.scope == "global" else count_each(layout, density)
+        return SCOPES[self.scope][0](layout, 1 - self.sparsity)
 
     def payload_bytes(self, layout: Layout) -> int:
         """Values, then indices."""
@@ -80,10 +102,15 @@ class GradientDropping(Codec):
 
     def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Sparse]:
         """The largest entries: as a payload (uint8), and as it decodes."""
-        whole = self.scope == "global"
-        indices = topk(flat, self._count(layout)) if whole else topk_each(flat, layout, 1 - self.sparsity)
+        indices = SCOPES[self.scope][1](flat, layout, 1 - self.sparsity)
         return pack_sparse(flat, indices, self.values)
 
     def decode(self, payload: torch.Tensor, layout: Layout) -> Sparse:
         """What a worker sent."""
         return unpack_sparse(payload, layout.n, self._count(layout), self.values)
+
+    def average(
+        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
+    ) -> tuple[Decoded, Decoded]:
+        """Encode, exchange, decode and add."""
+        return collectives.mean_of_payloads(self, flat, layout, over_senders=self.mean == "senders")

@@ -35,13 +35,14 @@ class Anchor(nn.Module):
     def __init__(self, model: nn.Module, *, stale_only: bool = False) -> None:
         super().__init__()
         self.stale_only = stale_only
-        live = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
-        for name, parameter in live.items():
+        self.live = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
+        """The model's own parameters, by name."""
+        for name, parameter in self.live.items():
             if parameter.itemsize > 4:
                 raise refusal(f"parameter {name!r}", parameter.dtype, "16 or 32 bits: updates are sent in fp32")
             path, _, last = name.rpartition(".")
             _submodule(self, path).register_parameter(last, nn.Parameter(parameter.detach().float().clone()))
-        self._all_pairs = [(z, live[name]) for name, z in self.named_parameters()]
+        self._all_pairs = [(z, self.live[name]) for name, z in self.named_parameters()]
         self._snapshot: list[torch.Tensor] = []
         """The weights when the pending update was sent."""
         self._withheld: list[torch.Tensor] = []

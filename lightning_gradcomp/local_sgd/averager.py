@@ -42,8 +42,9 @@ class DelayedAverager:
         averager.step()     # = optimizer.step(); sends at the end of a round, applies the average `delay` steps later
         averager.drain()    # before validation, checkpoints and the end: all ranks hold the average
 
-    `period=1, delay=0` is synchronous training, `delay=0` local SGD (FedAvg), `delay=0` with `outer` DiLoCo, and
-    `delay > 0` delayed gradient averaging. Between drains each rank has its own weights: don't evaluate or save them.
+    `period=1, delay=0` is synchronous training, `delay=0` local SGD (FedAvg), `delay=0` with `outer` DiLoCo,
+    `**SPARSELOCO` SparseLoCo, and `delay > 0` delayed gradient averaging. Between drains each rank has its own weights:
+    don't evaluate or save them.
 
     Args:
         model: the bare module (not wrapped in DDP). All ranks start with rank 0's weights and buffers.
@@ -57,6 +58,9 @@ class DelayedAverager:
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
         stale_only: apply averages only, not local steps. Weights are then the same on all ranks at every step, all
             gradients of a round are taken at the same weights, and every update is applied late.
+        error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank: a drain
+            ends the round early, compressed as others, and moments are not averaged (SparseLoCo's error feedback, in
+            place of an outer momentum; 1: nothing is lost). None: a drain adds it to the weights, uncompressed.
         steps_per_epoch: for a compressor's warm-up that counts epochs.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 
@@ -75,6 +79,7 @@ class DelayedAverager:
         process_group: dist.ProcessGroup | None = None,
         outer: Nesterov | None = None,
         stale_only: bool = False,
+        error_decay: float | None = None,
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
     ) -> None:
@@ -83,7 +88,7 @@ class DelayedAverager:
         self.model, self.optimizer = model, optimizer
         self.compressor: Compressor = build(compressor)
         self.round_schedule = RoundSchedule(period, delay)
-        self.outer, self.stale_only = outer or PLAIN_AVERAGING, stale_only
+        self.outer, self.stale_only, self.error_decay = outer or PLAIN_AVERAGING, stale_only, error_decay
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         if process_group is None and dist.is_initialized():
             process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - of all ranks, so of this one
@@ -108,9 +113,11 @@ class DelayedAverager:
     def _start(self, state: Mapping[str, Any] | None = None) -> None:
         """Start from the model's weights and a state of the rounds, without a pending exchange."""
         self._anchor = Anchor(self.model, stale_only=self.stale_only)
-        self._rounds = Rounds(self._anchor, self.compressor, self.ranks.group, self.outer, self._current_epoch())
+        how = self.compressor, self.ranks.group, self.outer, self._current_epoch(), self.optimizer, self.error_decay
+        self.rounds = Rounds(self._anchor, *how)
+        """Averages the updates; its `state_dict` is what this rank remembers."""
         if state:
-            self._rounds.load_shared_state(state)
+            self.rounds.load_shared_state(state)
         self._steps_since_drain = self._steps_in_round = 0
         self._samples_in_round = self._samples_since_drain = 0
 
@@ -200,8 +207,8 @@ class DelayedAverager:
         """Start the exchange of the round that ends here."""
         report, _ = self._end_round()
         self._anchor.snapshot_model()
-        self._rounds.epoch = self._current_epoch()
-        exchange = partial(self._rounds.exchange, report, self.steps)
+        self.rounds.epoch = self._current_epoch()
+        exchange = partial(self.rounds.exchange, report, self.steps)
         self._pending = AsyncExchange(exchange, self._steps_since_drain + self.delay, self._anchor.device)
         self.stats.overlapped_steps = 0
 
@@ -214,11 +221,11 @@ class DelayedAverager:
         reports = exchange.wait()
         stats.stall_seconds += perf_counter() - begin
         self._exchange_seconds = exchange.seconds
-        self._rounds.step_outer_optimizer()
+        self.rounds.step_outer_optimizer()
         self._distance = self._anchor.apply_average()
         stats.rounds += 1
-        stats.bytes_sent += self._rounds.stats.bytes_sent
-        stats.sparsity = self._rounds.stats.sparsity
+        stats.bytes_sent += self.rounds.stats.bytes_sent
+        stats.sparsity = self.rounds.stats.sparsity
         mean_square = sum(report.distance**2 for report in reports) / len(reports)
         stats.consensus_distance = mean_square**0.5 / max(self._anchor.norm(), 1e-30)
         self.flags = [report.flag for report in reports]
@@ -231,6 +238,9 @@ class DelayedAverager:
         optimizer, with everything that compressed rounds have left out. Averages the floating-point buffers that are in
         the `state_dict` and the optimizer's moments; copies other buffers from rank 0. The next round begins here.
 
+        With `error_decay` the open round is averaged as all others, and each rank keeps its moments and what was left
+        out.
+
         Raises:
             ExchangeFailed: the other ranks can't be reached.
         """
@@ -240,13 +250,17 @@ class DelayedAverager:
             if self._pending:
                 self._apply_average()
             begin, finite = perf_counter(), True
-            if self._steps_in_round or not self._rounds.settled:
+            if self.error_decay is not None:
+                if self._steps_in_round:
+                    self._send_update()
+                    self._apply_average()
+            elif self._steps_in_round or not self.rounds.settled:
                 report, finite = self._end_round()
-                self.flags = [each.flag for each in self._rounds.exchange_uncompressed(report, self.steps)]
-                self.stats.bytes_sent += self._rounds.stats.bytes_sent
+                self.flags = [each.flag for each in self.rounds.exchange_uncompressed(report, self.steps)]
+                self.stats.bytes_sent += self.rounds.stats.bytes_sent
             self._anchor.reset_model()
-            samples = self._samples_since_drain
-            sent = sync_buffers_and_moments(self.ranks, self._buffers, self.optimizer, samples, moments_valid=finite)
+            samples, averaged = self._samples_since_drain, self.optimizer if self.error_decay is None else None
+            sent = sync_buffers_and_moments(self.ranks, self._buffers, averaged, samples, moments_valid=finite)
             self.stats.bytes_sent += sent
             self._steps_since_drain = self._samples_since_drain = 0
             self.stats.stall_seconds += perf_counter() - begin
@@ -278,9 +292,12 @@ class DelayedAverager:
 
         A run that continues from it, with the model's and the optimizer's state after the drain, is bitwise equal to
         the run that made it. It may continue with another number of ranks.
+
+        With `error_decay` the part "rounds" is each rank's own: its moments, and what it has not sent. Ranks of another
+        number continue from the mean, `averaging.mean_state` of all ranks' "rounds".
         """
         self.drain()
-        rounds, schedule = self._rounds.shared_state(), self.round_schedule.state_dict()
+        rounds, schedule = self.rounds.shared_state(), self.round_schedule.state_dict()
         return {"steps": self.steps, "rounds": rounds, "round_schedule": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,13 @@ from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.local_sgd.anchor import Anchor
+from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.round_report import REPORT_BYTES, RoundReport, gather_reports, sample_weight
+from lightning_gradcomp.local_sgd.sync import moments_of
+
+LOCAL = "local_"
+"""What the kinds of state begin with that belong to the local optimizer: "local_exp_avg"."""
 
 
 class Rounds(GradientAverager):
@@ -28,6 +33,11 @@ class Rounds(GradientAverager):
         process_group: a group that nothing else uses.
         outer: options of the outer optimizer.
         epoch: the first epoch.
+        local_optimizer: of the model. With `error_decay` its moments are in this rank's state.
+        error_decay: factor of what earlier rounds have left out, once a round. None: it is left as it is.
+
+    Raises:
+        ValueError: an error_decay that is no number from 0 to 1.
     """
 
     def __init__(
@@ -37,10 +47,14 @@ class Rounds(GradientAverager):
         process_group: dist.ProcessGroup | None,
         outer: Nesterov,
         epoch: int | None,
+        local_optimizer: torch.optim.Optimizer,
+        error_decay: float | None = None,
     ) -> None:
         self.anchor, momentum = anchor, outer.momentum
+        self.local_optimizer, self.error_decay = local_optimizer, error_decay
         self.sgd = torch.optim.SGD(anchor.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
         super().__init__(anchor, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
+        check_error_decay(error_decay)
 
     def exchange(self, own: RoundReport, training_step: int) -> list[RoundReport]:
         """Replace the anchor's gradients by their mean over all samples. Collective.
@@ -61,6 +75,8 @@ class Rounds(GradientAverager):
             for z in self.anchor.parameters():
                 if z.grad is not None and weight != 1:
                     z.grad.mul_(weight)
+            if self.error_decay is not None and self.state is not None and self.state.unsent is not None:
+                self.state.unsent.mul_(self.error_decay)
             self._average(1.0)
             self.stats.bytes_sent += self.ranks.gather_traffic(REPORT_BYTES)
             return reports
@@ -87,8 +103,30 @@ class Rounds(GradientAverager):
                     z.sub_(z.grad)
         return reports
 
+    def _local_moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Kind, parameter name, and the local optimizer's state of that parameter's shape."""
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.anchor.live.items()}
+        for parameter, kind, value in moments_of(self.local_optimizer):
+            yield LOCAL + kind, names[parameter], value
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `GradientAverager.state_dict`; with `error_decay` also this rank's moments."""
+        state = super().state_dict()
+        if self.error_decay is not None:
+            for kind, name, value in self._local_moments():
+                state["memory"].setdefault(kind, {})[name] = value.float().clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `GradientAverager.load_state_dict`, and the moments that the state has."""
+        memory = {kind: parts for kind, parts in state["memory"].items() if not kind.startswith(LOCAL)}
+        super().load_state_dict({**state, "memory": memory})
+        for kind, name, value in self._local_moments():
+            if name in (saved := state["memory"].get(kind, {})):
+                value.copy_(saved[name])
+
     def shared_state(self) -> dict[str, Any]:
-        """The state, the outer optimizer's included; the same on all ranks when the residual is empty."""
+        """The state, the outer optimizer's included; the same on all ranks where nothing is remembered."""
         velocities = {name: self.sgd.state[z].get("momentum_buffer") for name, z in self.anchor.named_parameters()}
         return {**self.state_dict(), "outer": {name: v.clone() for name, v in velocities.items() if v is not None}}
 

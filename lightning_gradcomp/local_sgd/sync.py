@@ -6,6 +6,7 @@ them, weighted by samples. What can't be averaged (counters, masks with infiniti
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from zlib import crc32
 
 import torch
@@ -93,16 +94,22 @@ class Buffers:
             self._start[name] = current[name].clone()
 
 
-class OptimizerMoments:
-    """The optimizer state that has the shape of its parameter: SGD's momentum, Adam's moments."""
+def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """Parameter, torch's name, value: state of the parameter's shape, such as SGD's momentum and Adam's moments."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
+                yield parameter, kind, value
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+class OptimizerMoments:
+    """All moments of an optimizer, as one flat tensor. None has none."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        numbers: dict[torch.Tensor, int] = {}
         self._values = {
-            (number, kind): value
-            for number, parameter in enumerate(parameters)
-            for kind, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
+            (numbers.setdefault(parameter, len(numbers)), kind): value
+            for parameter, kind, value in (moments_of(optimizer) if optimizer else ())
         }
 
     def fingerprint(self) -> list[int]:
@@ -128,7 +135,7 @@ def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
 
 @torch.no_grad()
 def sync_buffers_and_moments(
-    ranks: Ranks, buffers: Buffers, optimizer: torch.optim.Optimizer, samples: int, *, moments_valid: bool
+    ranks: Ranks, buffers: Buffers, optimizer: torch.optim.Optimizer | None, samples: int, *, moments_valid: bool
 ) -> int:
     """Make buffers and optimizer moments the same on all ranks. Collective.
 
@@ -138,7 +145,7 @@ def sync_buffers_and_moments(
     Args:
         ranks: all ranks.
         buffers: of the model.
-        optimizer: its moments are averaged.
+        optimizer: its moments are averaged. None: those stay each rank's own.
         samples: of this rank since the last drain.
         moments_valid: whether this rank's moments have a weight in the average.
 

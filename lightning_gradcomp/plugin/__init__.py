@@ -1,11 +1,13 @@
 """The Lightning layer. Importing it makes every compressor a strategy name of the Trainer and of Fabric.
 
-And "dga" one of the Trainer: Fabric leaves the loop to its user, and with it the steps that `DelayedAverager` takes.
+"dga" and "sparseloco" are of the Trainer alone: Fabric leaves the loop to its user, and with it the steps that
+`DelayedAverager` takes.
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_gradcomp.compressors.sparseloco import SPARSELOCO
 from lightning_gradcomp.plugin.communication_monitor import CommunicationMonitor
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.fabric import CompressedFabricStrategy
@@ -30,4 +32,11 @@ def _name_strategy(entry: Entry) -> None:
 notify(_name_strategy)
 StrategyRegistry.register(
     "dga", DelayedStrategy, description=(DelayedStrategy.__doc__ or "").splitlines()[0], override=True
+)
+StrategyRegistry.register(
+    "sparseloco",
+    DelayedStrategy,
+    description="Local steps, and 1.6 % of their sum in 2 bits.",
+    override=True,
+    **SPARSELOCO,
 )

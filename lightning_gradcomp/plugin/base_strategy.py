@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import AbstractContextManager, suppress
+from functools import cached_property
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
@@ -22,8 +23,9 @@ from lightning_gradcomp.averaging.faults import (
     is_lost_peer,
     post_reason,
 )
-from lightning_gradcomp.plugin.checkpoint_files import read
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read
 from lightning_gradcomp.plugin.launchers import SubprocessLauncher, launcher
+from lightning_gradcomp.plugin.rank_states import RankStates
 
 
 def warn_of_stale_addresses() -> None:
@@ -42,6 +44,19 @@ def warn_of_stale_addresses() -> None:
 class BaseStrategy(DDPStrategy):
     """DDPStrategy that checks a fit before it starts processes, names rank, step and phase where an exchange fails, and
     runs no code from checkpoints."""
+
+    checkpoint_state: str
+    """What becomes of the states of all ranks in a checkpoint: one of `MODES`."""
+
+    @cached_property
+    def rank_states(self) -> RankStates:
+        """The states of all ranks, in checkpoints."""
+        return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As DDP's, with the files beside it."""
+        super().remove_checkpoint(filepath)
+        self.rank_states.after_removing(filepath)
 
     def _configure_launcher(self) -> None:
         self._launcher = launcher(self, self._start_method, self.check)

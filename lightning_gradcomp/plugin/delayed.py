@@ -21,12 +21,13 @@ from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
+from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.validation import check_batches, check_callbacks
+from lightning_gradcomp.plugin.validation import check_batches, check_callbacks, check_checkpoint_state, check_sidecars
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
@@ -46,6 +47,10 @@ class DelayedStrategy(BaseStrategy):
             the clock: give a number where runs must repeat to the bit.
         outer: steps on the rounds' mean updates in place of adding them (DiLoCo).
         stale_only: apply only averages, so that weights are the same on all ranks at every step, and everything late.
+        error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank; None:
+            every drain adds it to the weights, uncompressed.
+        checkpoint_state: with `error_decay`, what becomes of each rank's moments and of what it has not sent, as in
+            `CompressedDDPStrategy`: "gather", "sidecar", "mean" or "drop".
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         options: what `DDPStrategy` takes to start processes and connect them, such as `process_group_backend`.
 
@@ -60,6 +65,8 @@ class DelayedStrategy(BaseStrategy):
         delay: int | str = 8,
         outer: Nesterov | None = None,
         stale_only: bool = False,
+        error_decay: float | None = None,
+        checkpoint_state: str = "gather",
         timeout: timedelta = TIMEOUT,
         **options: Any,
     ) -> None:
@@ -73,7 +80,15 @@ class DelayedStrategy(BaseStrategy):
             raise refusal("DelayedStrategy(...)", ", ".join(self._ddp_kwargs), "no options of DDP, which is not used")
         self.compressor: Compressor = build(compressor)
         RoundSchedule(period, delay)  # refuses
-        self.rule = {"period": period, "delay": delay, "outer": outer, "stale_only": stale_only}
+        check_error_decay(error_decay)
+        check_checkpoint_state(checkpoint_state)
+        if error_decay is None and checkpoint_state != "gather":
+            allowed = "'gather': without error_decay a drain leaves nothing that a rank alone remembers"
+            raise refusal("DelayedStrategy.checkpoint_state", checkpoint_state, allowed)
+        self.checkpoint_state = checkpoint_state
+        self.rule = {
+            "period": period, "delay": delay, "outer": outer, "stale_only": stale_only, "error_decay": error_decay
+        }  # fmt: skip
         """Options of `DelayedAverager`."""
         self.averager: DelayedAverager | None = None
         """Set while fitting."""
@@ -82,6 +97,7 @@ class DelayedStrategy(BaseStrategy):
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
+        check_sidecars(self)
         if self._layer_sync is not None:
             raise refusal(
                 "sync_batchnorm with DelayedStrategy", True, "False: it waits for the network in each forward"
@@ -204,7 +220,11 @@ class DelayedStrategy(BaseStrategy):
         if "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
             with self.explained("saving a checkpoint"):
                 checkpoint[KEY] = self.averager.state_dict()
+                if self.averager.error_decay is not None:
+                    self.rank_states.put_into(checkpoint[KEY], filepath, self.averager.rounds, accumulating=False)
+                    checkpoint[KEY]["rounds"]["memory"] = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.rank_states.after_saving(checkpoint.get(KEY, {}), filepath)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Also of a checkpoint that another strategy has written, or a world of another size."""
@@ -212,6 +232,8 @@ class DelayedStrategy(BaseStrategy):
         assert self.averager is not None
         if KEY in checkpoint:
             self.averager.load_state_dict(checkpoint[KEY])
+            if self.averager.error_decay is not None:
+                self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager.rounds)
         self.averager.steps = checkpoint["global_step"]
 
     @classmethod

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,10 +27,9 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import buffers, sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-from lightning_gradcomp.plugin.checkpoint_files import Sidecars
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
-from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, export_optimizer_state
+from lightning_gradcomp.plugin.rank_states import all_ranks_present, export_optimizer_state
 from lightning_gradcomp.plugin.validation import (
     check_batches,
     check_fit,
@@ -283,20 +281,11 @@ class CompressedDDPStrategy(BaseStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.rank_states.after_saving(checkpoint, filepath)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
-        self.rank_states.after_removing(filepath)
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
         self.averager.steps = checkpoint["global_step"]
         self.rank_states.restore(checkpoint, self._loaded_from, self.averager)
-
-    @cached_property
-    def rank_states(self) -> RankStates:
-        """The states of all ranks, in checkpoints."""
-        return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

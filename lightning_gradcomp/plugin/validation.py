@@ -19,6 +19,7 @@ from lightning_gradcomp.plugin.launchers import optimizers_of
 from lightning_gradcomp.plugin.rank_states import MODES
 
 if TYPE_CHECKING:
+    from lightning_gradcomp.plugin.base_strategy import BaseStrategy
     from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
 TAKEN_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
@@ -30,10 +31,22 @@ def check_options(checkpoint_state: str, verify_replicas_every_n_steps: int | No
     for option in TAKEN_OPTIONS:
         if ddp.get(option) is not None:
             raise refusal(f"CompressedDDPStrategy.{option}", ddp[option], "None: the compressor averages")
-    if checkpoint_state not in MODES:
-        raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in MODES))
+    check_checkpoint_state(checkpoint_state)
     if verify_replicas_every_n_steps is not None and verify_replicas_every_n_steps < 1:
         raise refusal("verify_replicas_every_n_steps", verify_replicas_every_n_steps, "None (never), or 1 or more")
+
+
+def check_checkpoint_state(checkpoint_state: str) -> None:
+    """ValueError for what is none of `MODES`."""
+    if checkpoint_state not in MODES:
+        raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in MODES))
+
+
+def check_sidecars(strategy: BaseStrategy) -> None:
+    """ValueError for sidecars where checkpoints are written in the background."""
+    if strategy.checkpoint_state == "sidecar" and not strategy.rank_states.sidecars.possible:
+        io = type(strategy.checkpoint_io).__name__
+        raise refusal(f"checkpoint_state with {io}, which writes in the background", "sidecar", "gather, mean or drop")
 
 
 def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: LightningModule) -> None:
@@ -42,9 +55,7 @@ def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: Lightni
     optimizer = corrected(strategy.compressor, optimizers, module.automatic_optimization)
     check_clipping(strategy.compressor, optimizer, trainer, module)
     check_optimizers(strategy.compressor, optimizers)
-    if strategy.checkpoint_state == "sidecar" and not strategy.rank_states.sidecars.possible:
-        io = type(strategy.checkpoint_io).__name__
-        raise refusal(f"checkpoint_state with {io}, which writes in the background", "sidecar", "gather, mean or drop")
+    check_sidecars(strategy)
     if "torch._dynamo" in sys.modules and torch._dynamo.config.optimize_ddp == "python_reducer":
         allowed = "True or False: it calls DDP's hook with something else"
         raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)

@@ -20,19 +20,19 @@ from lightning_gradcomp.app.sizes import human
 
 
 def test_the_split_is_fixed_stratified_and_disjoint():
-    train, val = digits()
+    train, val = digits(None)
     assert [tuple(tensor.shape) for tensor in train.tensors] == [(1437, 1, 8, 8), (1437,)]
     assert [tuple(tensor.shape) for tensor in val.tensors] == [(360, 1, 8, 8), (360,)]
     shares = torch.bincount(val.tensors[1]) / torch.bincount(torch.cat([train.tensors[1], val.tensors[1]]))
     assert shares.shape == (10,) and torch.all((shares - 360 / 1797).abs() < 0.005)
     assert len(torch.cat([train.tensors[0], val.tensors[0]]).unique(dim=0)) == 1797  # no image is in both
     torch.manual_seed(5)
-    assert all(torch.equal(a, b) for a, b in zip(val.tensors, digits()[1].tensors, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(val.tensors, digits(None)[1].tensors, strict=True))
     assert abs(train.tensors[0].mean()) < 1e-5 and abs(train.tensors[0].std() - 1) < 1e-5
 
 
 def rank_data(rank: int, world: int, **options) -> SharedImages:
-    data = SharedImages(source(), batch_size=60, ranks=world, seed=options.get("seed", 0))
+    data = SharedImages(source(None), batch_size=60, ranks=world, seed=options.get("seed", 0))
     data.setup("fit")
     seen = SimpleNamespace(is_last_batch=options.get("is_last_batch", False))
     seen.current = SimpleNamespace(processed=options.get("processed", 0))
@@ -40,6 +40,20 @@ def rank_data(rank: int, world: int, **options) -> SharedImages:
     epoch = options.get("epoch", 0)
     data.trainer = SimpleNamespace(world_size=world, global_rank=rank, fit_loop=loop, current_epoch=epoch)
     return data
+
+
+def test_folds_validate_every_image_once():
+    seen = []
+    for fold in range(5):
+        train, val = digits(fold)
+        assert len(train) + len(val) == 1797
+        assert abs(train.tensors[0].mean()) < 1e-5 and abs(train.tensors[0].std() - 1) < 1e-5
+        counts = val.tensors[1].bincount(minlength=10)
+        assert counts.min() >= 34 and counts.max() <= 37
+        pixels = val.tensors[0]
+        grey = 16 * (pixels - pixels.min()) / (pixels.max() - pixels.min())  # as it was before it was normalised
+        seen.append(grey.round())
+    assert len(torch.cat(seen).unique(dim=0)) == 1797
 
 
 def test_three_ranks_share_the_images():
@@ -77,7 +91,7 @@ def test_a_checkpoint_amid_an_epoch_resumes_with_its_rest():
 @pytest.mark.parametrize(("batch_size", "world"), [(63, 2), (2, 2), (1438, 2), (64, 3)])
 def test_a_batch_that_the_ranks_cannot_share_is_refused(batch_size, world):
     with pytest.raises(ValueError, match=rf"^data.batch_size: got {batch_size}, allowed: a multiple of {world} "):
-        SharedImages(source(), batch_size=batch_size, ranks=world, seed=0)
+        SharedImages(source(None), batch_size=batch_size, ranks=world, seed=0)
 
 
 def test_a_small_swin_has_shifted_windows():

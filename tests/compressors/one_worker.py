@@ -29,7 +29,7 @@ class _Codec:
     worker: int
     step: int
 
-    def mean_of_payloads(self, codec, flat, layout):
+    def mean_of_payloads(self, codec, flat, layout, **options):
         return codec, None
 
 

@@ -50,15 +50,28 @@ def test_tensor_sends_some_of_each_and_global_may_not():
     assert bool(((everywhere.indices >= 600) & (everywhere.indices < 2600)).all())
 
 
-@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_chunk_sends_the_largest_of_every_4096_elements():
+    layout = Layout(("long", "short"), ((2, 4500), (30,)))  # chunks of 4096, 4096, 808 and 30
+    v = normal(layout.n) * torch.cat([torch.full((4096,), 1e-3), torch.full((layout.n - 4096,), 1.0)])
+    compressor = dropping(scope="chunk", sparsity=0.99)
+    _, sent = compressor.encode(v, layout)
+    begin = 0
+    for size, k in ((4096, 41), (4096, 41), (808, 9), (30, 1)):
+        expected = v[begin : begin + size].abs().topk(k).indices.sort().values + begin
+        inside = (sent.indices >= begin) & (sent.indices < begin + size)
+        assert torch.equal(sent.indices[inside], expected)
+        begin += size
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor", "chunk"])
 @pytest.mark.parametrize("fill", [0.0, 1.0, -1.0])
 def test_ties_send_exactly_k(scope, fill):
     sent = sent_of(scope, torch.full((LAYOUT.n,), fill), 0.01)
-    assert sent.indices.numel() == {"global": count(LAYOUT.n, 0.01), "tensor": 6 + 20 + 1}[scope]
+    assert sent.indices.numel() == {"global": count(LAYOUT.n, 0.01), "tensor": 6 + 20 + 1, "chunk": 6 + 20 + 1}[scope]
     assert bool((sent.indices.diff() > 0).all())
 
 
-@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("scope", ["global", "tensor", "chunk"])
 def test_what_was_dropped_is_added_to_the_next_gradient(scope):
     worker, gradients = Worker(dropping(scope=scope), LAYOUT), [normal(LAYOUT.n, seed) * SCALES for seed in range(8)]
     residual = torch.zeros(LAYOUT.n)

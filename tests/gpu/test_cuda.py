@@ -20,6 +20,7 @@ EXACT = [
     DGC(momentum_masking=False),
     GradientDropping(),
     GradientDropping(scope="tensor"),
+    GradientDropping(scope="chunk"),
     TwoBit(threshold=0.5),
 ]
 

@@ -25,6 +25,16 @@ class Buffered(nn.Module):
         return self.net(x)
 
 
+def test_a_drain_without_buffers_and_moments():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "sgd", period=4, delay=2)
+        train(model, optimizer, averager, rank, 6)
+        averager.drain()
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
 def test_a_drain_averages_buffers_and_moments():
     def work(rank, group):
         model, optimizer, averager = set_up(group, "adamw", Buffered, period=4, delay=2)

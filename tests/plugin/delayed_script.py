@@ -20,12 +20,23 @@ import lightning_gradcomp as lgc
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 FOLDER = Path(sys.argv[1])
-METHODS = {"none": lgc.NoCompression, "dgc": lgc.DGC, "onebit": lgc.OneBit, "powersgd": lgc.PowerSGD}
 QUICK = {"min_elements": 32, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9, "rank": 1}
 
 
 def compressor(cls):
     return cls(**{field.name: QUICK[field.name] for field in fields(cls) if field.name in QUICK})
+
+
+HALF = lgc.GradientDropping(min_elements=32, warmup_epochs=0, sparsity=0.5, mean="senders")
+METHODS = {
+    "none": {"compressor": lgc.NoCompression()},
+    "dgc": {"compressor": compressor(lgc.DGC)},
+    "onebit": {"compressor": compressor(lgc.OneBit)},
+    "powersgd": {"compressor": compressor(lgc.PowerSGD)},
+    "gather": {"compressor": HALF, "error_decay": 0.9},
+    "sidecar": {"compressor": HALF, "error_decay": 0.9, "checkpoint_state": "sidecar"},
+}
+"""Options of the strategy, by name of the test."""
 
 
 def apart(module):
@@ -96,12 +107,12 @@ def same(a, b):
 
 def goes_on(name):
     """A run that saves in the middle of a round, and one that goes on from there."""
-    method = compressor(METHODS[name])
+    options = {"period": 3, "delay": 2, **METHODS[name]}
     saved = ModelCheckpoint(FOLDER / name, "{step}", every_n_train_steps=7, save_top_k=-1)
-    _, straight = fit(lgc.DelayedStrategy(method, period=3, delay=2), callbacks=[saved])
+    _, straight = fit(lgc.DelayedStrategy(**options), callbacks=[saved])
     path = FOLDER / name / "step=7.ckpt"
     again = ModelCheckpoint(FOLDER / f"{name} again", "{step}", every_n_train_steps=7, save_top_k=-1)
-    _, resumed = fit(lgc.DelayedStrategy(method, period=3, delay=2), callbacks=[again], resume=path)
+    _, resumed = fit(lgc.DelayedStrategy(**options), callbacks=[again], resume=path)
     in_checkpoint = "lightning_gradcomp_delayed" in torch.load(path, weights_only=True)
     return {**straight.seen, "end": apart(straight), "differs": same(straight, resumed), "saved": in_checkpoint}
 

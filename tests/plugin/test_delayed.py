@@ -12,7 +12,8 @@ import lightning_gradcomp as lgc
 from tests.processes import run_world, start_world
 
 FOLDER = Path(__file__).parent
-METHODS = ["none", "dgc", "onebit", "powersgd"]
+METHODS = ["none", "dgc", "onebit", "powersgd", "gather", "sidecar"]
+"""The last two: gradient dropping with an error_decay, by what becomes of what ranks remember."""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,14 @@ def test_the_monitor_shows_what_rounds_cost(outcome):
 def test_waiting_in_a_training_step_is_told_once(outcome):
     [told] = outcome["monitor"]["waits"]
     assert "sync_dist=True" in told and "ms this time" in told
+
+
+def test_sparseloco_is_a_name_of_the_trainer():
+    strategy = L.Trainer(strategy="sparseloco", accelerator="cpu", devices=2, logger=False).strategy
+    assert isinstance(strategy, lgc.DelayedStrategy)
+    rule = strategy.rule
+    assert (rule["period"], rule["delay"], rule["error_decay"]) == (15, 0, 0.95)
+    assert strategy.compressor == lgc.SPARSELOCO["compressor"]
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +112,9 @@ def test_sigterm_on_one_rank_ends_all_together(faults):
         ({"delay": 9}, "delay: got 9, allowed: 0 to 8"),
         ({"period": 0}, "period: got 0"),
         ({"compressor": "lzma"}, "got 'lzma', allowed: .*powersgd"),
+        ({"error_decay": 2}, "error_decay: got 2, allowed: None, or a number from 0 to 1"),
+        ({"checkpoint_state": "all"}, "checkpoint_state: got 'all', allowed: 'gather', 'sidecar'"),
+        ({"checkpoint_state": "mean"}, "checkpoint_state: got 'mean', allowed: 'gather': without error_decay"),
     ],
     ids=str,
 )

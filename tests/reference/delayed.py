@@ -53,3 +53,43 @@ class PaperDiLoCo:
             self.velocity = self.momentum * self.velocity + pseudo_gradient
             self.shared = self.shared - self.outer_lr * (pseudo_gradient + self.momentum * self.velocity)
             self.weights = [self.shared.copy() for _ in self.weights]
+
+
+class PaperSparseLoCo:
+    """SparseLoCo (arXiv 2508.15706, algorithm 1) without the quantiser: plain SGD inside, outer learning rate 1.
+
+    Each worker accumulates e <- decay · e + (what its round has added to the weights), sends the largest entries of
+    each compressed tensor and takes them out of e. An entry's sum over workers is divided by all, or by its senders.
+
+    Args:
+        tensors: (start, stop, number of entries that are sent), None for one that travels whole.
+    """
+
+    def __init__(self, weights, tensors, workers, *, lr, period, decay, mean):
+        self.shared = np.array(weights, dtype=np.float64)
+        self.tensors, self.lr, self.period, self.decay, self.mean = tensors, lr, period, decay, mean
+        self.weights = [self.shared.copy() for _ in range(workers)]
+        self.remembered = [np.zeros_like(self.shared) for _ in range(workers)]
+        self.t = 0
+
+    def step(self, gradients):
+        """One inner step of every worker; at the end of a round what they send is added to the shared weights."""
+        self.t += 1
+        for w, g in zip(self.weights, gradients, strict=True):
+            w -= self.lr * g
+        if self.t % self.period == 0:
+            sent = [self.send(e, w - self.shared) for e, w in zip(self.remembered, self.weights, strict=True)]
+            senders = sum((s != 0).astype(int) for s in sent) if self.mean == "senders" else len(sent)
+            self.shared = self.shared + sum(sent) / np.maximum(senders, 1)
+            self.weights = [self.shared.copy() for _ in self.weights]
+
+    def send(self, e, update):
+        """What a worker sends; `e` is changed in place."""
+        e *= self.decay
+        e += update
+        sent = np.zeros_like(e)
+        for start, stop, k in self.tensors:
+            largest = np.arange(stop - start) if k is None else np.argsort(-np.abs(e[start:stop]))[:k]
+            sent[start:stop][largest] = e[start:stop][largest]
+        e -= sent
+        return sent

@@ -23,7 +23,8 @@ def choose(data: Data, augment: Augment) -> Source:
         return folders(data, augment)
     if isinstance(data, Synthetic):
         return synthetic(3, data.size, data.classes, data.images, data.batch_size)
-    return digits.source()
+    assert isinstance(data, Digits)
+    return digits.source(data.fold)
 
 
 def stand_in(data: Data, images: int) -> Source:

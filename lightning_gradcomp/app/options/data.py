@@ -25,7 +25,14 @@ class Data:
 
 @dataclass(kw_only=True)
 class Digits(Data):
-    """Handwritten digits of 8x8 pixels, in memory."""
+    """Handwritten digits of 8x8 pixels, in memory. `fold`: of a cross-validation; None: the one fixed split."""
+
+    fold: int | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fold is not None:
+            whole("data.fold", self.fold, 0, 4, also="null, or ")
 
 
 @dataclass(kw_only=True)

@@ -35,6 +35,8 @@ def value_bytes(k: int, values: str) -> int:
 
 def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
     """uint8 [value_bytes(k, values)] from v (fp32 [k], finite). Values too large for 16 bits are clamped."""
+    if not v.numel():
+        return v.new_empty(0, dtype=torch.uint8)
     if values == "int8":
         grouped = _groups(v)
         # Slightly below the largest number: its 127th part may be rounded up, and 127 times that would overflow.

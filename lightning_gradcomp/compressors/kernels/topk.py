@@ -38,6 +38,34 @@ def count_each(layout: Layout, density: float) -> int:
     return sum(count(size, density) for size in layout.sizes)
 
 
+TOPK_CHUNK = 4096
+"""Elements that `topk_chunks` chooses among; DeMo and SparseLoCo (arXiv 2411.19870, 2508.15706): blocks of 64 x 64."""
+
+
+def topk_chunks(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
+    """Flat indices (int64, ascending) of the largest entries of every 4,096 elements of each tensor.
+
+    Of each chunk `count(4096, density)`; the rest of a tensor is a shorter one.
+    """
+    found = []
+    for start, stop in layout.bounds:
+        chunks, rest = divmod(stop - start, TOPK_CHUNK)
+        grouped = flat[start : stop - rest].view(chunks, TOPK_CHUNK)
+        largest = grouped.abs().topk(count(TOPK_CHUNK, density), 1, sorted=False).indices.sort(1).values
+        begins = torch.arange(start, stop - rest, TOPK_CHUNK, device=flat.device)
+        found.append((largest + begins[:, None]).view(-1))
+        if rest:
+            found.append(topk(flat[stop - rest : stop], count(rest, density)) + stop - rest)
+    return torch.cat(found)
+
+
+def count_chunks(layout: Layout, density: float) -> int:
+    """Number of indices that `topk_chunks` returns."""
+    sizes = [divmod(size, TOPK_CHUNK) for size in layout.sizes]
+    whole = count(TOPK_CHUNK, density)
+    return sum(chunks * whole + (count(rest, density) if rest else 0) for chunks, rest in sizes)
+
+
 def topk(x: torch.Tensor, k: int) -> torch.Tensor:
     """Indices (int64, ascending) of the k entries of x (fp32 [n]) that are largest in magnitude."""
     if x.is_cuda:

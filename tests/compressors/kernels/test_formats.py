@@ -60,6 +60,13 @@ def test_zeros_stay_zero_and_signs_stay(values):
 
 
 @pytest.mark.parametrize("values", BITS)
+def test_no_values_are_no_bytes(values):
+    assert value_bytes(0, values) == 0
+    packed = pack_values(torch.empty(0), values)
+    assert packed.numel() == unpack_values(packed, 0, values).numel() == 0
+
+
+@pytest.mark.parametrize("values", BITS)
 def test_the_largest_and_smallest_numbers_stay_finite(values):
     v = torch.tensor([LARGEST, -LARGEST, 1e5, 1e-45, -1e-40])
     read = written_and_read(v, values)
