@@ -24,7 +24,7 @@ from lightning_gradcomp.app.models import build
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
-from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
+from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count, count_each
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {

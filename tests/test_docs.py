@@ -6,7 +6,7 @@ import re
 import runpy
 from ast import literal_eval
 from dataclasses import MISSING, fields
-from math import ceil, floor, log2, prod
+from math import ceil, prod
 from unittest import mock
 
 import pytest
@@ -151,8 +151,9 @@ def test_the_formulas_of_bytes_are_the_codes(density):
     sizes = layout.sizes
 
     def sparse(k):
-        low = floor(log2(layout.n / k))
-        return 4 * k + ceil(k * low / 8) + ceil((k + layout.n // 2**low + 1) / 8)
+        b = {0.001: 10, 0.01: 7, 0.25: 2}[density]
+        s = (2 * 2**b + 1) // 3
+        return 4 * k + ceil(k * b / 8) + ceil(ceil(layout.n / s) / 8)
 
     each = sum(ceil(round(size * density, 6)) for size in sizes)
     together = ceil(round(layout.n * density, 6))

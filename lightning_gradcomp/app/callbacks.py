@@ -14,7 +14,7 @@ from lightning_gradcomp.app.sizes import human
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar, with CommunicationMonitor's two metrics as one: `sent=102 kB/step (438x, N=2)`."""
+    """Lightning's bar, with CommunicationMonitor's two metrics as one: `sent=101 kB/step (441x, N=2)`."""
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics: dict[str, Any] = {**super().get_metrics(trainer, pl_module)}

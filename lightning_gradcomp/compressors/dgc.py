@@ -65,7 +65,7 @@ class DGC(Codec):
     """
 
     card: ClassVar[Card] = Card(
-        sends="the largest 0.1 % of each tensor's velocity: fp32 values, Elias-Fano indices; with Adam 3 %, in 2 bits",
+        sends="the largest 0.1 % of each tensor's velocity: fp32 values, packed indices; with Adam 3 %, in 2 bits",
         remembers="momentum and velocity, or Adam's moments and steps",
         pick="SGD, Adam or AdamW, on any slow link: the fewest bytes",
         source="[Lin et al. 2018](https://arxiv.org/abs/1712.01887)",

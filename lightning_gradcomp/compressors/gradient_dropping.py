@@ -58,7 +58,7 @@ class GradientDropping(Codec):
     """
 
     card: ClassVar[Card] = Card(
-        sends="the largest 1 % of residual + gradient: fp32 values, Elias-Fano indices",
+        sends="the largest 1 % of residual + gradient: fp32 values, packed indices",
         remembers="a residual",
         pick="an optimizer that DGC doesn't take, on a slow link; convolutional networks rather than Transformers",
         source="[Aji and Heafield 2017](https://arxiv.org/abs/1704.05021)",

@@ -1,11 +1,11 @@
-"""The payload of a sparse tensor: values in some format, then their indices in Elias-Fano form."""
+"""The payload of a sparse tensor: values in some format, then their indices (block_gaps.py)."""
 
 from __future__ import annotations
 
 import torch
 
 from lightning_gradcomp.compressors.decoded import Sparse
-from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes, pack_indices, unpack_indices
+from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes, pack_indices, unpack_indices
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 
 
