@@ -53,7 +53,7 @@ def strategy(case: str) -> DelayedStrategy | str:
 def accuracy(case: str, seed: int) -> dict[str, float]:
     """Train and validate; rank-local costs."""
     L.seed_everything(seed, workers=True, verbose=False)
-    train, val = digits(None)
+    train, val = digits()
     longer = TensorDataset(*(tensor.repeat(EPOCHS, *[1] * (tensor.dim() - 1)) for tensor in train.tensors))
     source = Source(CHANNELS, 8, CLASSES, lambda: (longer, val), images=len(longer))
     data = SharedImages(source, batch_size=64, ranks=dist.get_world_size(), seed=seed)

@@ -19,6 +19,7 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
+from lightning_gradcomp.local_sgd.participants import Participants
 from lightning_gradcomp.registry import entries
 
 
@@ -44,6 +45,7 @@ class DGA(Strategy):
     stale_only: bool
     outer_lr: float | None
     outer_momentum: float
+    participation: float
     error_decay: float | None
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class DGA(Strategy):
             whole("strategy.delay", self.delay, 0, self.period, also="auto, or ")
         if self.outer_lr is not None:
             number("strategy.outer_lr", self.outer_lr, 0)
+        Participants(self.participation)
         check_error_decay(self.error_decay)
         self.outer()
 

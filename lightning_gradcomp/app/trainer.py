@@ -66,7 +66,7 @@ def keeps(run: Run) -> bool:
 def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy:
     """The strategy of `run`."""
     if isinstance(rounds := run.strategy, DGA):
-        how = rounds.period, rounds.delay, rounds.outer(), rounds.stale_only, rounds.error_decay
+        how = rounds.period, rounds.delay, rounds.outer(), rounds.stale_only, rounds.participation, rounds.error_decay
         return DelayedStrategy(run.compressor, *how)
     return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device)
 

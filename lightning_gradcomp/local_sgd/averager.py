@@ -26,6 +26,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.async_exchange import AsyncExchange
 from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
+from lightning_gradcomp.local_sgd.participants import Participants
 from lightning_gradcomp.local_sgd.round_report import RoundReport
 from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
@@ -58,6 +59,8 @@ class DelayedAverager:
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
         stale_only: apply averages only, not local steps. Weights are then the same on all ranks at every step, all
             gradients of a round are taken at the same weights, and every update is applied late.
+        participation: share of the ranks that take part in a round, drawn anew for each (federated averaging's C). The
+            others rest: they make no steps, and get the average.
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank: a drain
             ends the round early, compressed as others, and moments are not averaged (SparseLoCo's error feedback, in
             place of an outer momentum; 1: nothing is lost). None: a drain adds it to the weights, uncompressed.
@@ -79,6 +82,7 @@ class DelayedAverager:
         process_group: dist.ProcessGroup | None = None,
         outer: Nesterov | None = None,
         stale_only: bool = False,
+        participation: float = 1.0,
         error_decay: float | None = None,
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
@@ -89,6 +93,7 @@ class DelayedAverager:
         self.compressor: Compressor = build(compressor)
         self.round_schedule = RoundSchedule(period, delay)
         self.outer, self.stale_only, self.error_decay = outer or PLAIN_AVERAGING, stale_only, error_decay
+        self.participants = Participants(participation)
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         if process_group is None and dist.is_initialized():
             process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - of all ranks, so of this one
@@ -101,6 +106,7 @@ class DelayedAverager:
         """A flag that is sent to the other ranks with the next round or drain."""
         self.flags = [False] * self.ranks.world
         """The flags of all ranks from the latest average or drain. They change at the same step on all ranks."""
+        self._rounds_ended = 0
         self._pending: AsyncExchange[list[RoundReport]] | None = None
         self._step_seconds: list[float] = []
         self._distance = self._exchange_seconds = 0.0
@@ -151,12 +157,15 @@ class DelayedAverager:
             ExchangeFailed: the other ranks can't be reached.
         """
         with self.stepping(weight):
-            if weight:
+            if weight and not self.resting:
                 self.optimizer.step()
 
     @contextmanager
     def stepping(self, weight: int = 1) -> Iterator[None]:
-        """As `step`, for a caller that steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`."""
+        """As `step`, for a caller that steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`.
+
+        It must not while the averager is `resting`.
+        """
         if weight < 0:
             raise refusal("weight", weight, "a number of samples, 0 or more")
         if self.ranks.world == 1:
@@ -174,7 +183,7 @@ class DelayedAverager:
         self.steps += 1
         self._steps_since_drain += 1
         self._steps_in_round += 1
-        self._samples_in_round += weight
+        self._samples_in_round += 0 if self.resting else weight
         self._samples_since_drain += weight
         now = perf_counter()
         if self._step_ended is not None:
@@ -191,6 +200,11 @@ class DelayedAverager:
                 self._apply_average()
         self._step_ended = perf_counter()
 
+    @property
+    def resting(self) -> bool:
+        """Whether this rank has no part in the present round."""
+        return self.ranks.rank not in self.participants.of_round(self._rounds_ended, self.ranks.world)
+
     def _end_round(self) -> tuple[RoundReport, bool]:
         """Set the anchor's pseudo-gradients. Returns this rank's report, and whether the update is finite."""
         finite = self._anchor.set_pseudo_gradients()
@@ -200,6 +214,7 @@ class DelayedAverager:
         samples = self._samples_in_round if finite else 0
         report = RoundReport(samples, self.flag, self._distance, step_seconds, self._exchange_seconds)
         self._samples_in_round = self._steps_in_round = 0
+        self._rounds_ended += 1
         self._step_seconds = []
         return report, finite
 
@@ -298,7 +313,8 @@ class DelayedAverager:
         """
         self.drain()
         rounds, schedule = self.rounds.shared_state(), self.round_schedule.state_dict()
-        return {"steps": self.steps, "rounds": rounds, "round_schedule": schedule}
+        ended = self._rounds_ended
+        return {"steps": self.steps, "rounds_ended": ended, "rounds": rounds, "round_schedule": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state. Collective. Load the model's and the optimizer's first, the same on all ranks.
@@ -309,7 +325,7 @@ class DelayedAverager:
         if self._pending:
             self._pending.wait()  # its result is dropped
             self._pending = None
-        self.steps = state["steps"]
+        self.steps, self._rounds_ended = state["steps"], state["rounds_ended"]
         self.round_schedule.load_state_dict(state["round_schedule"])
         self._start(state["rounds"])
         self._buffers = Buffers(self.model)

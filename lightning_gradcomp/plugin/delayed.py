@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
+from lightning_gradcomp.local_sgd.participants import Participants
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
@@ -47,6 +49,7 @@ class DelayedStrategy(BaseStrategy):
             the clock: give a number where runs must repeat to the bit.
         outer: steps on the rounds' mean updates in place of adding them (DiLoCo).
         stale_only: apply only averages, so that weights are the same on all ranks at every step, and everything late.
+        participation: share of the ranks that take part in a round, drawn anew for each; the others compute in vain.
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank; None:
             every drain adds it to the weights, uncompressed.
         checkpoint_state: with `error_decay`, what becomes of each rank's moments and of what it has not sent, as in
@@ -65,6 +68,7 @@ class DelayedStrategy(BaseStrategy):
         delay: int | str = 8,
         outer: Nesterov | None = None,
         stale_only: bool = False,
+        participation: float = 1.0,
         error_decay: float | None = None,
         checkpoint_state: str = "gather",
         timeout: timedelta = TIMEOUT,
@@ -80,6 +84,7 @@ class DelayedStrategy(BaseStrategy):
             raise refusal("DelayedStrategy(...)", ", ".join(self._ddp_kwargs), "no options of DDP, which is not used")
         self.compressor: Compressor = build(compressor)
         RoundSchedule(period, delay)  # refuses
+        Participants(participation)  # refuses
         check_error_decay(error_decay)
         check_checkpoint_state(checkpoint_state)
         if error_decay is None and checkpoint_state != "gather":
@@ -87,7 +92,8 @@ class DelayedStrategy(BaseStrategy):
             raise refusal("DelayedStrategy.checkpoint_state", checkpoint_state, allowed)
         self.checkpoint_state = checkpoint_state
         self.rule = {
-            "period": period, "delay": delay, "outer": outer, "stale_only": stale_only, "error_decay": error_decay
+            "period": period, "delay": delay, "outer": outer, "stale_only": stale_only,
+            "participation": participation, "error_decay": error_decay,
         }  # fmt: skip
         """Options of `DelayedAverager`."""
         self.averager: DelayedAverager | None = None
@@ -174,7 +180,8 @@ class DelayedStrategy(BaseStrategy):
         self.averager.epoch = trainer.current_epoch
         measuring = self.averager.round_schedule.measuring
         with self.averager.stepping():
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+            result = closure() if self.averager.resting else step()  # Lightning counts on the closure's result
         if measuring and not self.averager.round_schedule.measuring:
             rank_zero_info(self.averager.describe())
         ends = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps

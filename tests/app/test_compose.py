@@ -28,7 +28,7 @@ def run_of(*overrides: str) -> Run:
 def test_without_arguments_it_is_the_digits_recipe():
     run = run_of()
     assert run == run_of("recipe=digits")
-    assert (run.model.name, run.data, run.seed) == ("resnet18", Digits(batch_size=64, fold=None), 0)
+    assert (run.model.name, run.data, run.seed) == ("resnet18", Digits(batch_size=64, fold=None, dirichlet=None), 0)
     assert run.compressor == DGC(dense_epochs=1, warmup_epochs=4)
     assert run.optimizer == SGD(
         lr=0.02, momentum=0.9, nesterov=False, weight_decay=5e-3, decay_all=True, warmup_steps=20
@@ -165,6 +165,11 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
         (["trainer.devices=true"], "trainer.devices: got True, allowed: auto, or a whole number from 1"),
         (["trainer.max_epochs=10000000000"], "trainer.max_epochs: got 10000000000, allowed: a whole number from 1"),
         (["trainer.patience=10000000000"], "trainer.patience: got 10000000000, allowed: null, or a whole number"),
+        (["data.dirichlet=0"], "data.dirichlet: got 0.0, allowed: 0.01 or more, and finite"),
+        (
+            ["recipe=digits_dga", "strategy.participation=0"],
+            "participation: got 0.0, allowed: a number above 0",
+        ),
         (["data.fold=5"], "data.fold: got 5, allowed: null, or a whole number from 0 to 4"),
         (["data.batch_size=99999999999"], "data.batch_size: got 99999999999"),
         (["seed=12345678901234567890"], "seed: got 12345678901234567890, allowed: a whole number from 0 to 4294967295"),
@@ -188,6 +193,7 @@ def test_options_of_rounds_reach_the_strategy():
         "delay": "auto",
         "outer": Nesterov(0.5, 0.9),
         "stale_only": False,
+        "participation": 1.0,
         "error_decay": None,
     }
     assert isinstance(strategy(run_of()), CompressedDDPStrategy)

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_gradcomp.app import processes
 from lightning_gradcomp.app.classifier import build_optimizer
 from lightning_gradcomp.app.data.digits import digits, source
+from lightning_gradcomp.app.data.federated import dirichlet_split
 from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.models.resnet import resnet
@@ -20,19 +21,21 @@ from lightning_gradcomp.app.sizes import human
 
 
 def test_the_split_is_fixed_stratified_and_disjoint():
-    train, val = digits(None)
+    train, val = digits()
     assert [tuple(tensor.shape) for tensor in train.tensors] == [(1437, 1, 8, 8), (1437,)]
     assert [tuple(tensor.shape) for tensor in val.tensors] == [(360, 1, 8, 8), (360,)]
     shares = torch.bincount(val.tensors[1]) / torch.bincount(torch.cat([train.tensors[1], val.tensors[1]]))
     assert shares.shape == (10,) and torch.all((shares - 360 / 1797).abs() < 0.005)
     assert len(torch.cat([train.tensors[0], val.tensors[0]]).unique(dim=0)) == 1797  # no image is in both
     torch.manual_seed(5)
-    assert all(torch.equal(a, b) for a, b in zip(val.tensors, digits(None)[1].tensors, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(val.tensors, digits()[1].tensors, strict=True))
     assert abs(train.tensors[0].mean()) < 1e-5 and abs(train.tensors[0].std() - 1) < 1e-5
 
 
 def rank_data(rank: int, world: int, **options) -> SharedImages:
-    data = SharedImages(source(None), batch_size=60, ranks=world, seed=options.get("seed", 0))
+    data = SharedImages(
+        source(dirichlet=options.get("dirichlet")), batch_size=60, ranks=world, seed=options.get("seed", 0)
+    )
     data.setup("fit")
     seen = SimpleNamespace(is_last_batch=options.get("is_last_batch", False))
     seen.current = SimpleNamespace(processed=options.get("processed", 0))
@@ -88,10 +91,37 @@ def test_a_checkpoint_amid_an_epoch_resumes_with_its_rest():
     assert len(loader) == 23 and [len(list(loader)) for _ in range(2)] == [18, 23]
 
 
+def test_ranks_have_images_of_their_own_unequal_by_class():
+    shares = [rank_data(rank, 3, dirichlet=0.3) for rank in range(3)]
+    loaders = [share.train_dataloader() for share in shares]
+    assert [len(loader) for loader in loaders] == [23] * 3
+    own = [set(loader.sampler.own.tolist()) for loader in loaders]
+    assert sorted(index for each in own for index in each) == list(range(1437))
+    assert max(map(len, own)) > 1.2 * min(map(len, own)) >= 1.2 * 20
+    labels = shares[0].train.tensors[1]
+    classes = torch.stack([labels[sorted(each)].bincount(minlength=10) for each in own])
+    assert float((classes / classes.sum(0)).max()) > 0.8  # nearly all of some class
+    epoch = list(loaders[0].sampler)
+    assert len(epoch) == 460 and set(epoch) <= own[0]
+
+
+def test_own_images_resume_amid_an_epoch_and_differ_by_epoch():
+    def order(**options) -> list[int]:
+        return list(rank_data(1, 2, dirichlet=0.3, **options).train_dataloader().sampler)
+
+    assert order(epoch=3, processed=5) == order(epoch=3)[5 * 30 :]
+    assert order(epoch=3) != order(epoch=4)
+
+
+def test_a_split_without_a_batch_for_each_rank_is_refused():
+    with pytest.raises(ValueError, match=r"^data\.dirichlet: got 0\.01, allowed: a larger number"):
+        dirichlet_split(torch.arange(100) % 10, 8, 0.01, 12, 0)
+
+
 @pytest.mark.parametrize(("batch_size", "world"), [(63, 2), (2, 2), (1438, 2), (64, 3)])
 def test_a_batch_that_the_ranks_cannot_share_is_refused(batch_size, world):
     with pytest.raises(ValueError, match=rf"^data.batch_size: got {batch_size}, allowed: a multiple of {world} "):
-        SharedImages(source(None), batch_size=batch_size, ranks=world, seed=0)
+        SharedImages(source(), batch_size=batch_size, ranks=world, seed=0)
 
 
 def test_a_small_swin_has_shifted_windows():

@@ -101,7 +101,7 @@ def test_the_accuracy_is_that_of_the_saved_model(run):
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
     model = resnet("resnet18", channels=1, classes=10)
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
-    images, labels = digits(None)[1].tensors
+    images, labels = digits()[1].tensors
     with torch.no_grad():
         logits = model.eval()(images)
     assert (logits.argmax(1) == labels).sum() == summary["val_correct"]

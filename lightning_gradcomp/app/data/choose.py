@@ -24,7 +24,7 @@ def choose(data: Data, augment: Augment) -> Source:
     if isinstance(data, Synthetic):
         return synthetic(3, data.size, data.classes, data.images, data.batch_size)
     assert isinstance(data, Digits)
-    return digits.source(data.fold)
+    return digits.source(data.fold, data.dirichlet)
 
 
 def stand_in(data: Data, images: int) -> Source:

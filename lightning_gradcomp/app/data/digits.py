@@ -17,7 +17,7 @@ FOLDS = 5
 SPLIT_SEED = 0  # a constant: runs with different seeds are validated on the same images
 
 
-def digits(fold: int | None) -> tuple[TensorDataset, TensorDataset]:
+def digits(fold: int | None = None) -> tuple[TensorDataset, TensorDataset]:
     """1,437 images to train with and 360 to validate with, stratified: float (n, 1, 8, 8) and labels int64 (n).
 
     The images have mean 0 and variance 1 over all pixels of the training part.
@@ -42,6 +42,6 @@ def digits(fold: int | None) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset((train - mean) / std, train_labels), TensorDataset((val - mean) / std, val_labels)
 
 
-def source(fold: int | None) -> Source:
+def source(fold: int | None = None, dirichlet: float | None = None) -> Source:
     """The digits."""
-    return Source(CHANNELS, 8, CLASSES, partial(digits, fold), images=IMAGES)
+    return Source(CHANNELS, 8, CLASSES, partial(digits, fold), images=IMAGES, dirichlet=dirichlet)

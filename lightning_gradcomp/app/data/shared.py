@@ -8,8 +8,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
 from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.errors import refusal
 
@@ -79,7 +80,13 @@ class SharedImages(L.LightningDataModule):
         # After a checkpoint from amid an epoch Lightning goes on counting batches, but doesn't skip those before.
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
         done = 0 if progress.is_last_batch else progress.current.processed
-        sampler = RankSampler(self.train, ranks, rank, seed=self.seed, skip=done * self.rank_batch)
+        skip = done * self.rank_batch
+        sampler: RankSampler | OwnImages = RankSampler(self.train, ranks, rank, seed=self.seed, skip=skip)
+        if self.source.dirichlet is not None:
+            assert isinstance(self.train, TensorDataset)
+            labels, length = self.train.tensors[1], len(self.train) // self.batch_size * self.rank_batch
+            split = dirichlet_split(labels, ranks, self.source.dirichlet, self.rank_batch, self.seed)
+            sampler = OwnImages(split[rank], length, seed=self.seed, skip=skip)
         sampler.set_epoch(self.trainer.current_epoch)  # Lightning does it too late for workers that prefetch
         return self._loader(self.train, batch_size=self.rank_batch, sampler=sampler, drop_last=True)
 

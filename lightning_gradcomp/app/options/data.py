@@ -25,14 +25,22 @@ class Data:
 
 @dataclass(kw_only=True)
 class Digits(Data):
-    """Handwritten digits of 8x8 pixels, in memory. `fold`: of a cross-validation; None: the one fixed split."""
+    """Handwritten digits of 8x8 pixels, in memory.
+
+    Args:
+        fold: of a cross-validation; None: the one fixed split.
+        dirichlet: each rank has images of its own, unequal by class; the smaller the more. None: all have all.
+    """
 
     fold: int | None
+    dirichlet: float | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fold is not None:
             whole("data.fold", self.fold, 0, 4, also="null, or ")
+        if self.dirichlet is not None:
+            number("data.dirichlet", self.dirichlet, 0.01)
 
 
 @dataclass(kw_only=True)
