@@ -3,7 +3,8 @@
     sudo python -m benchmarks.link --nodes 2 --rate-mbit 1000 --delay-ms 25 -- python -m benchmarks.latency
 
 Methods: "compute", "ddp", "local" (K steps, then an average that is waited for), "dga" (an average K steps late),
-"auto" (K and D chosen from what is measured); the latter three also with a compressor, after a colon ("dga:onebit").
+"auto" (K and D chosen from what is measured); the latter three also with a compressor, after a colon ("dga:onebit");
+"sparseloco" (K steps, then a compressed round that is waited for) and "sparseloco-late" (the same K steps late).
 Methods take turns; in each, K steps warm up and three rounds are timed. A figure is the mean over the steps of a turn,
 since a wait falls on one step of many, of the slower rank; the median over turns. One thread a process.
 """
@@ -25,8 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
-from benchmarks.methods import compressor, forward_backward, network, sgd
-from lightning_gradcomp import DelayedAverager
+from benchmarks.methods import OPTIMIZERS, compressor, forward_backward, network, sgd
+from lightning_gradcomp import SPARSELOCO, DelayedAverager
 
 
 def small() -> nn.Module:
@@ -55,6 +56,9 @@ class Method:
         self.optimizer = optimizer or sgd(model)
         kind, _, codec = name.partition(":")
         self.averager: DelayedAverager | None = None
+        if kind in ("sparseloco", "sparseloco-late"):
+            pace = {"period": period, "delay": period if kind == "sparseloco-late" else 0}
+            self.averager = DelayedAverager(model, self.optimizer, **{**SPARSELOCO, **pace})
         if kind in ("local", "dga", "auto"):
             delay = {"local": 0, "dga": period, "auto": "auto"}[kind]
             method = compressor(codec) if codec else "none"
@@ -84,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     for name in arguments.methods.split(","):
         torch.manual_seed(0)
         model = small() if arguments.model == "small" else network(arguments.model)
-        methods[name] = Method(name, model, arguments.period)
+        methods[name] = Method(name, model, arguments.period, OPTIMIZERS[arguments.optimizer](model))
         while (averager := methods[name].averager) and averager.round_schedule.measuring:
             methods[name].step(images, labels)
     turns: dict[str, list[float]] = {name: [] for name in methods}
@@ -152,6 +156,7 @@ def main() -> None:
     parser.add_argument("--model", default="small", help="small, or as benchmarks.step_time has it")
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
+    parser.add_argument("--optimizer", default="sgd", choices=OPTIMIZERS)
     parser.add_argument("--period", type=int, default=8, help="K; of auto, the least")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ddp-steps", type=int, default=3, help="a third of what methods without rounds make")

@@ -3,8 +3,10 @@
     gradcomp -m recipe=digits compressor=none,dgc seed=0,1,2,3,4 hydra.sweep.dir=runs/resnet18   # and so on
     python -m benchmarks.results runs
 
+    gradcomp recipe=digits_swin compressor=dgc data.fold=1 seed=1                                # cross-validation
+
 The CSV has a line for each run, and keeps those of earlier runs: all of them together take some five hours. A run
-takes the line of an earlier one of the same network, method and seed. Times are those of docs/run_times.csv
+takes the line of an earlier one of the same network, method, ranks, fold and seed. Times are those of docs/run_times.csv
 (`benchmarks.run_times`): those of runs of several days can't be compared.
 """
 
@@ -31,6 +33,8 @@ Key = tuple[str, str]
 ORDER = run_times.METHODS
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
 HEAD = ["method", "accuracy, %", "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
+T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""By degrees of freedom, the factor of the standard error in a 95 % interval: quantiles of Student's distribution."""
 DOCS = Path(__file__).parents[1] / "docs"
 CSV = DOCS / "results.csv"
 
@@ -41,6 +45,8 @@ class Result:
 
     model: str
     method: str
+    ranks: int
+    fold: int | None  # of a cross-validation; None: the fixed split
     seed: int
     correct: int
     images: int
@@ -62,9 +68,11 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
 
 
 def key(summary: dict[str, Any]) -> Key:
-    """Of a run: delayed averages are a method of their own."""
+    """Of a run: delayed averages are a method of their own, and with an error_decay SparseLoCo."""
     config = summary["config"]
-    method = "dga" if config["strategy"]["name"] == "dga" else config["compressor"]["name"]
+    method = config["compressor"]["name"]
+    if config["strategy"]["name"] == "dga":
+        method = "dga" if config["strategy"].get("error_decay") is None else "sparseloco"
     return config["model"]["name"], method
 
 
@@ -75,6 +83,8 @@ def result(summary: dict[str, Any]) -> Result:
     return Result(
         model=model,
         method=method,
+        ranks=cost["world_size"],
+        fold=summary["config"]["data"].get("fold"),
         seed=summary["config"]["seed"],
         correct=summary["val_correct"],
         images=summary["val_images"],
@@ -93,6 +103,8 @@ def read_csv() -> list[Result]:
             Result(
                 model=line["model"],
                 method=line["method"],
+                ranks=int(line["ranks"]),
+                fold=int(line["fold"]) if line["fold"] else None,
                 seed=int(line["seed"]),
                 correct=int(line["correct"]),
                 images=int(line["images"]),
@@ -115,11 +127,43 @@ def write_csv(results: Iterable[Result]) -> None:
 
 
 def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
-    """Network and method -> the runs of all seeds."""
+    """Network and method -> the runs of all seeds with the fixed split, on two ranks."""
     found: dict[Key, list[Result]] = defaultdict(list)
     for each in results:
-        found[each.model, each.method].append(each)
+        if each.fold is None and each.ranks == 2:
+            found[each.model, each.method].append(each)
     return found
+
+
+def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
+    """Mean difference to dense runs of the same fold and seed, in points, with its 95 % interval (number of pairs)."""
+    beside = {(each.fold, each.seed): each.percent for each in dense}
+    found = [each.percent - beside[each.fold, each.seed] for each in results if (each.fold, each.seed) in beside]
+    return f"{mean(found):+.2f} ± {T_975[len(found) - 1] * stdev(found) / len(found) ** 0.5:.2f} ({len(found)})"
+
+
+def folds(results: Sequence[Result]) -> str:
+    """A table for all runs of a cross-validation: every method against dense, fold by fold."""
+    found: dict[tuple[str, int, str], list[Result]] = defaultdict(list)
+    for each in results:
+        if each.fold is not None:
+            found[each.model, each.ranks, each.method].append(each)
+    rows = [
+        [
+            f"{TITLES[model]}, N={ranks}",
+            f"`{method}`",
+            accuracy(runs),
+            "" if method == "none" else paired(runs, found[model, ranks, "none"]),
+            human(mean(each.bytes_sent for each in runs)),
+            f"{mean(each.dense_bytes / each.bytes_sent for each in runs):.3g}",
+        ]
+        for model in TITLES
+        for ranks in sorted({key[1] for key in found})
+        for method in (*ORDER, "sparseloco")
+        if len(runs := found.get((model, ranks, method), [])) > 1
+    ]
+    head = ["network", "method", "accuracy, %", "difference to dense", "bytes sent", "ratio, run"]
+    return f"### Cross-validation\n\n{report.table(head, rows)}"
 
 
 def accuracy(results: Sequence[Result]) -> str:
@@ -149,7 +193,7 @@ def tables(results: Sequence[Result]) -> str:
     for model, title in TITLES.items():
         rows = [row(m, found[model, m], times[model, m]) for m in ORDER if (model, m) in found]
         parts.append(f"### {title}\n\n{report.table(HEAD, rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, folds(results)])
 
 
 def overview(results: Sequence[Result], methods: Sequence[str] = ORDER) -> str:
@@ -181,7 +225,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", help="folders; runs are found however deep they lie in them")
     new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
-    by_run = {(each.model, each.method, each.seed): each for each in [*read_csv(), *new]}
+    by_run = {
+        (each.model, each.method, each.ranks, -1 if each.fold is None else each.fold, each.seed): each
+        for each in [*read_csv(), *new]
+    }
     results = [by_run[run] for run in sorted(by_run)]
     write_csv(results)
     for page in PAGES:
