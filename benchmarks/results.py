@@ -6,8 +6,8 @@
     gradcomp recipe=digits_swin compressor=dgc data.fold=1 seed=1                                # cross-validation
 
 The CSV has a line for each run, and keeps those of earlier runs: all of them together take some five hours. A run
-takes the line of an earlier one of the same network, method, ranks, fold and seed. Times are those of docs/run_times.csv
-(`benchmarks.run_times`): those of runs of several days can't be compared.
+takes the line of an earlier one of the same network, method, ranks, fold and seed. Times are those of
+docs/run_times.csv (`benchmarks.run_times`): those of runs of several days can't be compared.
 """
 
 from __future__ import annotations

@@ -18,26 +18,29 @@ from lightning_gradcomp.compressors.layout import Layout
 
 
 class LocalWeights:
-    """Exchanges the data of parameters for that of their local weights, and back. Memory: as much as the parameters.
+    """Exchanges the data of parameters for that of their local weights, and back.
 
     Args:
         parameters: those of `layout`.
-        layout: of the flat buffer that `use` is given.
+        layout: of the flat buffers that `use` is given.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout) -> None:
         self._parameters, self._layout = parameters, layout
-        self._local: list[torch.Tensor] = []
         self._shared: list[torch.Tensor] = []
         """The data of the parameters while their local weights are in use."""
 
     @torch.no_grad()
-    def use(self, unsent: torch.Tensor, scale: torch.Tensor) -> None:
-        """Let the parameters be the shared weights minus scale (0-d) · `unsent` (fp32 [n]), unless they are already."""
+    def use(self, unsent: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        """Let the parameters be the shared weights minus scale (0-d) · `unsent` (fp32 [n]), unless they are already.
+
+        `out` (fp32 [n]) holds them until `restore`; parameters of another type or layout have memory of their own.
+        """
         if self._shared:
             return
-        self._local = self._local or [torch.empty_like(parameter) for parameter in self._parameters]
-        for parameter, local, view in zip(self._parameters, self._local, self._layout.views(unsent), strict=True):
+        views = zip(self._parameters, self._layout.views(unsent), self._layout.bounds, strict=True)
+        for parameter, view, (start, _) in views:
+            local = _like(parameter, out, start)
             torch.addcmul(parameter, view, scale, value=-1, out=local)
             self._shared.append(parameter.data)
             parameter.data = local
@@ -47,3 +50,13 @@ class LocalWeights:
         for parameter, shared in zip(self._parameters, self._shared):  # noqa: B905 - none while they are shared
             parameter.data = shared
         self._shared = []
+
+
+def _like(parameter: torch.Tensor, out: torch.Tensor, start: int) -> torch.Tensor:
+    """Memory for a tensor like `parameter`, in `out` from `start` on where that is possible."""
+    whole = parameter.is_contiguous() or (
+        parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    )
+    if parameter.dtype != out.dtype or not whole:
+        return torch.empty_like(parameter)
+    return out.as_strided(parameter.shape, parameter.stride(), out.storage_offset() + start)

@@ -69,7 +69,8 @@ class CompressedStep:
         """Let the weights be without the steps that this worker has not sent, until `local_weights.restore`."""
         state = self.state.compressed
         if state.makes_step and not state.empty and state.unsent is not None:
-            self.local_weights.use(state.unsent.to(self.gradients.device), state.local_scale)
+            unsent = state.unsent.to(self.gradients.device)
+            self.local_weights.use(unsent, state.local_scale, self.gradients.compressed_flat)
 
     def compressed(
         self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flag: bool

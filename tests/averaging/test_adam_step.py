@@ -314,19 +314,21 @@ def test_infinity_on_one_rank_leaves_everything_as_it_was(make):
     assert all(run_ranks(2, work))
 
 
-def test_weights_are_local_inside_and_shared_outside():
+@pytest.mark.parametrize("to", [{"memory_format": torch.channels_last}, {"dtype": torch.bfloat16}, {}], ids=str)
+def test_weights_are_local_inside_and_shared_outside(to):
     def work(rank, group):
-        model = Table()
+        model = Table().to(**to)
         made, averager = averager_of(model, group, dgc())
         run(model, made, averager, rank, 5, prescribed_loss)
         shared = model.kernel.detach().clone()
         unsent = averager.state_dict()["memory"]["unsent_step"]["kernel"]
         with averager.local_weights():
             inside = model.kernel.detach().clone()
+            assert model.kernel.stride() == shared.stride()
         assert torch.equal(model.kernel, shared)
         own, mean = averager.state_dict()["memory"]["squares"]["kernel"]
         assert 0.2 < mean / own < 1
-        torch.testing.assert_close(inside, shared - (mean / own).sqrt() * unsent)
+        torch.testing.assert_close(inside, (shared - (mean / own).sqrt() * unsent).to(inside))
         return shared, inside
 
     (shared, inside), (other_shared, other_inside) = run_ranks(2, work)
