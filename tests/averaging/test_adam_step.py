@@ -359,3 +359,32 @@ def test_amsgrad_and_unknown_optimizers_keep_gradient_feedback():
         model = Table()
         averager = GradientAverager(model, "onebit", optimizer=made(model.parameters()), epoch=0)
         assert type(averager.state) is Residual
+
+
+def test_a_grad_scaler_skips_the_step_on_all_ranks():
+    """As if the step in which one rank has an infinity had not been."""
+
+    def work(rank, group, steps, scaler):
+        model = Table()
+        made, averager = averager_of(model, group, dgc(), OPTIMIZERS["adamw"])
+        for step in steps:
+            made.zero_grad()
+            scaler.scale(prescribed_loss(model, rank, step)).backward()
+            if rank == 1 and step == 2 and scaler.is_enabled():
+                model.kernel.grad[0, 0, 0, 0] = torch.inf
+            averager.average(grad_scale=scaler.get_scale())
+            with averager.taken_over(made):
+                scaler.step(made)
+            scaler.update()
+        return weights(model), scaler.get_scale()
+
+    def scaled(rank, group):
+        return work(rank, group, range(5), torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+    def unscaled(rank, group):
+        return work(rank, group, (0, 1, 3, 4), torch.amp.GradScaler("cpu", enabled=False))
+
+    results = run_ranks(2, scaled)
+    assert [scale for _, scale in results] == [512.0, 512.0]
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][0], run_ranks(2, unscaled)[0][0], rtol=1e-5, atol=1e-6)
