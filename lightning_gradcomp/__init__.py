@@ -31,6 +31,7 @@ from lightning_gradcomp.registry import entries, load_entry_points, register
 if "GRADCOMP_WITHOUT_LIGHTNING" not in os.environ:
     from lightning_gradcomp.averaging import GradientAverager, Stats
     from lightning_gradcomp.local_sgd.averager import DelayedAverager
+    from lightning_gradcomp.local_sgd.elastic import ElasticAverager
     from lightning_gradcomp.plugin import (
         CommunicationMonitor,
         CompressedDDPStrategy,
@@ -54,6 +55,7 @@ __all__ = [
     "DelayedAverager",
     "DelayedStrategy",
     "Dense",
+    "ElasticAverager",
     "GradientAverager",
     "GradientDropping",
     "Layout",

@@ -75,9 +75,9 @@ class Rounds(GradientAverager):
             for z in self.anchor.parameters():
                 if z.grad is not None and weight != 1:
                     z.grad.mul_(weight)
-            if self.error_decay is not None and self.state is not None and self.state.unsent is not None:
-                self.state.unsent.mul_(self.error_decay)
             self._average(1.0)
+            if self.error_decay is not None and self.state is not None and self.state.unsent is not None:
+                self.state.unsent.mul_(self.error_decay)  # as e <- decay · e + U at the end of the next round
             self.stats.bytes_sent += self.ranks.gather_traffic(REPORT_BYTES)
             return reports
 

@@ -1,0 +1,241 @@
+"""ElasticAverager: rounds among ranks that come and go. A lost rank costs the others one round, not the run.
+
+Who is there is found out before each round by torchft (https://github.com/meta-pytorch/torchft): a lighthouse, to which
+every rank sends heartbeats, names the ranks of the round and connects them anew where they have changed. A rank that
+has missed rounds, or comes new, first receives the agreed weights from one that has not.
+
+A round whose exchange fails is averaged with the next: local steps stay in the rank's weights, and what was left to be
+sent stays as it was. What a lost rank had not sent is lost with it, and so are the steps that a rank has made since it
+lost the others.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gradcomp.compressors.base import Compressor
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.local_sgd.anchor import Anchor
+from lightning_gradcomp.local_sgd.error_decay import check_error_decay
+from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
+from lightning_gradcomp.local_sgd.round_report import RoundReport
+from lightning_gradcomp.local_sgd.rounds import Rounds
+from lightning_gradcomp.local_sgd.schedule import RoundSchedule
+from lightning_gradcomp.local_sgd.sync import zero_nonfinite_state
+from lightning_gradcomp.registry import build
+
+
+class ElasticAverager:
+    """Local steps, and averages among whoever is there: processes that are started by themselves, and may die.
+
+        averager = ElasticAverager(model, optimizer, lighthouse="http://10.0.0.1:29510", **SPARSELOCO)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            averager.step()         # = optimizer.step(); every `period` steps the ranks average
+        averager.shutdown()
+
+    Needs `pip install 'lightning-gradcomp[elastic]'`, and a lighthouse: `torchft_lighthouse --min_replicas 1`. There is
+    no torchrun, no rank and no world size: each process is one rank. Without delay; between rounds each rank has its
+    own weights, at the end of one all have the same.
+
+    Args:
+        model: the bare module. A process that comes first, or alone, starts from its own weights; others from those.
+        optimizer: any; a rank that comes new starts with the moments of the one that it learns from.
+        compressor: compresses the update of each round. Its warm-up must not count epochs.
+        lighthouse: the address of torchft's lighthouse, http://HOST:PORT.
+        period: K, steps in a round.
+        delay: 0; there for `**SPARSELOCO`.
+        error_decay: as in `DelayedAverager`; what compressed rounds leave out stays with the rank.
+        outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
+        min_ranks: a round with fewer ranks is not averaged.
+        name: of this rank, for logs; a unique suffix is added.
+        host: name or address under which the other ranks reach this one; default: this host's name.
+        timeout: how long a collective may take; one with a rank that hangs fails then.
+        round_timeout: how long a rank waits for the others at the end of a round.
+
+    Raises:
+        ValueError: an invalid option.
+        ModuleNotFoundError: torchft is not installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compressor: Compressor | str = "none",
+        *,
+        lighthouse: str,
+        period: int = 15,
+        delay: int = 0,
+        error_decay: float = 1.0,
+        outer: Nesterov | None = None,
+        min_ranks: int = 1,
+        name: str = "rank",
+        host: str | None = None,
+        timeout: timedelta = timedelta(seconds=20),
+        round_timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        RoundSchedule(period, 0)  # refuses
+        check_error_decay(error_decay)
+        if delay != 0:
+            raise refusal("ElasticAverager.delay", delay, "0: who takes part in a round is known at its end")
+        if min_ranks < 1:
+            raise refusal("ElasticAverager.min_ranks", min_ranks, "1 or more")
+        from torchft import Manager, ProcessGroupGloo  # takes a second, and may not be installed
+
+        self.model, self.optimizer, self.period = model, optimizer, period
+        self.steps = 0
+        """Optimizer steps so far; a rank that comes new goes on from those of the others."""
+        self._compressor, self._error_decay = build(compressor), error_decay
+        self._outer, self._min_ranks = outer or PLAIN_AVERAGING, min_ranks
+        self._steps_in_round = self._samples = 0
+        self._anchor = Anchor(model)
+        self._rounds = self._rounds_in(None)
+        host = host or socket.gethostname()
+        # Among the ranks of one torchft replica; here each rank is one by itself.
+        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self._group = ProcessGroupGloo(timeout=timeout)
+        self._manager = Manager(
+            pg=self._group,
+            load_state_dict=self._load_agreed,
+            state_dict=self._agreed,
+            min_replica_size=min_ranks,
+            use_async_quorum=False,
+            timeout=timeout,
+            quorum_timeout=round_timeout,
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self._store.port,
+            hostname=host,
+            lighthouse_addr=lighthouse,
+            replica_id=name,
+        )
+
+    def _rounds_in(self, group: dist.ProcessGroup | None) -> Rounds:
+        return Rounds(self._anchor, self._compressor, group, self._outer, None, self.optimizer, self._error_decay)
+
+    @property
+    def rounds(self) -> int:
+        """Averages so far, of all ranks together."""
+        return self._manager.current_step()
+
+    @property
+    def world(self) -> int:
+        """Ranks in the latest round."""
+        return self._rounds.world
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank in the latest round."""
+        return self._rounds.stats.bytes_sent
+
+    def step(self, weight: int = 1) -> None:
+        """Step the optimizer; at the end of a round average.
+
+        Args:
+            weight: samples in this step, its weight in the average; 0: the optimizer does not step.
+        """
+        if weight:
+            self.optimizer.step()
+        self.steps += 1
+        self._steps_in_round += 1
+        self._samples += weight
+        if self._steps_in_round >= self.period:
+            self.average()
+
+    def average(self) -> bool:
+        """End the round now: average with all ranks that are there. They have to end theirs, too.
+
+        Returns:
+            Whether the average was applied. If not, this round's steps are averaged with those of the next.
+
+        Raises:
+            TimeoutError: fewer than `min_ranks` have come within `round_timeout`.
+        """
+        self._steps_in_round = 0
+        self._manager.start_quorum()
+        connected = self._manager.errored() is None
+        if connected and self._manager.num_participants() >= self._min_ranks:
+            self._follow_quorum()
+            try:
+                self._exchange()
+            except RuntimeError as error:  # a rank was lost amid the exchange
+                self._manager.report_error(error)
+        if not self._manager.should_commit():
+            return False
+        self._rounds.step_outer_optimizer()
+        self._anchor.reset_model()
+        self._samples = 0
+        return True
+
+    def _exchange(self) -> None:
+        samples = self._samples
+        if not self._anchor.set_pseudo_gradients():
+            zero_nonfinite_state(self.optimizer)
+            samples = 0
+        self._rounds.exchange(RoundReport(samples), self.steps)
+
+    def _follow_quorum(self) -> None:
+        """Where the ranks have changed, go on in their new group; what this rank remembers stays with it."""
+        group = self._group.parent
+        if group is not self._rounds.ranks.group:
+            state = self._rounds.shared_state()
+            self._rounds = self._rounds_in(group)
+            self._rounds.load_shared_state(state)
+
+    @contextmanager
+    def agreed_weights(self) -> Iterator[None]:
+        """Inside, the model has the weights that all ranks agreed on last: for validation, or to save them."""
+        own = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self._anchor.copy_to_model()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(self.model.parameters(), own, strict=True):
+                    parameter.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: what it has not sent, and its moments. The model's and the optimizer's come beside it."""
+        return {"steps": self.steps, "rounds": self._rounds.shared_state(), "manager": self._manager.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, before the first step; load the model's (agreed weights) and the optimizer's first."""
+        self._anchor.copy_from_model()
+        self.steps = state["steps"]
+        self._rounds.load_shared_state(state["rounds"])
+        self._manager.load_state_dict(state["manager"])
+
+    def _agreed(self) -> dict[str, Any]:
+        """What a rank that comes new receives: agreed weights, buffers, outer velocity, and this one's moments."""
+        outer = self._rounds.shared_state()["outer"]
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        weights = {name: z.detach().clone() for name, z in self._anchor.named_parameters()}
+        moments, counts = self.optimizer.state_dict(), {"steps": self.steps, "rounds": self._rounds.steps}
+        return {"weights": weights, "buffers": buffers, "outer": outer, "optimizer": moments, **counts}
+
+    @torch.no_grad()
+    def _load_agreed(self, state: dict[str, Any]) -> None:
+        for name, z in self._anchor.named_parameters():
+            z.copy_(state["weights"][name])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self._anchor.reset_model()
+        self.optimizer.load_state_dict(state["optimizer"])
+        own = self._rounds.state_dict()
+        self._rounds.load_shared_state({**own, "outer": state["outer"], "steps": state["rounds"]})
+        self.steps, self._samples = state["steps"], 0
+
+    def shutdown(self) -> None:
+        """Leave the others: they go on without this rank."""
+        self._manager.shutdown(wait=False)

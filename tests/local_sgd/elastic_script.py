@@ -1,0 +1,47 @@
+"""One rank of a world that comes and goes. Prints a line of JSON after each round.
+
+usage: elastic_script.py LIGHTHOUSE NUMBER ROUNDS DIES_AT WAITS_FOR_FILE
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from zlib import crc32
+
+import torch
+
+from lightning_gradcomp import ElasticAverager, GradientDropping
+from tests.averaging.workers import Table, backward, bowl_loss, weights
+
+lighthouse, number, rounds, dies_at = sys.argv[1], *map(int, sys.argv[2:5])
+torch.set_num_threads(1)
+while not Path(sys.argv[5]).exists():
+    time.sleep(0.01)
+model = Table()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+compressor = GradientDropping(sparsity=0.8, scope="tensor", min_elements=64, warmup_epochs=0)
+averager = ElasticAverager(
+    model, optimizer, compressor, lighthouse=lighthouse, period=4, error_decay=1.0, name=f"rank {number}",
+    host="127.0.0.1", timeout=timedelta(seconds=5), round_timeout=timedelta(seconds=30),
+)  # fmt: skip
+while averager.rounds < rounds:
+    before = averager.rounds
+    for step in range(4):
+        time.sleep(0.03)
+        if averager.rounds == dies_at and step == 2:
+            os._exit(1)
+        backward(model, optimizer, number, averager.steps, bowl_loss)
+        averager.step()
+    applied = averager.rounds > before
+    line = {
+        "round": averager.rounds,
+        "applied": applied,
+        "world": averager.world,
+        "weights": crc32(weights(model).numpy()),
+    }
+    print(json.dumps(line), flush=True)
+averager.shutdown()
+os._exit(0)  # torchft's threads may outlive the interpreter

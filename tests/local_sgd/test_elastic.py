@@ -1,0 +1,84 @@
+"""Ranks that come and go: the others lose a round at most, and one that comes has the agreed weights."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torchft.coordination import LighthouseServer
+
+from lightning_gradcomp import ElasticAverager
+from tests.averaging.workers import Table
+
+SCRIPT = Path(__file__).parent / "elastic_script.py"
+ROUNDS = 20
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """Rank -> what it has printed: 2 is killed amid a round, then 3 comes."""
+    folder = tmp_path_factory.mktemp("elastic")
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=5000)
+    address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+
+    def start(number, dies_at=-1, begin="first"):
+        arguments = address, str(number), str(ROUNDS), str(dies_at), str(folder / begin)
+        with open(folder / f"out{number}", "w") as out, open(folder / f"err{number}", "w") as err:
+            return subprocess.Popen([sys.executable, SCRIPT, *arguments], stdout=out, stderr=err, cwd=SCRIPT.parents[2])
+
+    ranks = [start(0), start(1), start(2, dies_at=8), start(3, begin="second")]
+    try:
+        time.sleep(5)  # for imports
+        (folder / "first").touch()
+        ranks[2].wait(60)
+        (folder / "second").touch()
+        for number in (0, 1, 3):
+            assert ranks[number].wait(60) == 0, (folder / f"err{number}").read_text()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        server.shutdown()
+    return {n: [json.loads(line) for line in (folder / f"out{n}").read_text().splitlines()] for n in range(4)}
+
+
+def test_the_others_go_on_and_a_new_rank_joins(lines):
+    assert lines[2][-1]["round"] == 8
+    assert [lines[number][-1]["round"] for number in (0, 1, 3)] == [ROUNDS] * 3
+    assert lines[3][0]["round"] > 1
+    assert 3 in {line["world"] for line in lines[3]}
+
+
+def test_a_lost_rank_costs_a_round_at_most(lines):
+    for number in (0, 1):
+        failed = [line for line in lines[number] if not line["applied"]]
+        assert len(failed) <= 1
+
+
+def test_agreed_weights_are_the_same_to_the_bit(lines):
+    by_round = {}
+    for number in (0, 1, 2, 3):
+        for line in lines[number]:
+            if line["applied"]:
+                by_round.setdefault(line["round"], []).append(line["weights"])
+    assert sum(len(each) > 1 for each in by_round.values()) > ROUNDS / 2
+    assert all(each == one[0] for one in by_round.values() for each in one)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"delay": 4}, "ElasticAverager.delay: got 4, allowed: 0"),
+        ({"min_ranks": 0}, "ElasticAverager.min_ranks: got 0, allowed: 1 or more"),
+        ({"period": 0}, "period: got 0"),
+        ({"error_decay": 2}, "error_decay: got 2"),
+    ],
+    ids=str,
+)
+def test_refusals(options, message):
+    model = Table()
+    with pytest.raises(ValueError, match=message):
+        ElasticAverager(model, torch.optim.SGD(model.parameters(), lr=0.1), lighthouse="http://x:1", **options)
