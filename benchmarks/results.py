@@ -32,9 +32,11 @@ Key = tuple[str, str]
 
 ORDER = run_times.METHODS
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
-HEAD = ["method", "accuracy, %", "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""By degrees of freedom, the factor of the standard error in a 95 % interval: quantiles of Student's distribution."""
+DIFFERENCE = "difference to dense"
+HEAD = ["method", "accuracy, %", DIFFERENCE, "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
+T_975 += [2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
+"""0.975 quantiles of Student's t distribution with 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
 DOCS = Path(__file__).parents[1] / "docs"
 CSV = DOCS / "results.csv"
 
@@ -63,8 +65,9 @@ class Result:
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    """Of all runs beneath `folder` that ended."""
-    return [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
+    """Of all runs beneath `folder` that ended, but those whose ranks had images of their own: that is other data."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
+    return [summary for summary in found if summary["config"]["data"].get("dirichlet") is None]
 
 
 def key(summary: dict[str, Any]) -> Key:
@@ -135,35 +138,48 @@ def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
     return found
 
 
-def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
-    """Mean difference to dense runs of the same fold and seed, in points, with its 95 % interval (number of pairs)."""
-    beside = {(each.fold, each.seed): each.percent for each in dense}
-    found = [each.percent - beside[each.fold, each.seed] for each in results if (each.fold, each.seed) in beside]
-    return f"{mean(found):+.2f} ± {T_975[len(found) - 1] * stdev(found) / len(found) ** 0.5:.2f} ({len(found)})"
-
-
-def folds(results: Sequence[Result]) -> str:
-    """A table for all runs of a cross-validation: every method against dense, fold by fold."""
+def cross_validated(results: Iterable[Result]) -> dict[tuple[str, int, str], list[Result]]:
+    """Network, ranks and method -> the runs of all folds."""
     found: dict[tuple[str, int, str], list[Result]] = defaultdict(list)
     for each in results:
         if each.fold is not None:
             found[each.model, each.ranks, each.method].append(each)
+    return found
+
+
+def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
+    """Difference to the dense runs of the same fold and seed, in points.
+
+    Mean ± half of its 95 % interval by Student's t (number of pairs); with more than 31 pairs the interval is a little
+    too wide, with fewer than two there is none.
+    """
+    beside = {(each.fold, each.seed): each.percent for each in dense}
+    found = [each.percent - beside[each.fold, each.seed] for each in results if (each.fold, each.seed) in beside]
+    if len(found) < 2:
+        return "—"
+    t = T_975[min(len(found) - 1, len(T_975)) - 1]
+    return f"{mean(found):+.2f} ± {t * stdev(found) / len(found) ** 0.5:.2f} ({len(found)})"
+
+
+def folds(results: Sequence[Result]) -> list[str]:
+    """A table of the methods for all runs of a cross-validation; none where there are no such runs."""
+    found = cross_validated(results)
     rows = [
         [
             f"{TITLES[model]}, N={ranks}",
             f"`{method}`",
             accuracy(runs),
-            "" if method == "none" else paired(runs, found[model, ranks, "none"]),
+            "" if method == "none" else paired(runs, found.get((model, ranks, "none"), [])),
             human(mean(each.bytes_sent for each in runs)),
             f"{mean(each.dense_bytes / each.bytes_sent for each in runs):.3g}",
         ]
         for model in TITLES
         for ranks in sorted({key[1] for key in found})
         for method in (*ORDER, "sparseloco")
-        if len(runs := found.get((model, ranks, method), [])) > 1
+        if (runs := found.get((model, ranks, method)))
     ]
-    head = ["network", "method", "accuracy, %", "difference to dense", "bytes sent", "ratio, run"]
-    return f"### Cross-validation\n\n{report.table(head, rows)}"
+    head = ["network", "method", "accuracy, %", DIFFERENCE, "bytes sent", "ratio, run"]
+    return [f"### Cross-validation\n\n{report.table(head, rows)}"] if rows else []
 
 
 def accuracy(results: Sequence[Result]) -> str:
@@ -173,11 +189,12 @@ def accuracy(results: Sequence[Result]) -> str:
     return f"{mean(accuracies):.2f}{spread} ({len(accuracies)})"
 
 
-def row(method: str, results: Sequence[Result], step_ms: Sequence[float]) -> list[str]:
+def row(method: str, results: Sequence[Result], dense: Sequence[Result], step_ms: Sequence[float]) -> list[str]:
     """A line of the table of a network."""
     return [
         f"`{method}`",
         accuracy(results),
+        "" if method == "none" else paired(results, dense),
         " ".join(f"{each.percent:.2f}" for each in results),
         human(mean(each.bytes_sent for each in results)),
         f"{mean(each.dense_bytes / each.bytes_sent for each in results):.3g}",
@@ -191,9 +208,10 @@ def tables(results: Sequence[Result]) -> str:
     found, times = grouped(results), run_times.read_csv()
     parts = [f"Measured on {'; '.join(sorted({each.machine for each in results}))}."]
     for model, title in TITLES.items():
-        rows = [row(m, found[model, m], times[model, m]) for m in ORDER if (model, m) in found]
+        dense = found.get((model, "none"), [])
+        rows = [row(m, found[model, m], dense, times[model, m]) for m in ORDER if (model, m) in found]
         parts.append(f"### {title}\n\n{report.table(HEAD, rows)}")
-    return "\n\n".join([*parts, folds(results)])
+    return "\n\n".join([*parts, *folds(results)])
 
 
 def overview(results: Sequence[Result], methods: Sequence[str] = ORDER) -> str:

@@ -74,6 +74,8 @@ def build(run: Run, folder: Path) -> Parts:
     source = stand_in(run.data, 2 * dry) if run.dry_run else choose(run.data, run.augment)
     batch_size = dry if run.dry_run else run.data.batch_size
     data = SharedImages(source, batch_size=batch_size, ranks=ranks, seed=run.seed)
+    if source.dirichlet is not None and not run.evaluate:
+        data.setup("fit")  # a split that can't be drawn is refused here, before the other ranks start
     monitor = CommunicationMonitor()
     network = build_model(run.model.name, channels=source.channels, classes=source.classes, size=source.size)
     mix = mixer(run.augment, source.classes)

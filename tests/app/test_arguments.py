@@ -40,6 +40,8 @@ def test_left_to_hydra(line):
         ("trainer.epochs=3", "trainer.epochs: got '3', allowed: max_epochs, devices"),
         ("compressor=none compressor.sparsity=0.9", "compressor.sparsity: got '0.9', allowed: min_elements, exclude"),
         ("optimizer=adamw optimizer.momentum=0.9", "optimizer.momentum: got '0.9', allowed: lr, weight_decay"),
+        ("data=cifar10 data.fold=1", "data.fold: got '1', allowed: batch_size, dir, workers, download"),
+        ("data=synthetic data.dirichlet=1", "data.dirichlet: got '1', allowed: batch_size, size, classes, images"),
         ("seed.x=1", "seed.x: got '1', allowed: seed alone"),
         ("optimizer.lr=1" + 400 * "0", "optimizer.lr: got '401 digits', allowed: a number of fewer than 100 digits"),
         ("model=", "model: got '', allowed: resnet18, resnet50, swin_mini"),

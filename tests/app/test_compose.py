@@ -170,6 +170,7 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
             ["recipe=digits_dga", "strategy.participation=0"],
             "participation: got 0.0, allowed: a number above 0",
         ),
+        (["recipe=resnet18_cifar10", "+data.fold=1"], "data.fold: got 1, allowed: batch_size, dir, workers, download"),
         (["data.fold=5"], "data.fold: got 5, allowed: null, or a whole number from 0 to 4"),
         (["data.batch_size=99999999999"], "data.batch_size: got 99999999999"),
         (["seed=12345678901234567890"], "seed: got 12345678901234567890, allowed: a whole number from 0 to 4294967295"),

@@ -5,6 +5,7 @@ import math
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,12 +13,14 @@ from torch import nn
 from lightning_gradcomp.app import processes
 from lightning_gradcomp.app.classifier import build_optimizer
 from lightning_gradcomp.app.data.digits import digits, source
-from lightning_gradcomp.app.data.federated import dirichlet_split
+from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
 from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.models.resnet import resnet
 from lightning_gradcomp.app.options.training import SGD, AdamW, Trainer
 from lightning_gradcomp.app.sizes import human
+from lightning_gradcomp.app.train import build
+from tests.app.test_compose import run_of
 
 
 def test_the_split_is_fixed_stratified_and_disjoint():
@@ -111,6 +114,20 @@ def test_own_images_resume_amid_an_epoch_and_differ_by_epoch():
 
     assert order(epoch=3, processed=5) == order(epoch=3)[5 * 30 :]
     assert order(epoch=3) != order(epoch=4)
+
+
+@pytest.mark.parametrize(("images", "length"), [(5, 12), (20, 12)])
+def test_own_images_begin_again_after_the_last_one(images, length):
+    epoch = list(OwnImages(np.arange(100, 100 + images), length, seed=0, skip=0))
+    rounds = [epoch[start : start + images] for start in range(0, length, images)]
+    assert len(epoch) == length and all(len(set(each)) == len(each) for each in rounds)
+    assert set(epoch) <= set(range(100, 100 + images)) and len({tuple(each) for each in rounds}) == len(rounds)
+
+
+def test_an_impossible_split_is_refused_before_ranks_start(tmp_path):
+    words = ("recipe=digits_swin", "data.dirichlet=0.05", "data.batch_size=1436", "trainer.devices=4")
+    with pytest.raises(ValueError, match=r"^data\.dirichlet: got 0\.05, allowed: a larger number"):
+        build(run_of(*words, "trainer.accelerator=cpu"), tmp_path)
 
 
 def test_a_split_without_a_batch_for_each_rank_is_refused():

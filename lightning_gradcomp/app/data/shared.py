@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -32,12 +33,13 @@ class SharedImages(L.LightningDataModule):
     """The images of `source`, `batch_size` a training step over all `ranks` together.
 
     Raises:
-        ValueError: a batch size that the ranks can't share; at once where the number of images is known, else in
-            `setup`.
+        ValueError: a batch size that the ranks can't share, at once where the number of images is known, else in
+            `setup`; in `setup` to fit, a Dirichlet split that leaves a rank without a batch.
     """
 
     train: Dataset[Any]
     val: Dataset[Any]
+    own: list[np.ndarray]  # the images of each rank, where the source has a `dirichlet`
 
     def __init__(self, source: Source, *, batch_size: int, ranks: int, seed: int) -> None:
         super().__init__()
@@ -62,6 +64,9 @@ class SharedImages(L.LightningDataModule):
         self._check(len(self.train))  # pyrefly: ignore[bad-argument-type] - every data set here has a length
         if (images := len(self.val)) < self.ranks:  # pyrefly: ignore[bad-argument-type]
             raise refusal("images to validate with", images, f"one for each of {self.ranks} ranks")
+        if stage == "fit" and (alpha := self.source.dirichlet) is not None:
+            assert isinstance(self.train, TensorDataset)
+            self.own = dirichlet_split(self.train.tensors[1], self.ranks, alpha, self.rank_batch, self.seed)
 
     @property
     def optimizer_steps(self) -> int:
@@ -83,10 +88,8 @@ class SharedImages(L.LightningDataModule):
         skip = done * self.rank_batch
         sampler: RankSampler | OwnImages = RankSampler(self.train, ranks, rank, seed=self.seed, skip=skip)
         if self.source.dirichlet is not None:
-            assert isinstance(self.train, TensorDataset)
-            labels, length = self.train.tensors[1], len(self.train) // self.batch_size * self.rank_batch
-            split = dirichlet_split(labels, ranks, self.source.dirichlet, self.rank_batch, self.seed)
-            sampler = OwnImages(split[rank], length, seed=self.seed, skip=skip)
+            length = len(self.train) // self.batch_size * self.rank_batch  # pyrefly: ignore[bad-argument-type]
+            sampler = OwnImages(self.own[rank], length, seed=self.seed, skip=skip)
         sampler.set_epoch(self.trainer.current_epoch)  # Lightning does it too late for workers that prefetch
         return self._loader(self.train, batch_size=self.rank_batch, sampler=sampler, drop_last=True)
 
