@@ -20,6 +20,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.participants import Participants
+from lightning_gradcomp.local_sgd.pending_share import check_pending_share
 from lightning_gradcomp.registry import entries
 
 
@@ -45,6 +46,7 @@ class DGA(Strategy):
     stale_only: bool
     outer_lr: float | None
     outer_momentum: float
+    pending_share: float | None
     participation: float
     error_decay: float | None
 
@@ -54,6 +56,7 @@ class DGA(Strategy):
             whole("strategy.delay", self.delay, 0, self.period, also="auto, or ")
         if self.outer_lr is not None:
             number("strategy.outer_lr", self.outer_lr, 0)
+        check_pending_share(self.pending_share, stale_only=self.stale_only)
         Participants(self.participation)
         check_error_decay(self.error_decay)
         self.outer()

@@ -66,8 +66,9 @@ def keeps(run: Run) -> bool:
 def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy:
     """The strategy of `run`."""
     if isinstance(rounds := run.strategy, DGA):
-        how = rounds.period, rounds.delay, rounds.outer(), rounds.stale_only, rounds.participation, rounds.error_decay
-        return DelayedStrategy(run.compressor, *how)
+        names = ("period", "delay", "stale_only", "pending_share", "participation", "error_decay")
+        options = {name: getattr(rounds, name) for name in names}
+        return DelayedStrategy(run.compressor, outer=rounds.outer(), **options)
     return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device)
 
 

@@ -111,12 +111,19 @@ class Anchor(nn.Module):
         return finite
 
     @torch.no_grad()
-    def snapshot_model(self) -> None:
-        """Remember the weights whose update is sent now. Later steps belong to the next round."""
+    def snapshot_model(self, share: float) -> None:
+        """Remember the weights when their update is sent. Later steps belong to the next round.
+
+        Args:
+            share: of the update that stays in the weights until the average arrives.
+        """
         if self.stale_only:
             for withheld in self._withheld:
                 withheld.zero_()
         else:
+            if share != 1:
+                for z, w in self._pairs:
+                    w.copy_(z + share * (w - z))
             self._snapshot = [w.detach().clone() for _, w in self._pairs]
 
     @torch.no_grad()

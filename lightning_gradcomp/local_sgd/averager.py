@@ -27,6 +27,7 @@ from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.async_exchange import AsyncExchange
 from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
 from lightning_gradcomp.local_sgd.participants import Participants
+from lightning_gradcomp.local_sgd.pending_share import check_pending_share
 from lightning_gradcomp.local_sgd.round_report import RoundReport
 from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
@@ -59,6 +60,9 @@ class DelayedAverager:
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
         stale_only: apply averages only, not local steps. Weights are then the same on all ranks at every step, all
             gradients of a round are taken at the same weights, and every update is applied late.
+        pending_share: share of a rank's own update that its weights have from the end of the round until the average
+            arrives, 0 to 1. 1 is the paper's rule. Default: 1/N with Adam and AdamW, whose steps are mostly a rank's
+            own noise, of which the average has an N-th; else 1.
         participation: share of the ranks that take part in a round, drawn anew for each (federated averaging's C). The
             others rest: they make no steps, and get the average.
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank: a drain
@@ -82,6 +86,7 @@ class DelayedAverager:
         process_group: dist.ProcessGroup | None = None,
         outer: Nesterov | None = None,
         stale_only: bool = False,
+        pending_share: float | None = None,
         participation: float = 1.0,
         error_decay: float | None = None,
         steps_per_epoch: int | None = None,
@@ -93,6 +98,8 @@ class DelayedAverager:
         self.compressor: Compressor = build(compressor)
         self.round_schedule = RoundSchedule(period, delay)
         self.outer, self.stale_only, self.error_decay = outer or PLAIN_AVERAGING, stale_only, error_decay
+        check_pending_share(pending_share, stale_only=stale_only)
+        self._pending_share = pending_share
         self.participants = Participants(participation)
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         if process_group is None and dist.is_initialized():
@@ -201,6 +208,13 @@ class DelayedAverager:
         self._step_ended = perf_counter()
 
     @property
+    def pending_share(self) -> float:
+        """Share of a rank's own update that its weights have while its average is under way."""
+        if self._pending_share is not None:
+            return self._pending_share
+        return 1 / self.ranks.world if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) else 1.0
+
+    @property
     def resting(self) -> bool:
         """Whether this rank has no part in the present round."""
         return self.ranks.rank not in self.participants.of_round(self._rounds_ended, self.ranks.world)
@@ -221,7 +235,7 @@ class DelayedAverager:
     def _send_update(self) -> None:
         """Start the exchange of the round that ends here."""
         report, _ = self._end_round()
-        self._anchor.snapshot_model()
+        self._anchor.snapshot_model(self.pending_share)
         self.rounds.epoch = self._current_epoch()
         exchange = partial(self.rounds.exchange, report, self.steps)
         self._pending = AsyncExchange(exchange, self._steps_since_drain + self.delay, self._anchor.device)

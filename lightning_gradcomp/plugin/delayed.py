@@ -25,6 +25,7 @@ from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.participants import Participants
+from lightning_gradcomp.local_sgd.pending_share import check_pending_share
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
@@ -49,6 +50,8 @@ class DelayedStrategy(BaseStrategy):
             the clock: give a number where runs must repeat to the bit.
         outer: steps on the rounds' mean updates in place of adding them (DiLoCo).
         stale_only: apply only averages, so that weights are the same on all ranks at every step, and everything late.
+        pending_share: share of a rank's own update that its weights have until its average arrives; None: 1/N with Adam
+            and AdamW, else 1.
         participation: share of the ranks that take part in a round, drawn anew for each; the others compute in vain.
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank; None:
             every drain adds it to the weights, uncompressed.
@@ -68,6 +71,7 @@ class DelayedStrategy(BaseStrategy):
         delay: int | str = 8,
         outer: Nesterov | None = None,
         stale_only: bool = False,
+        pending_share: float | None = None,
         participation: float = 1.0,
         error_decay: float | None = None,
         checkpoint_state: str = "gather",
@@ -84,6 +88,7 @@ class DelayedStrategy(BaseStrategy):
             raise refusal("DelayedStrategy(...)", ", ".join(self._ddp_kwargs), "no options of DDP, which is not used")
         self.compressor: Compressor = build(compressor)
         RoundSchedule(period, delay)  # refuses
+        check_pending_share(pending_share, stale_only=stale_only)
         Participants(participation)  # refuses
         check_error_decay(error_decay)
         check_checkpoint_state(checkpoint_state)
@@ -93,6 +98,7 @@ class DelayedStrategy(BaseStrategy):
         self.checkpoint_state = checkpoint_state
         self.rule = {
             "period": period, "delay": delay, "outer": outer, "stale_only": stale_only,
+            "pending_share": pending_share,
             "participation": participation, "error_decay": error_decay,
         }  # fmt: skip
         """Options of `DelayedAverager`."""

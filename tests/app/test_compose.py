@@ -194,6 +194,7 @@ def test_options_of_rounds_reach_the_strategy():
         "delay": "auto",
         "outer": Nesterov(0.5, 0.9),
         "stale_only": False,
+        "pending_share": None,
         "participation": 1.0,
         "error_decay": None,
     }

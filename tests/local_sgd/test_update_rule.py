@@ -116,7 +116,8 @@ def hard_training(group, rank, optimizer, steps, **options):
 def test_ranks_differ_only_by_their_latest_local_steps(optimizer, period, delay):
     """Updates that were applied are the same on all ranks, and the mean over ranks is exact, for every optimizer."""
     steps = 60
-    results = run_ranks(3, lambda rank, group: hard_training(group, rank, optimizer, steps, period=period, delay=delay))
+    how = {"period": period, "delay": delay, "pending_share": 1.0}
+    results = run_ranks(3, lambda rank, group: hard_training(group, rank, optimizer, steps, **how))
     updates, history, drained = (torch.stack(parts) for parts in zip(*results, strict=True))
     shadow = weights(Table()).double() + updates.mean(0).cumsum(0)
     assert float(updates[0].sub(updates[2]).norm()) > 0.1
@@ -172,3 +173,26 @@ def test_a_world_of_one_is_bitwise_the_optimizer():
         optimizer.step()
     assert torch.equal(weights(model), weights(alone))
     assert averager.steps == 7
+
+
+@pytest.mark.parametrize(("optimizer", "share"), [("adamw", 1 / 3), ("momentum", 1.0)])
+def test_a_share_of_the_pending_update_stays_in_the_weights(optimizer, share):
+    """By default an N-th with AdamW. Nothing is lost when the average arrives."""
+    period, delay = 4, 3
+    results = run_ranks(3, lambda rank, group: hard_training(group, rank, optimizer, 40, period=period, delay=delay))
+    updates, history, drained = (torch.stack(parts) for parts in zip(*results, strict=True))
+    applied = weights(Table()).double() + updates.mean(0).cumsum(0)
+    for t in (4, 5, 6, 8, 9, 21, 30, 38):
+        ended = t // period * period
+        start, waits = applied[ended - period - 1] if ended > period else weights(Table()).double(), t - ended < delay
+        rank_1 = start + share * updates[1, ended - period : ended].sum(0) if waits else applied[ended - 1]
+        expected = rank_1 + updates[1, ended:t].sum(0)
+        torch.testing.assert_close(history[1, t - 1].double(), expected, **CLOSE)
+    torch.testing.assert_close(drained[0].double(), applied[-1], **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{"pending_share": 1.5}, {"pending_share": 0.5, "stale_only": True}], ids=str)
+def test_a_share_that_can_not_be_is_refused(options):
+    model = Table()
+    with pytest.raises(ValueError, match="pending_share"):
+        DelayedAverager(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
