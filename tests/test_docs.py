@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
+from torchft.coordination import LighthouseServer
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp import registry
@@ -72,6 +73,9 @@ def test_python_of_a_page_runs(page, tmp_path):
     names = {"__name__": "page", **(provided(tmp_path) if page in TAKES_FOR_GRANTED else {})}
     if page == "README.md":
         names["loss"] = names["loss"](names["model"], names["loader"][0])
+    if page == "docs/federated.md":
+        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
+        names["lighthouse"] = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     for kind, line, text in blocks(page):
         if kind == "python":
             exec(compile("\n" * (line - 1) + text, str(PAGES[page]), "exec"), names)
