@@ -9,6 +9,7 @@ import sys
 from copy import deepcopy
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir

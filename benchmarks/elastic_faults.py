@@ -1,0 +1,133 @@
+"""What ranks that die, stop or come back cost the others with `ElasticAverager`: seconds, and goodput.
+
+    python -m benchmarks.elastic_faults --out runs/faults
+
+Four processes train the small Swin on random digits with SparseLoCo's rounds. One is killed amid a round, one is stopped
+(SIGSTOP) for good, and one starts in place of the killed one later. Goodput: steps that counted in an average, over the
+steps that the living ranks could have made at their median pace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks import report
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    """A process of the world: trains until the time is up, and writes what happened as lines of JSON."""
+    import torch
+
+    from lightning_gradcomp import SPARSELOCO, ElasticAverager
+    from lightning_gradcomp.app.models.swin import swin_mini
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = swin_mini(channels=1, classes=10, size=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {**SPARSELOCO, "period": arguments.period}
+    averager = ElasticAverager(model, optimizer, lighthouse=arguments.lighthouse, host="127.0.0.1", **options)
+    generator = torch.Generator().manual_seed(os.getpid())
+    with open(arguments.out, "w", buffering=1) as lines:
+        pending = 0
+        while time.time() < arguments.until:
+            images = torch.randn(16, 1, 8, 8, generator=generator)
+            labels = torch.randint(0, 10, (16,), generator=generator)
+            begin, rounds = time.time(), averager.rounds
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            computed = time.time()
+            averager.step()
+            pending += 1
+            counted = pending if averager.rounds > rounds else 0
+            pending -= counted
+            line = {"at": begin, "compute": computed - begin, "wait": time.time() - computed, "counted": counted}
+            print(json.dumps({**line, "world": averager.world}), file=lines)
+    averager.shutdown()
+    os._exit(0)
+
+
+def world(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Start the lighthouse and the ranks, make the faults; name of a rank -> its figures."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=5000)
+    address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    until = time.time() + arguments.seconds
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        options = ["--lighthouse", address, "--until", str(until), "--out", str(arguments.out / f"{name}.jsonl")]
+        command = [sys.executable, "-m", "benchmarks.elastic_faults", *options, "--period", str(arguments.period)]
+        with open(arguments.out / f"{name}.log", "w") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+    ranks = {name: start(name) for name in ("stays", "stays too", "is killed", "is stopped")}
+    try:
+        time.sleep(0.25 * arguments.seconds)
+        ranks["is killed"].kill()
+        time.sleep(0.25 * arguments.seconds)
+        ranks["is stopped"].send_signal(signal.SIGSTOP)
+        time.sleep(0.2 * arguments.seconds)
+        ranks["comes back"] = start("comes back")
+        for name in ("stays", "stays too", "comes back"):
+            ranks[name].wait(arguments.seconds)
+    finally:
+        for process in ranks.values():
+            process.kill()
+            process.wait()
+        server.shutdown()
+    return {name: figures(arguments.out / f"{name}.jsonl", arguments.period) for name in ranks}
+
+
+def figures(file: Path, period: int) -> dict[str, float]:
+    """Of one rank: steps, those that counted, seconds, and what it could have done in them."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    seconds = lines[-1]["at"] + lines[-1]["compute"] + lines[-1]["wait"] - lines[0]["at"]
+    rounds = [
+        sum(line["compute"] + line["wait"] for line in lines[i : i + period]) for i in range(0, len(lines), period)
+    ]
+    possible = period * seconds / median(rounds)
+    counted = sum(line["counted"] for line in lines)
+    longest = sorted((line["wait"] for line in lines), reverse=True)[:3]
+    return {
+        "steps": len(lines),
+        "counted": counted,
+        "seconds": seconds,
+        "goodput_percent": 100 * counted / possible,
+        "median_round_s": median(rounds),
+        **{f"longest_wait_{number}_s": wait for number, wait in enumerate(longest, 1)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for what the ranks write")
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--period", type=int, default=15, help="K")
+    parser.add_argument("--lighthouse", help="for the ranks, which this script starts itself")
+    parser.add_argument("--until", type=float, help="for the ranks: when to end")
+    arguments = parser.parse_args()
+    if arguments.lighthouse:
+        rank(arguments)
+        return
+    found = world(arguments)
+    head = ["rank", *next(iter(found.values()))]
+    print(report.table(head, [[name, *(f"{value:.4g}" for value in each.values())] for name, each in found.items()]))
+    total = sum(each["counted"] for name, each in found.items() if name.startswith("stays"))
+    possible = sum(
+        each["counted"] * 100 / each["goodput_percent"] for n, each in found.items() if n.startswith("stays")
+    )
+    print(f"goodput of the ranks that stay: {100 * total / possible:.1f} %; {report.machine()}")
+
+
+if __name__ == "__main__":
+    main()
