@@ -19,10 +19,10 @@ from torch import nn
 from lightning_gradcomp.errors import refusal
 
 
-class Anchor(nn.Module):
-    """z as a module: fp32 parameters with the model's names. Their gradients are the pseudo-gradients -U.
+class Anchor:
+    """z: fp32 parameters with the model's names. Their gradients are the pseudo-gradients -U.
 
-    So a torch optimizer can step it, and a GradientAverager can average it.
+    So a torch optimizer can step them, and a GradientAverager can average them.
 
     Args:
         model: z starts as a copy of its parameters.
@@ -33,7 +33,8 @@ class Anchor(nn.Module):
     """
 
     def __init__(self, model: nn.Module, *, stale_only: bool = False) -> None:
-        super().__init__()
+        self.module = nn.Module()
+        """Has the parameters."""
         self.stale_only = stale_only
         self.live = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
         """The model's own parameters, by name."""
@@ -41,8 +42,8 @@ class Anchor(nn.Module):
             if parameter.itemsize > 4:
                 raise refusal(f"parameter {name!r}", parameter.dtype, "16 or 32 bits: updates are sent in fp32")
             path, _, last = name.rpartition(".")
-            _submodule(self, path).register_parameter(last, nn.Parameter(parameter.detach().float().clone()))
-        self._all_pairs = [(z, self.live[name]) for name, z in self.named_parameters()]
+            _submodule(self.module, path).register_parameter(last, nn.Parameter(parameter.detach().float().clone()))
+        self._all_pairs = [(z, self.live[name]) for name, z in self.module.named_parameters()]
         self._snapshot: list[torch.Tensor] = []
         """The weights when the pending update was sent."""
         self._withheld: list[torch.Tensor] = []
@@ -160,6 +161,6 @@ def _submodule(module: nn.Module, path: str) -> nn.Module:
     """The submodule of `module` at `path`; missing modules on the path are added."""
     for part in path.split(".") if path else []:
         if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
+            setattr(module, part, nn.Module())
+        module = module._modules[part]  # pyrefly: ignore[bad-assignment] - not getattr: `part` may be a method's name
     return module

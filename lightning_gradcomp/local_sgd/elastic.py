@@ -220,13 +220,13 @@ class ElasticAverager:
         """What a rank that comes new receives: agreed weights, buffers, outer velocity, and this one's moments."""
         outer = self._rounds.shared_state()["outer"]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        weights = {name: z.detach().clone() for name, z in self._anchor.named_parameters()}
+        weights = {name: z.detach().clone() for name, z in self._anchor.module.named_parameters()}
         moments, counts = self.optimizer.state_dict(), {"steps": self.steps, "rounds": self._rounds.steps}
         return {"weights": weights, "buffers": buffers, "outer": outer, "optimizer": moments, **counts}
 
     @torch.no_grad()
     def _load_agreed(self, state: dict[str, Any]) -> None:
-        for name, z in self._anchor.named_parameters():
+        for name, z in self._anchor.module.named_parameters():
             z.copy_(state["weights"][name])
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state["buffers"][name])

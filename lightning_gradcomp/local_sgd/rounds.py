@@ -52,8 +52,8 @@ class Rounds(GradientAverager):
     ) -> None:
         self.anchor, momentum = anchor, outer.momentum
         self.local_optimizer, self.error_decay = local_optimizer, error_decay
-        self.sgd = torch.optim.SGD(anchor.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
-        super().__init__(anchor, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
+        self.sgd = torch.optim.SGD(anchor.module.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
+        super().__init__(anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
         check_error_decay(error_decay)
 
     def exchange(self, own: RoundReport, training_step: int) -> list[RoundReport]:
@@ -72,7 +72,7 @@ class Rounds(GradientAverager):
         with explained(training_step, f"averaging round {self.steps + 1}", self.ranks.group):
             reports = gather_reports(self.ranks, own, self.anchor.device)
             weight = sample_weight(own.samples, [report.samples for report in reports])
-            for z in self.anchor.parameters():
+            for z in self.anchor.module.parameters():
                 if z.grad is not None and weight != 1:
                     z.grad.mul_(weight)
             self._average(1.0)
@@ -98,7 +98,7 @@ class Rounds(GradientAverager):
         reports = self.exchange(own, training_step)
         self.schedule = schedule
         with torch.no_grad():
-            for z in self.anchor.parameters():
+            for z in self.anchor.module.parameters():
                 if z.grad is not None:
                     z.sub_(z.grad)
         return reports
@@ -127,7 +127,9 @@ class Rounds(GradientAverager):
 
     def shared_state(self) -> dict[str, Any]:
         """The state, the outer optimizer's included; the same on all ranks where nothing is remembered."""
-        velocities = {name: self.sgd.state[z].get("momentum_buffer") for name, z in self.anchor.named_parameters()}
+        velocities = {
+            name: self.sgd.state[z].get("momentum_buffer") for name, z in self.anchor.module.named_parameters()
+        }
         return {**self.state_dict(), "outer": {name: v.clone() for name, v in velocities.items() if v is not None}}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
@@ -137,6 +139,6 @@ class Rounds(GradientAverager):
             ValueError: a tensor whose shape is not its parameter's.
         """
         self.load_state_dict(state)
-        for name, z in self.anchor.named_parameters():
+        for name, z in self.anchor.module.named_parameters():
             if name in state["outer"]:
                 self.sgd.state[z]["momentum_buffer"] = state["outer"][name].to(z, copy=True)

@@ -25,6 +25,27 @@ class Buffered(nn.Module):
         return self.net(x)
 
 
+class Named(nn.Module):
+    """With the names of methods of the averager and of torch's modules, as in torchvision's Swin and many others."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.type = nn.LayerNorm(5), nn.Linear(5, 9)
+
+    def forward(self, images):
+        return self.type(self.norm(images.flatten(1)[:, :5]))
+
+
+def test_modules_may_have_any_name():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "adamw", Named, period=2, delay=1)
+        train(model, optimizer, averager, rank, 5, image_loss)
+        averager.drain()
+        return weights(model)
+
+    assert all_equal(run_ranks(2, work))
+
+
 def test_a_drain_without_buffers_and_moments():
     def work(rank, group):
         model, optimizer, averager = set_up(group, "sgd", period=4, delay=2)

@@ -45,7 +45,7 @@ def unsent(averager):
     """What this rank has left out, as something to add to the weights: fp64 [n]."""
     memory = averager.rounds.state_dict()["memory"]
     parts = []
-    for name, z in averager.rounds.anchor.named_parameters():
+    for name, z in averager.rounds.anchor.module.named_parameters():
         kinds = ("residual", "velocity", "dense_residual")
         left = [memory[kind][name] for kind in kinds if name in memory.get(kind, {})]
         parts.append(-sum(left, torch.zeros_like(z)).double().reshape(-1))  # gradients point the other way
