@@ -26,14 +26,14 @@ class Buffered(nn.Module):
 
 
 class Named(nn.Module):
-    """With the names of methods of the averager and of torch's modules, as in torchvision's Swin and many others."""
+    """With names that the averager uses itself; torchvision's Swin has `norm`."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.type = nn.LayerNorm(5), nn.Linear(5, 9)
+        self.norm, self.device = nn.LayerNorm(5), nn.Linear(5, 9)
 
     def forward(self, images):
-        return self.type(self.norm(images.flatten(1)[:, :5]))
+        return self.device(self.norm(images.flatten(1)[:, :5]))
 
 
 def test_modules_may_have_any_name():
