@@ -88,9 +88,12 @@ class Switched:
         self._hook = DDPHook(self._ddp)
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> Stats:
-        self._hook.before_backward(self.averager, None)
+        self._ddp.zero_grad(set_to_none=True)
         with self.averager.local_weights():
-            forward_backward(self._ddp, images, labels)
+            with self._hook.forward(self.averager):
+                loss = torch.nn.functional.cross_entropy(self._ddp(images), labels)
+            self._hook.before_backward(self.averager, None)
+            loss.backward()
         self._hook.after_backward(self.averager)
         with self.averager.taken_over(self._optimizer):
             self._optimizer.step()

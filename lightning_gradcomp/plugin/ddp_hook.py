@@ -1,7 +1,9 @@
 """DDP's communication hook: dense steps are averaged by DDP, compressed steps by the `GradientAverager`.
 
-A dense step keeps DDP's bucketed all-reduce, overlapped with backward. In a compressed step the hook returns the local
-gradient, and the averager runs after backward, or, in manual optimization, before the optimizer step.
+A dense step keeps DDP's bucketed all-reduce, overlapped with backward. In a compressed step the averager runs after
+backward, or, in manual optimization, before the optimizer step. DDP does nothing then, where the step is known before
+the forward pass (`forward`), so that backward copies no gradients into its buckets; elsewhere the hook returns the
+local gradient.
 """
 
 # No postponed annotations in this file: DDP reads the hook's, and needs the type itself.
@@ -24,8 +26,8 @@ from lightning_gradcomp.errors import refusal
 
 
 class DDPHook:
-    """The hook of one DDP module. Call `before_backward`, backward, `after_backward`; then, around each optimizer step,
-    `before_optimizer_step` and `after_optimizer_step`.
+    """The hook of one DDP module. Call forward in `forward`, `before_backward`, backward, `after_backward`; then, around
+    each optimizer step, `before_optimizer_step` and `after_optimizer_step`.
 
     Whether a backward synchronises is DDP's `require_backward_grad_sync` (False in `no_sync()`). It is not read off
     from DDP's hook, which does not fire where DDP knows none of the parameters that train: it knows those that required
@@ -45,6 +47,8 @@ class DDPHook:
         self._known_to_ddp = {id(p) for p in ddp.parameters() if p.requires_grad}
         self._known = {id(p) for p in ddp.parameters()}
         self._by_ddp, self._wire, self._grad_scale = False, torch.float32, 1.0
+        self._unprepared = False
+        """Whether DDP was not told, before the forward pass, that it will average."""
         self._gradients_ready: float | None = None
         self._seconds = 0.0
         self.accumulating = False
@@ -66,6 +70,24 @@ class DDPHook:
         arrived = dist.all_reduce(sent, async_op=True).get_future()
         return arrived.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
+    @contextmanager
+    def forward(self, averager: GradientAverager) -> Iterator[None]:
+        """For the forward pass. In automatic optimization, DDP prepares no averages for a compressed step.
+
+        With static_graph=True it has to see its first backward passes, and goes on as it does.
+        """
+        ddp = self._ddp
+        self._unprepared = not (self._at_optimizer_step or ddp.static_graph or self._can_be_by_ddp(averager))
+        if not self._unprepared:
+            yield
+            return
+        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+
     def before_backward(self, averager: GradientAverager, precision: object) -> None:
         """Decide who averages the gradients of the coming backward, which hold the loss scale of `precision`'s scaler.
 
@@ -80,12 +102,17 @@ class DDPHook:
             self._check_averages_were_used(averager)
         scaler = getattr(precision, "scaler", None)
         self._wire, self._grad_scale = averager.compressor.wire_dtype, scaler.get_scale() if scaler else 1.0
-        self._by_ddp = (
+        self._by_ddp = not self._unprepared and self._can_be_by_ddp(averager)
+        self._gradients_ready = None
+
+    def _can_be_by_ddp(self, averager: GradientAverager) -> bool:
+        """Whether the coming averages are a dense step's, of parameters that DDP knows."""
+        trainable = [p for p in self._ddp.parameters() if p.requires_grad]
+        return (
             averager.dense_step
             and all(id(p) in self._known_to_ddp for p in trainable)
             and self._nothing_left_for_averager(averager, trainable)
         )
-        self._gradients_ready = None
 
     def _check_parameters(self, trainable: list[nn.Parameter]) -> None:
         if any(id(p) not in self._known for p in trainable):

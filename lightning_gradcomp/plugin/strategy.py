@@ -164,7 +164,8 @@ class CompressedDDPStrategy(BaseStrategy):
         assert self.averager is not None and self.lightning_module is not None
         if self.lightning_module.automatic_optimization:  # otherwise there may be several backwards
             self.averager.use_local_weights()
-        return super().training_step(*args, **kwargs)
+        with self._hook.forward(self.averager):
+            return super().training_step(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights that all ranks share, also where an exception ended a forward pass."""
