@@ -93,6 +93,7 @@ def tiny(tmp_path, monkeypatch):
         ("resnet18 --rate-mbit 0", "--rate-mbit: got '0', allowed: a number above 0"),
         ("resnet18 --rate-mbit fast", "--rate-mbit: got 'fast', allowed: a number above 0"),
         ("resnet18 --delay-ms 3", "--delay-ms: got 3.0, allowed: with --rate-mbit"),
+        ("resnet18 --epochs 3", "--epochs, --steps: got (3, None), allowed: both"),
         ("json:Net --batch-size 3", "--batch-size with json:Net: got 3, allowed: with resnet18, resnet50, swin"),
     ],
 )
@@ -197,6 +198,20 @@ def test_a_step_by_hand():
     assert [step.seconds for step in made.table(8, link)] == sorted(step.seconds for step in made.table(8, link))
 
 
+def test_a_run_by_hand():
+    made, link = forecast(), Link(1e-3, 1e8)
+    made.methods["dgc"] = lgc.DGC(sparsity=0.999, dense_epochs=1, warmup_epochs=2), Work(0.01, 0.001)
+    dense, run = made.step("none", "ring", 2, link), made.run("dgc", 2, link, 6, 10)
+    levels = [made.best("dgc", 2, link, sparsity) for sparsity in (0.9, 0.99, 0.999, 0.999, 0.999)]
+    assert run.seconds == pytest.approx(10 * (dense.seconds + sum(step.seconds for step in levels)), rel=1e-3)
+    assert run.sent == pytest.approx(10 * (dense.bytes.sent + sum(step.bytes.sent for step in levels)), rel=1e-3)
+    assert run.ratio == pytest.approx(60 * dense.bytes.sent / run.sent)
+    assert made.run("none", 2, link, 6, 10).speed_up == 1
+    # A level that would send more than a dense step does is one.
+    made.methods["dgc"] = lgc.DGC(sparsity=0.01, dense_epochs=0, warmup_epochs=0), Work(0.01, 0.001)
+    assert made.run("dgc", 2, link, 1, 10).ratio == 1
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_the_bytes_are_those_that_are_sent(entry, world):
@@ -223,8 +238,9 @@ def test_the_bytes_are_those_that_are_sent(entry, world):
 def test_the_second_table_names_topologies():
     model = torch.nn.Linear(1, 1)
     workload = Workload("it", model, lambda: torch.zeros(1), torch.optim.SGD(model.parameters(), lr=0.1), 8)
-    text = report.Report(workload, forecast(), {"a link": Link(1e-4, 1e7)}, 8, CPU, 1).text()
-    [row] = [line for line in text.splitlines() if line.startswith("| onebit")][1:]
+    text = report.Report(workload, forecast(), {"a link": Link(1e-4, 1e7)}, 8, CPU, 1, 70.0, (3, 5)).text()
+    [row] = [line for line in text.splitlines() if line.startswith("| onebit")][2:]
     cells = [cell.strip() for cell in row.split("|")[2:-1]]
     assert cells[0].endswith("x a") and cells[-1].endswith("x t") and len(cells) == 10
+    assert "a step there takes 100.0 ms" in text and "Modelled run of 3 epochs of 5 steps" in text
     assert "modelled to dense, N=8" in text and "dense exchange over a link: " in text

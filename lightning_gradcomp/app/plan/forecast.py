@@ -60,6 +60,17 @@ class Step:
     speed_up: float
 
 
+@dataclass(frozen=True)
+class Run:
+    """A modelled run, warm-up included: its seconds, the bytes that a rank sends; and a dense run's over each."""
+
+    method: str
+    seconds: float
+    sent: int
+    speed_up: float
+    ratio: float
+
+
 class MetaModel(nn.Module):
     """A model's parameters on the meta device, to count bytes of."""
 
@@ -81,15 +92,21 @@ def topologies(compressor: Compressor) -> tuple[str, ...]:
     return ("all_gather",) if not_sharded_because(compressor) else ("all_gather", *SHARDED)
 
 
-def bytes_of_step(compressor: Compressor, model: nn.Module, topology: str, workers: int) -> Bytes:
-    """What the rank that sends the most sends of the model's gradients in a compressed step."""
+def bytes_of_step(
+    compressor: Compressor, model: nn.Module, topology: str, workers: int, sparsity: float | None = None
+) -> Bytes:
+    """What the rank that sends the most sends of the model's gradients in a compressed step.
+
+    Args:
+        sparsity: of that step; default: after the warm-up.
+    """
     gradients = Gradients(model, compressor)
     if not isinstance(compressor, Lossy):
         payload = gradients.n * compressor.wire_dtype.itemsize
         return Bytes(payload, dense_traffic(payload, workers), ())
-    final = compressor.at(compressor.final_sparsity)
-    payload = sum(size for _, size in final.messages(gradients.layout))
-    return Bytes(payload, traffic(final, gradients, Ranks(None, workers), topology), tuple(messages(final, gradients)))
+    then = compressor.at(compressor.final_sparsity if sparsity is None else sparsity)
+    payload = sum(size for _, size in then.messages(gradients.layout))
+    return Bytes(payload, traffic(then, gradients, Ranks(None, workers), topology), tuple(messages(then, gradients)))
 
 
 class Forecast:
@@ -106,19 +123,21 @@ class Forecast:
         self.elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         on_meta = MetaModel(model)
         self.bytes = cache(
-            lambda method, topology, workers: bytes_of_step(methods[method][0], on_meta, topology, workers)
+            lambda method, topology, workers, sparsity=None: bytes_of_step(
+                methods[method][0], on_meta, topology, workers, sparsity
+            )
         )
-        """(method, topology, workers) -> `Bytes`."""
+        """(method, topology, workers, sparsity) -> `Bytes`."""
 
     def dense(self, workers: int, link: Link) -> float:
         """Seconds of a step with DDP."""
         exchange = cost.dense_seconds(4 * self.elements, workers, link)
         return self.computation.seconds + cost.exposed(exchange, self.computation.backward, link.busy)
 
-    def step(self, method: str, topology: str, workers: int, link: Link) -> Step:
-        """A step with `method`."""
+    def step(self, method: str, topology: str, workers: int, link: Link, sparsity: float | None = None) -> Step:
+        """A step with `method`, at the sparsity of a warm-up, or the final one."""
         compressor, work = self.methods[method]
-        size = self.bytes(method, topology, workers)
+        size = self.bytes(method, topology, workers, sparsity)
         if isinstance(compressor, Lossy):
             beyond = cost.compressed_seconds(topology, size.sent, size.messages, workers, link, work)
         else:
@@ -127,13 +146,33 @@ class Forecast:
         seconds = self.computation.seconds + beyond
         return Step(method, topology, workers, size, seconds, self.dense(workers, link) / seconds)
 
-    def every(self, method: str, workers: int, link: Link) -> list[Step]:
+    def every(self, method: str, workers: int, link: Link, sparsity: float | None = None) -> list[Step]:
         """A step with `method` at each topology."""
-        return [self.step(method, topology, workers, link) for topology in topologies(self.methods[method][0])]
+        names = topologies(self.methods[method][0])
+        return [self.step(method, topology, workers, link, sparsity) for topology in names]
 
-    def best(self, method: str, workers: int, link: Link) -> Step:
+    def best(self, method: str, workers: int, link: Link, sparsity: float | None = None) -> Step:
         """A step with `method` at the topology that is the quickest."""
-        return min(self.every(method, workers, link), key=lambda step: step.seconds)
+        return min(self.every(method, workers, link, sparsity), key=lambda step: step.seconds)
+
+    def run(self, method: str, workers: int, link: Link, epochs: int, steps: int) -> Run:
+        """A run with the method's warm-up. Compressing a lower sparsity is taken to cost what the final one does.
+
+        Args:
+            steps: of an epoch.
+        """
+        schedule = self.methods[method][0].schedule()
+        dense = self.step("none", RING, workers, link)
+        seconds, sent = 0.0, 0
+        for epoch in range(epochs):
+            sparsity = schedule(epoch, epoch * steps) if schedule else None
+            step = dense if sparsity == 0 else self.best(method, workers, link, sparsity)
+            if step.bytes.sent >= dense.bytes.sent and schedule:  # as the averager: it travels dense
+                step = dense
+            seconds += steps * step.seconds
+            sent += steps * step.bytes.sent
+        whole = epochs * steps
+        return Run(method, seconds, sent, whole * dense.seconds / seconds, whole * dense.bytes.sent / sent)
 
     def table(self, workers: int, link: Link) -> list[Step]:
         """Every method at its best topology, the quickest first."""

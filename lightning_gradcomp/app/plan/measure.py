@@ -83,11 +83,13 @@ def join(device: torch.device) -> dist.ProcessGroup | None:
 
 def run(options: argparse.Namespace, workload: Workload, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Measure on all ranks; report on the first."""
-    forecast = measure(workload, group, device)
+    forecast = measure(workload, group, device, options.step_ms)
     links = links_of(options, group, device)
     if group is None or group.rank() == 0:
         workers = options.ranks or (group.size() if group else 2)
-        found = report.Report(workload, forecast, links, workers, device, group.size() if group else 1)
+        run_of = (options.epochs, options.steps) if options.epochs else None
+        measured_on = group.size() if group else 1
+        found = report.Report(workload, forecast, links, workers, device, measured_on, options.step_ms, run_of)
         print(found.text())
         if options.out:
             report.write(found, options.out)
@@ -109,9 +111,18 @@ def workload_of(options: argparse.Namespace, device: torch.device) -> Workload:
     return classifier(name, model, device, batch=options.batch_size, size=size, classes=options.classes)
 
 
-def measure(workload: Workload, group: dist.ProcessGroup | None, device: torch.device) -> Forecast:
-    """Time the workload's step, and every registered method's work on its gradients; collective if there is a group."""
+def measure(
+    workload: Workload, group: dist.ProcessGroup | None, device: torch.device, step_ms: float | None = None
+) -> Forecast:
+    """Time the workload's step, and every registered method's work on its gradients; collective if there is a group.
+
+    Args:
+        step_ms: milliseconds of a step elsewhere; the share of backward is the one that is measured here.
+    """
     computation = measure_computation(workload, group, device)
+    if step_ms:
+        seconds = 1e-3 * step_ms
+        computation = Computation(seconds, computation.backward * seconds / computation.seconds)
     methods = {}
     for entry in entries():
         compressor = entry.cls().for_optimizer(workload.optimizer)

@@ -18,7 +18,7 @@ NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
 OF_NETWORKS = {"batch_size": 32, "image_size": 224, "classes": 1000}
 """Options of these networks, with defaults. A LightningModule has a batch of its own."""
 
-OPTIONS = "--batch-size, --image-size, --classes, --rate-mbit, --delay-ms, --ranks, --out, --help"
+OPTIONS = "--batch-size, --image-size, --classes, --rate-mbit, --delay-ms, --ranks, --step-ms, --epochs, --steps, --out, --help"
 
 DELAY_MS = 0.1
 """Delay one way of a link that is given by its rate alone."""
@@ -71,6 +71,9 @@ def parser() -> Parser:
     made.add_argument("--rate-mbit", type=number, metavar="R", help="of each rank's link (default: measured, or four)")
     made.add_argument("--delay-ms", type=number, metavar="D", help=f"of that link, one way ({DELAY_MS:g})")
     made.add_argument("--ranks", type=whole(2, 1024), metavar="N", help="default: as many as it is started on, or 2")
+    made.add_argument("--step-ms", type=number, metavar="MS", help="of a step without an exchange, measured elsewhere")
+    made.add_argument("--epochs", type=whole(1, 1 << 20), metavar="E", help="of a whole run, warm-up included")
+    made.add_argument("--steps", type=whole(1, 1 << 30), metavar="S", help="of an epoch of that run")
     made.add_argument("--out", type=Path, metavar="FOLDER", help="for plan.json, plan.png and plan.svg")
     return made
 
@@ -104,6 +107,8 @@ def read(words: list[str]) -> argparse.Namespace:
             raise refusal("MODEL", options.model, f"what can be imported here; there is no module {package!r}")
     if options.delay_ms is not None and options.rate_mbit is None:
         raise refusal("--delay-ms", options.delay_ms, "with --rate-mbit")
+    if (options.epochs is None) != (options.steps is None):
+        raise refusal("--epochs, --steps", (options.epochs, options.steps), "both, for a whole run, or neither")
     if options.out:
         try:
             options.out.mkdir(parents=True, exist_ok=True)

@@ -36,6 +36,8 @@ class Report:
         workers: N.
         device: where it was measured.
         measured_on: number of ranks that measured at the same time.
+        step_ms: of a step that was measured elsewhere.
+        run: epochs, and steps an epoch, of a whole run.
     """
 
     workload: Workload
@@ -44,10 +46,14 @@ class Report:
     workers: int
     device: torch.device
     measured_on: int
+    step_ms: float | None = None
+    run: tuple[int, int] | None = None
 
     def text(self) -> str:
-        """The whole report; the second table for one link alone."""
+        """The whole report; the table by number of ranks for one link alone."""
         parts = [self.head(), self.methods()]
+        if self.run:
+            parts.append(self.whole_run(*self.run))
         if len(self.links) == 1:
             parts.append(self.many())
         advice = [f"{words}: {self._advice(link)}" for words, link in self.links.items()]
@@ -63,9 +69,8 @@ class Report:
         lines = [
             f"{self.workload.name}: {forecast.elements:,} trainable parameters, "
             f"{dense.payload / 1e6:.1f} MB of gradients in fp32",
-            f"a step here takes {1e3 * computation.seconds:.1f} ms without an exchange, "
-            f"{1e3 * computation.backward:.1f} of them backward (measured: batch {self.workload.batch} a rank, "
-            f"{_ranks(self.measured_on)}, {self.place()})",
+            f"a step {'there' if self.step_ms else 'here'} takes {1e3 * computation.seconds:.1f} ms without an exchange, "
+            f"{1e3 * computation.backward:.1f} of them backward ({self._computation_from()})",
         ]
         for words, link in self.links.items():
             to_hide = forecast.bandwidth_to_hide(n, link.latency)
@@ -76,6 +81,12 @@ class Report:
                 f"dense exchange over {words}: {dense.sent / 1e6:.1f} MB sent a rank, {hides} (modelled, N={n})"
             )
         return "\n".join(lines)
+
+    def _computation_from(self) -> str:
+        measured = f"batch {self.workload.batch} a rank, {_ranks(self.measured_on)}, {self.place()}"
+        if self.step_ms:
+            return f"as given; the share of backward, and the work of the methods, measured here: {measured}"
+        return f"measured: {measured}"
 
     def place(self) -> str:
         """The device, and the versions."""
@@ -105,6 +116,19 @@ class Report:
         title = f"A step with each method at its best topology ({LEGEND}), N={n}:\n\n"
         return title + table(head, rows)
 
+    def whole_run(self, epochs: int, steps: int) -> str:
+        """Every method's whole run at N, its warm-up included."""
+        rows = []
+        for words, link in self.links.items():
+            runs = [self.forecast.run(method, self.workers, link, epochs, steps) for method in self.forecast.methods]
+            for run in sorted(runs, key=lambda run: run.seconds):
+                gigabytes = f"{run.sent / 1e9:.3g}"
+                cells = [f"{run.seconds / 60:.3g}", f"{run.speed_up:.2f}x", gigabytes, f"{run.ratio:.3g}x"]
+                rows.append([self._word(run.method), words, *cells])
+        head = ["method", "link", "minutes", "to dense", "GB sent", "fewer than dense"]
+        title = f"Modelled run of {epochs} epochs of {steps} steps, warm-ups included, validation left out, N={self.workers}"
+        return f"{title}:\n\n{table(head, rows)}"
+
     def _word(self, method: str) -> str:
         unfit = self.forecast.needs_optimizer(method) and not self.workload.corrected
         return f"{method} (SGD and Adam only)" if unfit else method
@@ -128,6 +152,7 @@ class Report:
             "trainable_parameters": forecast.elements,
             "batch_a_rank": self.workload.batch,
             "N": self.workers,
+            "run": self.run,
             "measured": {
                 "place": self.place(),
                 "ranks": self.measured_on,
@@ -144,6 +169,9 @@ class Report:
             "link": asdict(link),
             "bandwidth_to_hide_dense": to_hide if math.isfinite(to_hide) else None,
             "advice": self._advice(link),
+            "runs": [asdict(forecast.run(m, self.workers, link, *self.run)) for m in forecast.methods]
+            if self.run
+            else [],
             "dense_seconds": {n: forecast.dense(n, link) for n in sorted({*MANY, self.workers})},
             "steps": [
                 asdict(step)
