@@ -1,16 +1,18 @@
-"""Seconds until the digits recipe reaches an accuracy over a link of a given rate, by method.
+"""Seconds and bytes until the digits recipe reaches an accuracy over a link of a given rate, by method.
 
-    python -m benchmarks.time_to_accuracy --rate-mbit 1000 --methods none,dgc --seeds 0,1,2 --out results
+    python -m benchmarks.time_to_accuracy --rate-mbit 1000 --methods none,fp16_hook,powersgd_hook,dgc --seeds 0,1,2
 
 Methods are what `gradcomp compressor=...` takes, with further overrides after a colon
-(`dgc:compressor.values=bf16;trainer.max_epochs=8`). Every run is the whole recipe, on nodes that benchmarks.link
-starts; the clock is rank 0's, starts with `fit` and runs on during validation. Methods take turns, seed by seed.
+(`dgc:compressor.values=bf16;trainer.max_epochs=8`), and torch's own hooks in Lightning's DDPStrategy. Every run is the
+whole recipe, on nodes that benchmarks.link starts; the clock is rank 0's, starts with `fit` and runs on during
+validation. Bytes are those that the kernel has counted on node 0, headers and all. Methods take turns, seed by seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,19 +20,38 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import lightning as L
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.strategies import DDPStrategy
 from matplotlib.axes import Axes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
+from benchmarks.methods import with_hook
 from lightning_gradcomp.app import run_folder
+from lightning_gradcomp.app import trainer as app_trainer
 from lightning_gradcomp.app.compose import checked, register, shipped
 from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.train import build
 
+HOOKS = ("ddp", "fp16_hook", "powersgd_hook")
+
 Curve = list[tuple[float, float]]
 """(seconds, validation accuracy) after each epoch."""
+
+
+class HookStrategy(DDPStrategy):
+    """Lightning's DDPStrategy with one of torch's hooks, which Lightning would register on a GPU alone."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return with_hook(self._method, model)
 
 
 class Clock(L.Callback):
@@ -51,25 +72,38 @@ def train(folder: Path) -> None:
     hide_known_messages()
     run = run_folder.load(folder)
     L.seed_everything(run.seed, workers=True, verbose=False)
-    parts, clock = build(run, folder), Clock()
+    hook, clock = (folder / "hook").read_text(), Clock()
+    if hook:
+        with patch.object(app_trainer, "strategy", lambda run: HookStrategy(hook)):
+            parts = build(run, folder)
+        parts.trainer.callbacks.remove(parts.monitor)  # which is for the strategies of lightning_gradcomp
+    else:
+        parts = build(run, folder)
     parts.trainer.callbacks.append(clock)
     parts.trainer.fit(parts.classifier, parts.data)
     if parts.trainer.is_global_zero:
         (folder / "curve.json").write_text(json.dumps(clock.curve))
 
 
-def curve(method: str, seed: int, link: list[str]) -> Curve:
-    """Run a recipe over the link."""
+def curve(method: str, seed: int, link: list[str]) -> tuple[Curve, int]:
+    """Run a recipe over the link. What it was, and the bytes that node 0 has sent."""
     name, _, more = method.partition(":")
+    hook = name if name in HOOKS else ""
+    name = "none" if hook else name
     overrides = [f"compressor={name}", f"seed={seed}", "trainer.enable_progress_bar=false", "trainer.devices=1"]
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
         config = compose("train", [*overrides, *(word for word in more.split(";") if word)])
     config.trainer.num_nodes = int(link[1])
     with tempfile.TemporaryDirectory() as folder:
         run_folder.save(checked(config), Path(folder))
+        Path(folder, "hook").write_text(hook)
         command = [sys.executable, "-m", "benchmarks.link", *link, "--", sys.executable, "-m", __spec__.name]
-        subprocess.run([*command, "--train", folder], check=True)
-        return [tuple(point) for point in json.loads(Path(folder, "curve.json").read_text())]
+        done = subprocess.run([*command, "--train", folder], stdout=subprocess.PIPE, text=True)
+        sent = re.search(r"node 0 sent ([\d,]+) bytes", done.stdout)
+        if done.returncode or not sent:
+            sys.exit(done.stdout)
+        points = [tuple(point) for point in json.loads(Path(folder, "curve.json").read_text())]
+        return points, int(sent[1].replace(",", ""))
 
 
 def reached(points: Curve, accuracy: float) -> float:
@@ -109,19 +143,26 @@ def main() -> None:
     link = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("rate-mbit", "delay-ms")]
     link = ["--nodes", str(arguments.nodes), *link]
     curves: dict[str, list[Curve]] = {method: [] for method in arguments.methods.split(",")}
+    sent: dict[str, list[int]] = {method: [] for method in curves}
     for seed in arguments.seeds.split(","):
         for method, runs in curves.items():
-            runs.append(curve(method, int(seed), link))
-            print(f"{method}, seed {seed}: {runs[-1]}", flush=True)
+            points, num_bytes = curve(method, int(seed), link)
+            runs.append(points)
+            sent[method].append(num_bytes)
+            print(f"{method}, seed {seed}: {num_bytes:,} bytes, {points}", flush=True)
     rows = []
     for method, runs in curves.items():
         times = [reached(points, arguments.accuracy) for points in runs]
         whole = [points[-1][0] for points in runs]
         each = ", ".join(f"{seconds:.0f}" for seconds in times)
-        rows.append([method, f"{median(times):.0f} ({each})", f"{median(whole):.0f}"])
+        wholes = ", ".join(f"{seconds:.0f}" for seconds in whole)
+        megabytes = f"{median(sent[method]) / 1e6:,.1f}"
+        rows.append([method, f"{median(times):.0f} ({each})", f"{median(whole):.0f} ({wholes})", megabytes])
     print(f"\n{report.machine()}, N={arguments.nodes}, {arguments.rate_mbit:g} Mbit/s, {arguments.delay_ms:g} ms")
-    print(report.table(["method", f"seconds to {arguments.accuracy:.0%} (each seed)", "whole run"], rows))
-    report.write(arguments.out, "time_to_accuracy", curves, vars(arguments), draw(curves, arguments.accuracy))
+    head = ["method", f"seconds to {arguments.accuracy:.0%} (each seed)", "whole run", "MB sent by a node"]
+    print(report.table(head, rows))
+    figures = {method: {"curves": runs, "sent": sent[method]} for method, runs in curves.items()}
+    report.write(arguments.out, "time_to_accuracy", figures, vars(arguments), draw(curves, arguments.accuracy))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from lightning_gradcomp.errors import refusal
 
 
 class DDPHook:
-    """The hook of one DDP module. Call forward in `forward`, `before_backward`, backward, `after_backward`; then, around
-    each optimizer step, `before_optimizer_step` and `after_optimizer_step`.
+    """The hook of one DDP module. Call forward in `forward`, `before_backward`, backward, `after_backward`; then,
+    around each optimizer step, `before_optimizer_step` and `after_optimizer_step`.
 
     Whether a backward synchronises is DDP's `require_backward_grad_sync` (False in `no_sync()`). It is not read off
     from DDP's hook, which does not fire where DDP knows none of the parameters that train: it knows those that required

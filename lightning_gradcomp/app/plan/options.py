@@ -18,7 +18,10 @@ NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
 OF_NETWORKS = {"batch_size": 32, "image_size": 224, "classes": 1000}
 """Options of these networks, with defaults. A LightningModule has a batch of its own."""
 
-OPTIONS = "--batch-size, --image-size, --classes, --rate-mbit, --delay-ms, --ranks, --step-ms, --epochs, --steps, --out, --help"
+OPTIONS = (
+    "--batch-size, --image-size, --classes, --rate-mbit, --delay-ms, --ranks, --step-ms, --epochs, --steps, --out, "
+    "--help"
+)
 
 DELAY_MS = 0.1
 """Delay one way of a link that is given by its rate alone."""

@@ -69,7 +69,8 @@ class Report:
         lines = [
             f"{self.workload.name}: {forecast.elements:,} trainable parameters, "
             f"{dense.payload / 1e6:.1f} MB of gradients in fp32",
-            f"a step {'there' if self.step_ms else 'here'} takes {1e3 * computation.seconds:.1f} ms without an exchange, "
+            f"a step {'there' if self.step_ms else 'here'} takes {1e3 * computation.seconds:.1f} ms without an "
+            f"exchange, "
             f"{1e3 * computation.backward:.1f} of them backward ({self._computation_from()})",
         ]
         for words, link in self.links.items():
@@ -126,7 +127,8 @@ class Report:
                 cells = [f"{run.seconds / 60:.3g}", f"{run.speed_up:.2f}x", gigabytes, f"{run.ratio:.3g}x"]
                 rows.append([self._word(run.method), words, *cells])
         head = ["method", "link", "minutes", "to dense", "GB sent", "fewer than dense"]
-        title = f"Modelled run of {epochs} epochs of {steps} steps, warm-ups included, validation left out, N={self.workers}"
+        what = f"{epochs} epochs of {steps} steps, warm-ups included, validation left out"
+        title = f"Modelled run of {what}, N={self.workers}"
         return f"{title}:\n\n{table(head, rows)}"
 
     def _word(self, method: str) -> str:
