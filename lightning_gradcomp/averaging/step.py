@@ -197,6 +197,8 @@ class CompressedStep:
             self.gradients.assign_dense(dense, anywhere, grad_scale)
         else:
             self.gradients.assign(mean, dense, anywhere, grad_scale)
+            if grad_scale == 1:
+                self.state.compressed.assigned(mean)
 
     def _commit(self, moved: set[str]) -> None:
         gradients, state = self.gradients, self.state

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.compressors.decoded import Decoded, Sparse, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.state import State, StateDict
@@ -61,6 +61,32 @@ def correct_momentum(
         new_v.add_(new_u, alpha=m)
 
 
+@dataclass(frozen=True)
+class SparseGradient:
+    """A gradient that is 0 in all but a few places, as it was written.
+
+    Args:
+        grad: the gradient.
+        version: how often torch has counted it as changed.
+        places, values: flat positions (int64 [k]), and what is there.
+    """
+
+    grad: torch.Tensor
+    version: int
+    places: torch.Tensor
+    values: torch.Tensor
+
+    def still_in(self, parameter: torch.Tensor) -> bool:
+        """Whether nobody has changed it since."""
+        return parameter.grad is self.grad and self.grad._version == self.version
+
+    @torch.no_grad()
+    def descend(self, parameter: torch.Tensor, lr: float) -> None:
+        """parameter -= lr · gradient, where that is not 0: a thousandth of the memory that a whole step reads."""
+        view, index = locate(self.places, parameter)
+        view[index] = torch.add(view[index], self.values, alpha=-lr)
+
+
 WITHOUT_MOMENTUM = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
 
 
@@ -84,6 +110,8 @@ class SGDVelocity(State):
         self.masking = masking
         self.u, self.v, self._u = (torch.zeros(layout.n, device=device) for _ in range(3))
         self._out = torch.empty(0, device=device)
+        self._sparse: dict[int, SparseGradient] = {}
+        """id of a parameter -> what is in its `p.grad`."""
 
     @staticmethod
     def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:
@@ -166,12 +194,29 @@ class SGDVelocity(State):
             if rule.momentum and name in moved:
                 self._optimizer.state[parameter]["momentum_buffer"] = u.to(parameter.dtype, copy=True)
 
+    def assigned(self, mean: Decoded) -> None:
+        self._sparse = {}
+        if isinstance(mean, Sparse):
+            for parameter, (places, values) in zip(self._parameters, by_tensor(mean, self.layout), strict=True):
+                if parameter.grad is not None and places is not None and parameter.dtype == torch.float32:
+                    written = SparseGradient(parameter.grad, parameter.grad._version, places, values)
+                    self._sparse[id(parameter)] = written
+
     @contextmanager
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """While this is entered, `optimizer` applies neither momentum nor weight decay to the attached parameters."""
-        here = {id(parameter) for parameter in self._parameters}
-        groups = optimizer.param_groups
-        optimizer.param_groups = [part for group in groups for part in _split(group, here)]
+        """While this is entered, `optimizer` applies neither momentum nor weight decay to the attached parameters.
+
+        Those whose gradients are sparse, and as they were written, are stepped here, where they are not 0.
+        """
+        here, sparse, groups = {id(parameter) for parameter in self._parameters}, self._sparse, optimizer.param_groups
+        stepped = set()
+        for group in groups:
+            for parameter in group["params"]:
+                if id(parameter) in sparse and sparse[id(parameter)].still_in(parameter):
+                    sparse[id(parameter)].descend(parameter, float(group["lr"]))
+                    stepped.add(id(parameter))
+        self._sparse = {}
+        optimizer.param_groups = [part for group in groups for part in _split(group, here, stepped)]
         try:
             yield
         finally:
@@ -188,8 +233,9 @@ class SGDVelocity(State):
         self.started = set(state["momentum"]) & set(self.layout.names)
 
 
-def _split(group: dict[str, Any], here: set[int]) -> list[dict[str, Any]]:
-    """An optimizer's group as two: of the parameters in `here`, without momentum and decay, and of the others."""
-    ours = [parameter for parameter in group["params"] if id(parameter) in here]
+def _split(group: dict[str, Any], here: set[int], stepped: set[int]) -> list[dict[str, Any]]:
+    """An optimizer's group as two, without those in `stepped`: of the parameters in `here`, without momentum and
+    decay, and of the others."""
+    ours = [parameter for parameter in group["params"] if id(parameter) in here - stepped]
     others = [parameter for parameter in group["params"] if id(parameter) not in here]
     return [{**group, **WITHOUT_MOMENTUM, "params": ours}, {**group, "params": others}]

@@ -117,6 +117,9 @@ class State:
     def apply(self, mean: Decoded, moved: Set[str]) -> None:
         """With `makes_step`: step the parameters that have `moved`, by the mean of what all workers have sent."""
 
+    def assigned(self, mean: Decoded) -> None:
+        """Without `makes_step`: the mean, of a loss without a scale, has been written into every `p.grad`."""
+
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """For the length of `optimizer.step()` after a step whose average holds the optimizer's momentum already."""
         return nullcontext()
