@@ -196,3 +196,27 @@ def test_a_share_that_can_not_be_is_refused(options):
     model = Table()
     with pytest.raises(ValueError, match="pending_share"):
         DelayedAverager(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_the_outer_step_is_torchfts_diloco():
+    """torchft's published regression fixture of DiLoCo, without delay, of a layer that is averaged every 6 steps.
+
+    Source: github.com/meta-pytorch/torchft, test_fixtures, diloco_regression_test, test_diloco_mocked_updates_0,
+    layers.1.weight: gradients of 2, inner learning rate 1, outer 2 without momentum, two replicas.
+    """
+    published = [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53]
+
+    def rank_main(rank, group):
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer = Nesterov(lr=2.0, momentum=0.0)
+        averager = DelayedAverager(model, optimizer, process_group=group, period=6, delay=0, outer=outer)
+        history = [model.weight.item()]
+        for _ in published[1:]:
+            model.weight.grad = torch.full_like(model.weight, 2.0)
+            averager.step()
+            history.append(model.weight.item())
+        return history
+
+    assert run_ranks(2, rank_main) == [published] * 2
