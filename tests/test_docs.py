@@ -163,7 +163,7 @@ def test_the_formulas_of_bytes_are_the_codes(density):
     together = ceil(round(layout.n * density, 6))
     factors = 4 * 4 * sum(shape[0] + prod(shape[1:]) for shape in layout.shapes)
     payloads = [
-        (lgc.DGC(), sparse(each)),
+        (lgc.DGC(values="fp32"), sparse(each)),
         (lgc.GradientDropping(), sparse(together)),
         (lgc.OneBit(groups="block"), sum(8 * ceil(size / 512) + 4 * ceil(size / 32) for size in sizes)),
         (lgc.TwoBit(), sum(4 + 4 * ceil(size / 16) for size in sizes)),

@@ -54,7 +54,7 @@ def test_help_is_short_and_shows_the_choices(command, capsys):
         "optimizer: adamw, sgd",
     ):
         assert line in text.splitlines()
-    assert "warmup_epochs: 4" not in text and len(text.splitlines()) < 36
+    assert "momentum_masking: true" not in text and len(text.splitlines()) < 36
 
 
 def test_tab_completion_knows_groups_and_options(command, monkeypatch, capsys):
@@ -106,7 +106,7 @@ def test_it_works_as_a_wheel_lays_it_out(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     answer = gradcomp(elsewhere, "recipe=other", "--cfg", "job", package=package.parent)
-    assert answer.returncode == 0 and "seed: 17" in answer.stdout and "warmup_epochs: 4" in answer.stdout
+    assert answer.returncode == 0 and "seed: 17" in answer.stdout and "momentum_masking: true" in answer.stdout
 
 
 def test_modules_of_the_working_folder_replace_no_others(tmp_path):

@@ -29,7 +29,7 @@ def test_without_arguments_it_is_the_digits_recipe():
     run = run_of()
     assert run == run_of("recipe=digits")
     assert (run.model.name, run.data, run.seed) == ("resnet18", Digits(batch_size=64, fold=None, dirichlet=None), 0)
-    assert run.compressor == DGC(dense_epochs=1, warmup_epochs=4)
+    assert run.compressor == DGC(sparsity=None, values="int2", warmup_epochs=0)
     assert run.optimizer == SGD(
         lr=0.02, momentum=0.9, nesterov=False, weight_decay=5e-3, decay_all=True, warmup_steps=20
     )

@@ -200,7 +200,7 @@ def test_a_step_by_hand():
 
 def test_a_run_by_hand():
     made, link = forecast(), Link(1e-3, 1e8)
-    made.methods["dgc"] = lgc.DGC(sparsity=0.999, dense_epochs=1, warmup_epochs=2), Work(0.01, 0.001)
+    made.methods["dgc"] = lgc.DGC(sparsity=0.999, values="fp32", dense_epochs=1, warmup_epochs=2), Work(0.01, 0.001)
     dense, run = made.step("none", "ring", 2, link), made.run("dgc", 2, link, 6, 10)
     levels = [made.best("dgc", 2, link, sparsity) for sparsity in (0.9, 0.99, 0.999, 0.999, 0.999)]
     assert run.seconds == pytest.approx(10 * (dense.seconds + sum(step.seconds for step in levels)), rel=1e-3)
@@ -208,7 +208,7 @@ def test_a_run_by_hand():
     assert run.ratio == pytest.approx(60 * dense.bytes.sent / run.sent)
     assert made.run("none", 2, link, 6, 10).speed_up == 1
     # A level that would send more than a dense step does is one.
-    made.methods["dgc"] = lgc.DGC(sparsity=0.01, dense_epochs=0, warmup_epochs=0), Work(0.01, 0.001)
+    made.methods["dgc"] = lgc.DGC(sparsity=0.01, values="fp32"), Work(0.01, 0.001)
     assert made.run("dgc", 2, link, 1, 10).ratio == 1
 
 

@@ -77,7 +77,7 @@ def test_the_folder_of_a_run(run):
         ".hydra/overrides.yaml",
     }
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["compressor"]["name"] == "dgc" and config["compressor"]["warmup_epochs"] == 4
+    assert config["compressor"]["name"] == "dgc" and config["compressor"]["values"] == "int2"
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert sum(bool(row["train_loss"]) for row in rows) == 2 and sum(bool(row["val_acc"]) for row in rows) == 2

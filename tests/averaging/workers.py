@@ -110,7 +110,7 @@ def bowl_gradient(weights, rank, step):
 
 def dgc(**options):
     """DGC for small tensors, without warm-up."""
-    return DGC(**{"sparsity": 0.9, "warmup_epochs": 0, "dense_epochs": 0, "min_elements": 50, **options})
+    return DGC(**{"sparsity": 0.9, "values": "fp32", "min_elements": 50, **options})
 
 
 OWN_OPTIONS = ("topology", "inside", "residual_device", "ranks_per_node", "steps_per_epoch", "epoch")

@@ -64,7 +64,7 @@ def test_the_payload_is_read_back_and_as_long_as_announced(layout, sparsity, val
 def test_each_tensors_largest_velocities_are_sent_unchanged(layout, sparsity):
     velocity = normal(layout.n)
     before = velocity.clone()
-    _, sent = DGC(sparsity=sparsity).encode(velocity, layout)
+    _, sent = DGC(sparsity=sparsity, values="fp32").encode(velocity, layout)
     assert torch.equal(velocity, before)
     assert torch.equal(sent.values, velocity[sent.indices])
     for start, stop in layout.bounds:
@@ -83,4 +83,4 @@ def test_a_constant_velocity_has_a_payload_of_the_same_size(fill):
 
 def test_at_999_an_entry_costs_less_than_44_bits():
     layout = one(2048, 2048)
-    assert 8 * DGC(sparsity=0.999).payload_bytes(layout) < 44 * count(layout.n, 1 - 0.999)
+    assert 8 * DGC(sparsity=0.999, values="fp32").payload_bytes(layout) < 44 * count(layout.n, 1 - 0.999)
