@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.workers import Ranks, add
+from lightning_gradcomp.averaging.workers import SHORT, Ranks, add
 from lightning_gradcomp.compressors.base import PayloadCodec
-from lightning_gradcomp.compressors.decoded import Decoded, mean_of
+from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Shard
+
+PARTS = 4
+"""In so many parts at most does a payload travel, each of more than `SHORT` bytes on average."""
 
 
 class Exchange:
@@ -61,25 +65,34 @@ class Exchange:
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """The payloads (uint8 [p]) of all workers, in order."""
-        if self._carried:
-            with self.phase("exchange"):
-                rows = self.ranks.gather(payload)
-            self._record(self.ranks.gather_traffic(payload.numel()))
-            return list(rows)
-        with self.phase("compress"):
-            flags = self._flags
-            frame = Frame(self._dense.numel(), self._dense_values, payload.numel(), flags.numel())
-            dense = frame.pack_dense(self._dense)
-            self.dense_sent = frame.read_dense(dense)
-            message = frame.pack(dense, payload, flags)
+        return self.start_gather(payload)()
+
+    def start_gather(self, payload: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Begins a `gather`. What it returns waits for the payloads; called in the same order on all workers."""
+        frame = None
+        if not self._carried:
+            self._carried = True
+            with self.phase("compress"):
+                flags = self._flags
+                frame = Frame(self._dense.numel(), self._dense_values, payload.numel(), flags.numel())
+                dense = frame.pack_dense(self._dense)
+                self.dense_sent = frame.read_dense(dense)
+                payload = frame.pack(dense, payload, flags)
         with self.phase("exchange"):
-            rows = self.ranks.gather(message)
-        self._record(self.ranks.gather_traffic(message.numel()))
-        with self.phase("decompress"):
-            self.dense_mean = mean_of_rows([frame.read_dense(row) for row in rows])
-            self._combine([frame.read_flags(row) for row in rows])
-        self._carried = True
-        return [frame.read_payload(row) for row in rows]
+            rows_of_all = self.ranks.start_gather(payload)
+        self._record(self.ranks.gather_traffic(payload.numel()))
+
+        def wait() -> list[torch.Tensor]:
+            with self.phase("exchange"):
+                rows = rows_of_all()
+            if frame is None:
+                return list(rows)
+            with self.phase("decompress"):
+                self.dense_mean = mean_of_rows([frame.read_dense(row) for row in rows])
+                self._combine([frame.read_flags(row) for row in rows])
+            return [frame.read_payload(row) for row in rows]
+
+        return wait
 
     @property
     def _flags(self) -> torch.Tensor:
@@ -122,14 +135,29 @@ class Exchange:
     def mean_of_payloads(
         self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
-        """Encodes `flat`, gathers payloads, decodes and adds them in the workers' order: (mean, what this one sent)."""
-        with self.phase("compress"):
-            payload, sent = codec.encode(flat, layout)
-        payloads = self.gather(payload)
-        with self.phase("decompress"):
-            rows = enumerate(payloads)
-            decoded = [sent if worker == self.worker else codec.decode(row, layout) for worker, row in rows]
-            return mean_of(decoded, layout.n, self.buffer, over_senders=over_senders), sent
+        """Encodes `flat`, gathers payloads, decodes and adds them in the workers' order: (mean, what this one sent).
+
+        A long payload of tensors that are encoded one by one travels in parts: each while the next one is encoded, and
+        the one before it decoded.
+        """
+        parts = [Shard(0, layout)]
+        if codec.tensor_by_tensor:
+            parts = layout.parts(min(PARTS, codec.payload_bytes(layout) // SHORT))
+        begun: list[tuple[Decoded, Callable[[], list[torch.Tensor]]]] = []
+        for part in parts:
+            with self.phase("compress"):
+                payload, sent = codec.encode(part.of(flat), part.layout)
+            begun.append((sent, self.start_gather(payload)))
+        means: list[Decoded] = []
+        for part, (sent, payloads) in zip(parts, begun, strict=True):
+            rows = enumerate(payloads())
+            with self.phase("decompress"):
+                decoded = [sent if worker == self.worker else codec.decode(row, part.layout) for worker, row in rows]
+                buffer = partial(_part_of_buffer, part, self.buffer)
+                means.append(mean_of(decoded, part.layout.n, buffer, over_senders=over_senders))
+        if len(parts) == 1:
+            return means[0], begun[0][0]
+        return Dense(self.buffer()), concatenate([sent for sent, _ in begun], [part.start for part in parts])
 
     def finish(self) -> None:
         """Sends the uncompressed gradients and the flags, if no message has carried them."""
@@ -149,6 +177,10 @@ class Exchange:
     def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent
         self.stats.bytes_received += sent if received is None else received
+
+
+def _part_of_buffer(part: Shard, buffer: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return part.of(buffer())
 
 
 def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -19,6 +19,7 @@ Nothing is lost: applied so far + mean of the workers' states + the shards' resi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import ClassVar
 
 import torch
 
@@ -40,6 +41,8 @@ def split_dense(n: int, workers: int) -> list[int]:
 
 class DensePull:
     """The payload of topology="server": the whole mean, in fp32 or what `dense_values` says."""
+
+    tensor_by_tensor: ClassVar[bool] = False
 
     def __init__(self, values: str) -> None:
         self._values = values

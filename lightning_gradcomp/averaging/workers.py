@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,9 +86,13 @@ class Ranks:
         """From a rank's gradients (flat fp32, in place) to its worker's: the mean, and which flags any rank has set."""
         return flags
 
+    def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins a `gather`. What it returns waits for the messages; called in the same order on all ranks."""
+        return start_gather(self.group, message)
+
     def gather(self, message: torch.Tensor) -> torch.Tensor:
         """The messages of all workers in their order, uint8 [N, L], from this one's, uint8 [L]."""
-        return gather(self.group, message)
+        return self.start_gather(message)()
 
     def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
         """What all workers sent to this one, in order, uint8 [N, L]; messages[j], uint8 [L of j], goes to worker j."""
@@ -161,21 +166,31 @@ def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
         torch.add(rows[0], rows[1], out=flat)
 
 
-def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """All ranks' `own` [m], in `out` [N · m]. torch 2.14 has renamed the collective."""
+def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    """Begins to collect all ranks' `own` [m] in `out` [N · m]. torch 2.14 has renamed the collective."""
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    collective(out, own, group=group)
+    return collective(out, own, group=group, async_op=True)
+
+
+def start_gather(group: dist.ProcessGroup | None, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begins a `gather`. What it returns waits for the messages."""
+    world = group.size() if group else 1
+    out = message.new_empty(world * message.numel())
+    if world > 2 and message.numel() <= SHORT and not message.is_cuda:
+        work: Any = dist.all_to_all_single(out, message.repeat(world), group=group, async_op=True)
+    else:
+        work = all_gather_single(out, message, group)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return out.view(world, -1)
+
+    return wait
 
 
 def gather(group: dist.ProcessGroup | None, message: torch.Tensor) -> torch.Tensor:
     """Every rank's message (uint8 [L]) in rank order, uint8 [N, L]."""
-    world = group.size() if group else 1
-    out = message.new_empty(world * message.numel())
-    if world > 2 and message.numel() <= SHORT and not message.is_cuda:
-        dist.all_to_all_single(out, message.repeat(world), group=group)
-    else:
-        all_gather_single(out, message, group)
-    return out.view(world, -1)
+    return start_gather(group, message)()
 
 
 def scatter(group: dist.ProcessGroup | None, messages: list[torch.Tensor], rank: int) -> torch.Tensor:
@@ -243,8 +258,9 @@ class Nodes(Ranks):
         dist.all_reduce(own, group=self._inside)
         return (own > 0).tolist()
 
-    def gather(self, message: torch.Tensor) -> torch.Tensor:
-        return self._share_inside(gather(self._across, self._part(message)), message.numel())
+    def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        rows = start_gather(self._across, self._part(message))
+        return lambda: self._share_inside(rows(), message.numel())
 
     def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
         rows = scatter(self._across, [self._part(message) for message in messages], self.worker)

@@ -293,6 +293,7 @@ class Codec(Lossy):
     """A compressor whose payload every rank can decode by itself: `payload_bytes`, `encode`, `decode`."""
 
     not_sharded_because: ClassVar[str | None] = None
+    tensor_by_tensor: ClassVar[bool] = False
 
     @abstractmethod
     def payload_bytes(self, layout: Layout) -> int:
@@ -392,6 +393,9 @@ class TensorCodec(Lossy):
 class PayloadCodec(Protocol):
     """What `Collectives.mean_of_payloads` takes: a `Codec`, or a `TensorCodec`'s `TensorPayloads`."""
 
+    tensor_by_tensor: ClassVar[bool]
+    """Whether the payload of some tensors, and then of the others, is what all have together."""
+
     def payload_bytes(self, layout: Layout) -> int: ...
 
     def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]: ...
@@ -483,6 +487,8 @@ class TensorPayloads:
         encodings: the codec's, which say where parts are in them.
         draws: this worker's, if the codec is random.
     """
+
+    tensor_by_tensor: ClassVar[bool] = True
 
     def __init__(self, encodings: _Encodings, draws: Draws | None) -> None:
         self._encodings, self._draws = encodings, draws

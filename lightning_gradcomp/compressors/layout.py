@@ -65,6 +65,12 @@ class Layout:
         cuts = [0, *(self._row_near(self.n * part // number) for part in range(1, number)), self.n]
         return [Shard(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
 
+    def parts(self, number: int) -> list[Shard]:
+        """The buffer in at most `number` parts, as equal as cuts between parameters allow; none is empty."""
+        starts = [start for start, _ in self.bounds]
+        cuts = {min(starts, key=lambda start: abs(start - self.n * part // number)) for part in range(1, number)}
+        return [Shard(start, self._between(start, stop)) for start, stop in pairwise(sorted({0, *cuts, self.n}))]
+
     def _row_near(self, place: int) -> int:
         """The place closest to `place` where a row of a parameter begins."""
         for (start, stop), shape in zip(self.bounds, self.shapes, strict=True):
