@@ -20,7 +20,7 @@ What a worker draws is a function of (seed, worker, step).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 
 from lightning_gradcomp.compressors.base import Card, Collectives, Lossy
-from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense, mean_of
+from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
 from lightning_gradcomp.compressors.kernels import radix
 from lightning_gradcomp.compressors.kernels.bits import look_up
 from lightning_gradcomp.compressors.kernels.rng import Uniform
@@ -159,7 +159,7 @@ class TernGrad(Lossy):
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """The scalers, where they are shared, then scalers and digits."""
-        payload = ("gather", sum(4 + packed_bytes(size) for size in layout.sizes))
+        payload = ("gather", _payload_bytes(layout))
         return [("maximum", 4 * len(layout.sizes)), payload] if self.share_scaler else [payload]
 
     def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
@@ -169,53 +169,26 @@ class TernGrad(Lossy):
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: State
-    ) -> tuple[Decoded, Chunked]:
+    ) -> tuple[Decoded, Decoded]:
         """Agree on the scalers, clip, ternarise, exchange, add."""
         with collectives.phase("compress"):
             limits = torch.stack([scaler_of(flat[a:b], self.clip_sigma) for a, b in layout.bounds])
         scalers = collectives.maximum(limits) if self.share_scaler else limits
         uniform = Uniform(flat.device, self.seed, collectives.worker, collectives.step)
-        digits = self._digits(flat, layout, limits, scalers, uniform)
-        if collectives.shards is not None:
-            return self._sharded(digits, layout, scalers, collectives, collectives.shards)
-        with collectives.phase("compress"):
-            payload = torch.cat([scalers.view(torch.uint8), *(pack(part) for part in digits)])
-        payloads = collectives.gather(payload)
-        with collectives.phase("decompress"):
-            sent = self._decode(payload, layout)
-            rows = enumerate(payloads)
-            decoded = [sent if worker == collectives.worker else self._decode(row, layout) for worker, row in rows]
-            return mean_of(decoded, layout.n, collectives.buffer), sent
-
-    def _digits(
-        self, flat: torch.Tensor, layout: Layout, limits: torch.Tensor, scalers: torch.Tensor, uniform: Uniform
-    ) -> Iterator[torch.Tensor]:
-        """The digits of `flat`, a chunk of `tensor_chunks` at a time."""
         bounds = limits if flat.is_cuda else limits.tolist()  # a CPU clamps by plain numbers five times as fast
-        for start, stop, tensor in tensor_chunks(layout, flat.device):
-            limit = bounds[tensor]
-            yield ternarise(flat[start:stop].clamp(-limit, limit), scalers[tensor], uniform)
 
-    def _decode(self, payload: torch.Tensor, layout: Layout) -> Chunked:
-        """What a payload of scalers and digits says."""
-        begin = 4 * len(layout.sizes)
-        scalers = payload[:begin].view(torch.float32)
-        places, parts = [], []
-        for start, stop, tensor in tensor_chunks(layout, payload.device):
-            end = begin + packed_bytes(stop - start)
-            places.append((start, stop))
-            parts.append((payload[begin:end], stop - start, scalers[tensor]))
-            begin = end
+        def digits_of(part: torch.Tensor, tensor: int) -> torch.Tensor:
+            """The digits of a part of a tensor."""
+            return ternarise(part.clamp(-bounds[tensor], bounds[tensor]), scalers[tensor], uniform)
 
-        def values(number: int) -> torch.Tensor:
-            packed, n, s = parts[number]
-            return unpack(packed, n).mul_(s)
-
-        return Chunked(places, values)
+        if collectives.shards is not None:
+            return self._sharded(flat, digits_of, layout, scalers, collectives, collectives.shards)
+        return collectives.mean_of_payloads(_Payloads(layout, digits_of, scalers), flat, layout)
 
     def _sharded(
         self,
-        drawn: Iterator[torch.Tensor],
+        flat: torch.Tensor,
+        digits_of: Callable[[torch.Tensor, int], torch.Tensor],
         layout: Layout,
         scalers: torch.Tensor,
         collectives: Collectives,
@@ -224,7 +197,8 @@ class TernGrad(Lossy):
         """The same by shards: digits to their owners, who send sums of digits to everyone."""
         workers, base = collectives.workers, 2 * collectives.workers + 1
         with collectives.phase("compress"):
-            digits = torch.cat([*drawn])
+            places = tensor_chunks(layout, flat.device)
+            digits = torch.cat([digits_of(flat[start:stop], tensor) for start, stop, tensor in places])
             payloads = [_pack_shard(shard.of(digits)) for shard in shards]
         rows = collectives.scatter(payloads)
         own = shards[collectives.worker].layout.n
@@ -234,7 +208,6 @@ class TernGrad(Lossy):
             payload = sums.view(torch.uint8) if collectives.dense_pull else radix.pack(sums, base)
         lengths = [self.shard_bytes(shard.layout, workers, collectives.dense_pull)[1] for shard in shards]
         rows = collectives.gather_shards(payload, lengths)
-        places = tensor_chunks(layout, digits.device)
         with collectives.phase("decompress"):
             mean = collectives.buffer()
             for shard, row in zip(shards, rows, strict=True):
@@ -251,6 +224,69 @@ class TernGrad(Lossy):
             return digits[start:stop].float().sub_(1).mul_(scalers[tensor])
 
         return Dense(mean), Chunked([(start, stop) for start, stop, _ in places], sent)
+
+
+def _payload_bytes(layout: Layout) -> int:
+    """Bytes of a payload: an s for each tensor, then its digits, padded to 4 bytes."""
+    return sum(4 + _padded(packed_bytes(size)) for size in layout.sizes)
+
+
+def _padded(length: int) -> int:
+    return -(-length // 4) * 4
+
+
+class _Payloads:
+    """The payloads of one step.
+
+    Args:
+        layout: all that is compressed.
+        digits_of: from a part of a tensor, and the tensor's number, to digits; called in the buffer's order.
+        scalers: each tensor's s, fp32 [tensors].
+    """
+
+    tensor_by_tensor: ClassVar[bool] = True
+
+    def __init__(
+        self, layout: Layout, digits_of: Callable[[torch.Tensor, int], torch.Tensor], scalers: torch.Tensor
+    ) -> None:
+        self._numbers = {name: number for number, name in enumerate(layout.names)}
+        self._digits_of, self._scalers = digits_of, scalers
+
+    def payload_bytes(self, layout: Layout) -> int:
+        """Bytes of a payload."""
+        return _payload_bytes(layout)
+
+    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
+        """The payload of whole tensors, and what it decodes to."""
+        numbers = [self._numbers[name] for name in layout.names]
+        payload = flat.new_zeros(_payload_bytes(layout), dtype=torch.uint8)
+        payload[: 4 * len(numbers)] = self._scalers[numbers[0] : numbers[-1] + 1].view(torch.uint8)
+        for start, stop, tensor, place in _places(layout, flat.device):
+            payload[place] = pack(self._digits_of(flat[start:stop], numbers[tensor]))
+        return payload, self.decode(payload, layout)
+
+    def decode(self, payload: torch.Tensor, layout: Layout) -> Chunked:
+        """What a payload says."""
+        scalers = payload[: 4 * len(layout.names)].view(torch.float32)
+        places = _places(layout, payload.device)
+
+        def values(number: int) -> torch.Tensor:
+            start, stop, tensor, place = places[number]
+            return unpack(payload[place], stop - start).mul_(scalers[tensor])
+
+        return Chunked([(start, stop) for start, stop, *_ in places], values)
+
+
+def _places(layout: Layout, device: torch.device) -> list[tuple[int, int, int, slice]]:
+    """`tensor_chunks`, and where their digits are in a payload."""
+    found, begin, before = [], 4 * len(layout.names), 0
+    for start, stop, tensor in tensor_chunks(layout, device):
+        if tensor != before:
+            begin, before = _padded(begin), tensor
+        end = begin + packed_bytes(stop - start)
+        found.append((start, stop, tensor, slice(begin, end)))
+        begin = end
+    return found
 
 
 def _pack_shard(digits: torch.Tensor) -> torch.Tensor:

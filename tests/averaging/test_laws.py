@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging import GradientAverager, exchange
 from lightning_gradcomp.compressors import Lossy
 from tests.averaging.laws import (
     ANY_OPTIMIZER,
@@ -50,6 +50,29 @@ ODD = {
 
 def gradients(model):
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# A long payload of tensors that are encoded one by one travels in parts
+
+
+@pytest.mark.parametrize("name", ["onebit", "twobit", "terngrad", "ef_signsgd", "qsgd"])
+def test_parts_change_neither_bits_nor_bytes(name, monkeypatch):
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, LOSSY[name]())
+        train(model, optimizer, averager, rank, 3, prescribed_loss)
+        return weights(model), averager.stats.bytes_sent, averager.state_dict()["memory"]
+
+    def run():
+        with checked_collectives(2) as log:
+            return run_ranks(2, work), len([call for call, _ in log[0] if call in GATHERS])
+
+    whole, gathers = run()
+    monkeypatch.setattr(exchange, "SHORT", 32)
+    parts, more_gathers = run()
+    assert more_gathers == gathers + 3  # one more in each step: there are two tensors
+    for (before, sent, memory), (after, sent_in_parts, memory_then) in zip(whole, parts, strict=True):
+        assert torch.equal(before, after) and sent == sent_in_parts and same(memory, memory_then)
 
 
 # Replicas never drift

@@ -255,6 +255,6 @@ def test_the_bytes_exchanged_are_what_was_sent():
         assert torch.equal(unpack(payload[8 + 360 // 5 :], 300).view(12, 25) * scalers[1], sent.float())
 
 
-def test_a_tensor_is_padded_to_a_whole_byte():
+def test_a_tensor_is_padded_to_four_bytes():
     layout = Layout(("a", "b"), ((1, 1), (1, 2)))
-    assert dict(terngrad().messages(layout))["gather"] == 2 * 4 + 2
+    assert dict(terngrad().messages(layout))["gather"] == 2 * 4 + 2 * 4
