@@ -167,7 +167,7 @@ def test_the_formulas_of_bytes_are_the_codes(density):
         (lgc.GradientDropping(), sparse(together)),
         (lgc.OneBit(groups="block"), sum(8 * ceil(size / 512) + 4 * ceil(size / 32) for size in sizes)),
         (lgc.TwoBit(), sum(4 + 4 * ceil(size / 16) for size in sizes)),
-        (lgc.TernGrad(share_scaler=False), sum(4 + ceil(size / 5) for size in sizes)),
+        (lgc.TernGrad(share_scaler=False), sum(4 + 4 * ceil(size / 20) for size in sizes)),
         (lgc.PowerSGD(), factors),
     ]
     for compressor, expected in payloads:
