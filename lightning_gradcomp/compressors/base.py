@@ -315,6 +315,10 @@ class Codec(Lossy):
     def decode(self, payload: torch.Tensor, layout: Layout) -> Decoded:
         """What a payload (uint8 [payload_bytes(layout)]) says, on every rank alike."""
 
+    def payload_codec(self, worker: int, step: int) -> PayloadCodec:
+        """What writes and reads the payloads of a worker's step."""
+        return self
+
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """One gather of payloads."""
         return [("gather", self.payload_bytes(layout))]
@@ -382,8 +386,12 @@ class TensorCodec(Lossy):
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
     ) -> tuple[Decoded, Decoded]:
         """Encode, exchange, decode and add."""
-        draws = Draws(self.seed, collectives.worker, collectives.step) if self.random else None
-        return collectives.mean_of_payloads(TensorPayloads(self._encodings, draws), flat, layout)
+        codec = self.payload_codec(collectives.worker, collectives.step)
+        return collectives.mean_of_payloads(codec, flat, layout)
+
+    def payload_codec(self, worker: int, step: int) -> PayloadCodec:
+        """What writes and reads the payloads of a worker's step."""
+        return TensorPayloads(self._encodings, Draws(self.seed, worker, step) if self.random else None)
 
     @cached_property
     def _encodings(self) -> _Encodings:

@@ -1,0 +1,59 @@
+"""Bounded staleness: how far a worker may be ahead of the slowest one (Ho et al., NeurIPS 2013, "Stale Synchronous
+Parallel")."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+
+class Clocks:
+    """The clock of every live worker: how many steps it has pushed. Safe for threads.
+
+    Args:
+        staleness: S. A worker starts the step that brings its clock to c + 1 only if c - min over live workers <= S. 0
+            is lock step, `math.inf` is free running.
+    """
+
+    def __init__(self, staleness: float) -> None:
+        self.staleness = staleness
+        self._clocks: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self.widest = 0
+        """Largest difference between two live workers' clocks so far."""
+
+    def join(self, worker: int, clock: int | None = None) -> int:
+        """A worker begins or comes back; by default at the slowest one's clock. Returns its clock."""
+        with self._changed:
+            begin = min(self._clocks.values(), default=0) if clock is None else clock
+            self._clocks[worker] = begin
+            return begin
+
+    def leave(self, worker: int) -> None:
+        """A worker has gone, and is waited for no longer."""
+        with self._changed:
+            self._clocks.pop(worker, None)
+            self._changed.notify_all()
+
+    def tick(self, worker: int) -> None:
+        """A worker has pushed."""
+        with self._changed:
+            self._clocks[worker] += 1
+            self.widest = max(self.widest, max(self._clocks.values()) - min(self._clocks.values()))
+            self._changed.notify_all()
+
+    def wait(self, worker: int, timeout: float | None = None) -> bool:
+        """Waits until the worker may start its next step, `timeout` seconds at most. Returns whether it may."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._may_start(worker), timeout)
+
+    def _may_start(self, worker: int) -> bool:
+        # A worker whose connection has broken is gone: nobody waits for the answer.
+        ahead = self._clocks.get(worker, -math.inf) - min(self._clocks.values(), default=0)
+        return ahead <= self.staleness
+
+    @property
+    def live(self) -> dict[int, int]:
+        """Worker -> clock, of those that are there."""
+        with self._changed:
+            return dict(self._clocks)

@@ -1,0 +1,80 @@
+"""What a worker and a server tell each other: a header of numbers, then bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_gradcomp.parameter_server.connection import Connection
+
+HELLO, PUSH, SKIP, PULL, LEAVE = range(5)
+"""Kinds of requests. A skip is a push of nothing: the worker's gradient was not finite."""
+ACCEPTED = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A worker's header.
+
+    Args:
+        kind: one of the kinds.
+        worker: its number; -1 in the first hello, which asks for one.
+        clock: its steps so far.
+        version: of the weights that the gradient is of.
+        rates: learning rate of each of the optimizer's groups.
+    """
+
+    kind: int
+    worker: int
+    clock: int
+    version: int
+    rates: tuple[float, ...]
+
+    @property
+    def skip(self) -> bool:
+        """Whether it is a skip."""
+        return self.kind == SKIP
+
+    def send(self, connection: Connection, body: torch.Tensor) -> int:
+        """Sends it, and then the body (uint8). Returns the bytes of both."""
+        numbers = torch.tensor([self.kind, self.worker, self.clock, self.version], dtype=torch.int64)
+        header = torch.cat([numbers.view(torch.uint8), torch.tensor(self.rates, dtype=torch.float64).view(torch.uint8)])
+        connection.send(header)
+        connection.send(body)
+        return header.numel() + body.numel()
+
+    @classmethod
+    def receive(cls, connection: Connection, groups: int) -> Request:
+        """The header; its body is to be received next."""
+        header = connection.receive(torch.empty(8 * (4 + groups), dtype=torch.uint8))
+        kind, worker, clock, version = header[:32].view(torch.int64).tolist()
+        return cls(kind, worker, clock, version, tuple(header[32:].view(torch.float64).tolist()))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A server's header.
+
+    Args:
+        accepted: whether a push counts; in the answer to a hello, the worker's number.
+        clock: the worker's.
+        version, fingerprint: of the weights in the body.
+    """
+
+    accepted: int
+    clock: int
+    version: int
+    fingerprint: int
+
+    BYTES = 32
+
+    def send(self, connection: Connection, body: torch.Tensor) -> None:
+        """Sends it, and then the body (uint8)."""
+        connection.send(torch.tensor([self.accepted, self.clock, self.version, self.fingerprint], dtype=torch.int64))
+        connection.send(body)
+
+    @classmethod
+    def receive(cls, connection: Connection) -> Answer:
+        """The header; its body is to be received next."""
+        return cls(*connection.receive(torch.empty(4, dtype=torch.int64)).tolist())

@@ -1,0 +1,181 @@
+"""ParameterServer: serves a shard of the weights to workers, each by a thread and a connection of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+from lightning_gradcomp.averaging.faults import TIMEOUT
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.parameter_server.clocks import Clocks
+from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, Listener
+from lightning_gradcomp.parameter_server.messages import ACCEPTED, HELLO, LEAVE, PULL, Answer, Request
+from lightning_gradcomp.parameter_server.shard import Push, ServerShard, codec_of, parts
+from lightning_gradcomp.registry import build
+
+log = logging.getLogger(__name__)
+
+
+def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Compressor:
+    """A compressor by name, without a warm-up, or as it is.
+
+    Raises:
+        ValueError: what an asynchronous server can't carry.
+    """
+    made = build(compressor)
+    if isinstance(compressor, str) and isinstance(made, Lossy):
+        made = replace(made, warmup_epochs=0)
+    made = made.for_optimizer(optimizer)
+    made.check_optimizer(optimizer)
+    codec_of(made, 0, 0)  # refuses
+    if isinstance(made, Lossy):
+        name = type(made).__name__
+        for option in ("warmup_epochs", "dense_epochs"):
+            if getattr(made, option, 0):
+                raise refusal(f"{name}.{option} with dist_async", getattr(made, option), "0: every push is compressed")
+        if made.remembers(optimizer).makes_step:
+            raise refusal(f"{name} with dist_async", type(optimizer).__name__, "SGD; with Adam, compressor='none'")
+    return made
+
+
+class ParameterServer:
+    """Holds a shard of a model's weights, applies an optimizer to it at each push, and answers pulls.
+
+        server = ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "dgc", secret=word)
+        server.start()
+        print(server.address)
+
+    Args:
+        model: with the weights to begin with; they are copied.
+        optimizer: over its parameters. Its class and options are used; learning rates come from the workers.
+        compressor: of the pushes; the same on all workers.
+        secret: what workers must know.
+        host: the address of the interface to listen on; loopback by default.
+        port: 0 is any: see `address`.
+        shard, servers: which of how many servers this is; parameters are divided among them.
+        staleness: S, by how many steps a worker may be ahead of the slowest live one; `math.inf`: any number.
+        max_staleness: a push whose weights are more versions old is dropped, and stays with its worker. None: none is.
+        rate_by_staleness: divide a push's learning rate by its staleness, where that is above 1.
+        pull: compressor of the pulls; None: whole weights in fp32.
+        timeout: how long to wait for a worker's next message before it counts as gone.
+
+    Raises:
+        ValueError: an option that can't be honoured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compressor: Compressor | str = "none",
+        *,
+        secret: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        shard: int = 0,
+        servers: int = 1,
+        staleness: float = math.inf,
+        max_staleness: int | None = None,
+        rate_by_staleness: bool = False,
+        pull: Compressor | str | None = None,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        check_staleness(staleness)
+        if not 0 <= shard < servers:
+            raise refusal("shard", shard, f"0 to {servers - 1}, of {servers} servers")
+        if max_staleness is not None and max_staleness < 0:
+            raise refusal("max_staleness", max_staleness, "None, or a whole number from 0")
+        self.compressor = built(compressor, optimizer)
+        pulled = None if pull is None else built(pull, optimizer)
+        gradients = Gradients(model, self.compressor)
+        names = dict(zip(gradients.names, gradients.parameters, strict=True))
+        part = parts(gradients.layout, gradients.dense_layout, servers)[shard]
+        self.shard = ServerShard(
+            names,
+            part,
+            optimizer,
+            self.compressor,
+            max_staleness=max_staleness,
+            rate_by_staleness=rate_by_staleness,
+            pull=pulled,
+        )
+        """The weights, and what is done with pushes."""
+        self.clocks = Clocks(staleness)
+        self._groups, self._wait = len(optimizer.param_groups), timeout.total_seconds()
+        self._listener = Listener(host, port, secret, timeout)
+        self.address = self._listener.address
+        """HOST:PORT for workers."""
+        self._workers = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="parameter server", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve, in threads."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Accept no more workers. Those that are connected are served until they leave."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _accept(self) -> None:
+        while not self._stopped.is_set():
+            number = self._listener.poll()
+            if number is not None:
+                threading.Thread(target=self._serve, args=(number,), daemon=True).start()
+
+    def _serve(self, number: int) -> None:
+        """One worker, until it leaves, or is lost: nobody else notices but by the clocks."""
+        worker = None
+        try:
+            connection = self._listener.connect(number)
+            worker = self._hello(connection)
+            while self._answer(connection, worker):
+                pass
+        except ConnectionLost as error:
+            log.warning(f"parameter server {self.address}: {error}")
+        finally:
+            if worker is not None:
+                self.clocks.leave(worker)
+                self.shard.forget(worker)
+
+    def _hello(self, connection: Connection) -> int:
+        request = Request.receive(connection, self._groups)
+        assert request.kind == HELLO
+        self._workers += 1
+        worker = self._workers if request.worker < 0 else request.worker
+        clock = self.clocks.join(worker, None if request.worker < 0 else request.clock)
+        pull = self.shard.pull(worker, True)
+        Answer(worker, clock, pull.version, pull.fingerprint).send(connection, pull.body)
+        return worker
+
+    def _answer(self, connection: Connection, worker: int) -> bool:
+        """Receives one request and answers it. Whether the worker stays."""
+        request, shard = Request.receive(connection, self._groups), self.shard
+        if request.kind == LEAVE:
+            return False
+        accepted = ACCEPTED
+        if request.kind != PULL:
+            push = Push(worker, request.clock, request.version, request.rates, request.skip)
+            length = 0 if push.skip else shard.part.body_bytes(codec_of(self.compressor, worker, push.clock))
+            body = connection.receive(torch.empty(length, dtype=torch.uint8))
+            accepted = int(shard.push(push, body))
+            self.clocks.tick(worker)
+            self.clocks.wait(worker, self._wait)
+        pull = shard.pull(worker, request.kind == PULL)
+        Answer(accepted, request.clock, pull.version, pull.fingerprint).send(connection, pull.body)
+        return True
+
+
+def check_staleness(staleness: float) -> None:
+    """ValueError for what is no bound."""
+    if staleness != math.inf and (staleness != int(staleness) or staleness < 0):
+        raise refusal("staleness", staleness, "a whole number from 0, or math.inf")

@@ -1,0 +1,318 @@
+"""What dist_async promises, with servers and workers as threads, over real connections."""
+
+import math
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightning_gradcomp import NoCompression
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.parameter_server.clocks import Clocks
+from lightning_gradcomp.parameter_server.connection import connect
+from lightning_gradcomp.parameter_server.shard import Push, ServerShard, parts
+from tests.parameter_server.conftest import TIMEOUT, dgc, dropping, loss, net, onebit, sgd
+
+METHODS = {"none": lambda: "none", "dgc": dgc, "gradient_dropping": dropping, "onebit": onebit}
+every = pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+
+
+def train(model, averager, worker, steps):
+    for step in range(steps):
+        model.zero_grad()
+        loss(model, worker, step).backward()
+        averager.step()
+
+
+def in_threads(workers):
+    """Runs (function, arguments) side by side, and raises what they raise."""
+    errors = []
+
+    def guarded(function, arguments):
+        try:
+            function(*arguments)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=worker) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 5])
+@pytest.mark.parametrize("optimizer", [sgd, lambda model: torch.optim.Adam(model.parameters(), lr=0.01)])
+def test_one_worker_is_the_optimizer_alone_to_the_bit(job, servers, optimizer):
+    model, averager = job(servers=servers, optimizer=optimizer).worker()
+    alone = net()
+    stepped = optimizer(alone)
+    for step in range(5):
+        for trained in (model, alone):
+            trained.zero_grad()
+            loss(trained, 0, step).backward()
+        for each in (stepped, averager.optimizer):
+            each.param_groups[0]["lr"] = 0.01 * (step + 1)  # a schedule
+        averager.step()
+        stepped.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+@every
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_pushes_replayed_give_the_same_weights(job, make, servers, monkeypatch):
+    log, lock, push = [], threading.Lock(), ServerShard.push
+
+    def noting(shard, request, body):
+        with lock:
+            log.append((shard.part.names, request, body.clone()))
+            return push(shard, request, body)
+
+    monkeypatch.setattr(ServerShard, "push", noting)
+    running = job(make(), servers=servers)
+    workers = [running.worker() for _ in range(3)]
+    in_threads([(train, (*worker, number, 6)) for number, worker in enumerate(workers)])
+    model = net()
+    optimizer, compressor = sgd(model), running.servers[0].compressor
+    for server in running.servers:
+        replayed = ServerShard(dict(model.named_parameters()), server.shard.part, optimizer, compressor)
+        for names, request, body in log:
+            if names == server.shard.part.names:
+                push(replayed, request, body)
+        assert replayed.version == 18
+        assert all(torch.equal(replayed.weights[name], p) for name, p in server.shard.weights.items())
+
+
+@every
+def test_applied_and_remembered_are_all_gradients(job, make):
+    """With plain SGD: what the weights have moved by, and what workers have left, dropped pushes included."""
+    running = job(make(), servers=2, optimizer=lambda model: sgd(model, momentum=0), max_staleness=1)
+    start = running.weights()
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in start.items()}
+    lock, workers = threading.Lock(), [running.worker() for _ in range(3)]
+
+    def work(model, averager, worker):
+        for step in range(6):
+            model.zero_grad()
+            loss(model, worker, step).backward()
+            with lock:
+                for name, p in model.named_parameters():
+                    total[name] += p.grad.double()
+            averager.step()
+
+    in_threads([(work, (*worker, number)) for number, worker in enumerate(workers)])
+    model, first = workers[0]
+    first.pull()
+    kinds = {"residual", "velocity", "dense_residual"}
+    for name, p in model.named_parameters():
+        left = sum(
+            parts[name].double()
+            for _, averager in workers
+            for kind, parts in averager.state_dict()["memory"].items()
+            if kind in kinds and name in parts
+        )
+        applied = (start[name] - p.detach()).double() / 0.05
+        assert torch.allclose(applied + left, total[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_no_worker_is_further_ahead_than_the_bound(job, staleness):
+    running = job(staleness=staleness)
+
+    def slow(model, averager):
+        for step in range(5):
+            threading.Event().wait(0.05)
+            train(model, averager, step, 1)
+        averager.close()
+
+    fast = running.worker()
+    in_threads([(train, (*fast, 0, 15)), (slow, running.worker())])
+    assert running.servers[0].clocks.widest == staleness + 1
+
+
+def test_a_free_worker_does_not_wait_for_a_slow_one(job):
+    running = job(staleness=math.inf)
+    idle = running.worker()
+    train(*running.worker(), 0, 20)
+    assert running.servers[0].clocks.widest == 20
+    idle[1].close()
+
+
+def test_who_comes_later_begins_with_the_slowest():
+    clocks = Clocks(staleness=1)
+    assert [clocks.join(1), clocks.join(2)] == [0, 0]
+    for _ in range(3):
+        clocks.tick(1)
+    assert not clocks.wait(1, 0.01) and clocks.join(3) == 0
+    clocks.leave(2)
+    assert not clocks.wait(1, 0.01)
+    clocks.leave(3)
+    assert clocks.wait(1, 0.01) and clocks.live == {1: 3}
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_the_stability_limit_of_a_delayed_quadratic(delay):
+    """x(t+1) = x(t) - a x(t - delay) is stable if and only if 0 < a < 2 cos(pi delay / (2 delay + 1))."""
+    limit = 2 * math.cos(math.pi * delay / (2 * delay + 1))
+
+    def final(a):
+        weight = torch.nn.Parameter(torch.ones(1, 1))
+        part, *_ = parts(Layout.of([]), Layout.of([("w", weight)]), 1)
+        shard = ServerShard({"w": weight}, part, torch.optim.SGD([weight], lr=a), NoCompression())
+        return _delayed(shard, a, delay)
+
+    assert final(0.95 * limit) < 0.01 < 10 < final(1.05 * limit)
+
+
+def _delayed(shard, a, delay):
+    pulled = [1.0] * (delay + 1)
+    for step in range(400):
+        gradient = torch.tensor([pulled[0]])
+        shard.push(Push(0, step, max(0, step - delay), (a,)), gradient.view(torch.uint8))
+        pulled = [*pulled[1:], float(shard.weights["w"].detach())]
+    return abs(pulled[-1])
+
+
+def test_old_pushes_are_dropped_and_stay_with_the_worker(job):
+    running = job(dropping(), max_staleness=0)
+    (model, averager), (other_model, other) = running.worker(), running.worker()
+    train(other_model, other, 1, 1)
+    before = running.weights()
+    train(model, averager, 0, 1)
+    assert averager.stats.dropped == 1 and averager.stats.staleness == 1
+    assert all(torch.equal(before[name], p) for name, p in running.weights().items())
+    kept = averager.state_dict()["memory"]
+    for name, p in model.named_parameters():
+        assert torch.equal({**kept["residual"], **kept["dense_residual"]}[name], p.grad)
+
+
+def test_the_learning_rate_of_an_old_push_is_divided(job):
+    moved = []
+    for divided in (False, True):
+        running = job(optimizer=lambda model: sgd(model, momentum=0), rate_by_staleness=divided)
+        late, (model, averager) = running.worker(), running.worker()
+        train(model, averager, 1, 4)
+        before = running.weights()
+        train(*late, 0, 1)
+        moved.append({name: p - before[name] for name, p in running.weights().items()})
+    assert all(torch.allclose(moved[0][name], 4 * moved[1][name], atol=1e-7) for name in moved[0])
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_trace(job):
+    running = job(dgc())
+    model, averager = running.worker()
+    train(model, averager, 0, 2)
+    before, kept = running.weights(), averager.state_dict()["memory"]
+    model.zero_grad()
+    loss(model, 0, 3).backward()
+    model[0].weight.grad[0, 0] = math.nan
+    averager.step()
+    assert all(torch.equal(before[name], p) for name, p in running.weights().items())
+    after = averager.state_dict()["memory"]
+    assert all(torch.equal(kept[kind][name], part) for kind in kept for name, part in after[kind].items())
+    assert averager.steps == 3
+
+
+def test_compressed_pulls_lose_nothing(job):
+    running = job(dgc(), servers=2, pull=dropping())
+    workers = [running.worker() for _ in range(2)]
+    for step in range(8):
+        for number, (model, averager) in enumerate(workers):
+            model.zero_grad()
+            loss(model, number, step).backward()
+            averager.step()
+            assert averager.stats.bytes_received < 2 * 32 + 4 * (120 + 60 + 16)
+    apart = {name: (running.weights()[name] - p).abs().max() for name, p in workers[1][0].named_parameters()}
+    assert max(apart.values()) > 0  # some of it has not arrived
+    workers[1][1].pull()
+    assert all(torch.equal(running.weights()[name], p) for name, p in workers[1][0].named_parameters())
+
+
+def test_versions_of_a_pull_are_the_same_on_all_servers(job):
+    running = job(servers=3)
+    done = threading.Event()
+    trainer, (model, reader) = running.worker(), running.worker()
+    seen = []
+
+    def read():
+        while not done.is_set():
+            reader.pull()
+            seen.append([p.detach().clone() for p in model.parameters()])
+
+    def work():
+        train(*trainer, 0, 30)
+        done.set()
+
+    log = [running.weights()]
+    push = trainer[1].step
+
+    def noting():
+        push()
+        log.append({name: p.detach().clone() for name, p in trainer[0].named_parameters()})
+
+    trainer[1].step = noting
+    in_threads([(read, ()), (work, ())])
+    allowed = [[state[name] for name, _ in model.named_parameters()] for state in log]
+    assert len(seen) > 1
+    for got in seen:
+        assert any(all(torch.equal(a, b) for a, b in zip(got, one, strict=True)) for one in allowed)
+
+
+@every
+def test_a_worker_goes_on_from_its_state(job, make):
+    """In the middle of a run a worker leaves, and another takes its place with what it remembered."""
+    whole, halves = job(make()), job(make())
+    straight = whole.worker()
+    train(*straight, 0, 6)
+    model, averager = halves.worker()
+    train(model, averager, 0, 3)
+    state = averager.state_dict()
+    averager.close()
+    model, averager = halves.worker(seed=9)
+    averager.load_state_dict(state)
+    for step in range(3, 6):
+        model.zero_grad()
+        loss(model, 0, step).backward()
+        averager.step()
+    pairs = zip(model.parameters(), straight[0].parameters(), strict=True)
+    assert averager.steps == 6 and all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_wrong_secret_is_refused(job):
+    running = job()
+    with pytest.raises(ValueError, match=r"secret: got .*, allowed: the server's"):
+        connect(running.servers[0].address, "other", TIMEOUT)
+    train(*running.worker(), 0, 1)  # the others don't notice
+
+
+def test_more_steps_bring_the_loss_down(job):
+    running = job(dgc(), servers=2)
+    workers = [running.worker() for _ in range(2)]
+
+    def mean_loss(model):
+        return sum(float(loss(model, worker, step).detach()) for worker in range(2) for step in range(5))
+
+    before = mean_loss(workers[0][0])
+
+    def work(model, averager, worker):
+        for step in range(60):
+            model.zero_grad()
+            loss(model, worker, step % 5).backward()
+            averager.step()
+
+    in_threads([(work, (*worker, number)) for number, worker in enumerate(workers)])
+    workers[0][1].pull()
+    assert mean_loss(workers[0][0]) < 0.8 * before
+
+
+def test_parts_cover_every_parameter_once():
+    model = net()
+    layout = Layout.of((n, p) for n, p in model.named_parameters() if p.dim() > 1)
+    dense = Layout.of((n, p) for n, p in model.named_parameters() if p.dim() == 1)
+    for servers in (1, 2, 3, 7):
+        names = [name for part in parts(layout, dense, servers) for name in part.names]
+        assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+        starts = [part.start for part in parts(layout, dense, servers)]
+        assert all(a <= b for a, b in pairwise(starts))
