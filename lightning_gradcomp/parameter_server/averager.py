@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.parameter_server.connection import Connection, connect
+from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, connect
 from lightning_gradcomp.parameter_server.messages import HELLO, LEAVE, PULL, PUSH, SKIP, Answer, Request
 from lightning_gradcomp.parameter_server.server import built
 from lightning_gradcomp.parameter_server.shard import codec_of, parts
@@ -229,6 +230,9 @@ class AsyncAverager:
     def _by_name(self) -> Mapping[str, torch.Tensor]:
         return dict(zip(self.gradients.names, self.gradients.parameters, strict=True))
 
+    def _ask(self, kind: int, connection: Connection) -> None:
+        Request(kind, self.worker, self.steps, 0, self._rates).send(connection, torch.empty(0, dtype=torch.uint8))
+
     def pull(self, timeout: timedelta = TIMEOUT) -> None:
         """Lets the model have the servers' weights, whole, all of them with the same pushes.
 
@@ -239,9 +243,7 @@ class AsyncAverager:
         while True:
             prints = []
             for number, connection in enumerate(self._connections):
-                Request(PULL, self.worker, self.steps, 0, self._rates).send(
-                    connection, torch.empty(0, dtype=torch.uint8)
-                )
+                self._ask(PULL, connection)
                 answer, body = self._receive(number, whole=True)
                 self._use(number, answer, body, whole=True)
                 prints.append(answer.fingerprint)
@@ -253,7 +255,8 @@ class AsyncAverager:
     def close(self) -> None:
         """Leave: the others wait for this worker no longer."""
         for connection in self._connections:
-            Request(LEAVE, self.worker, self.steps, 0, self._rates).send(connection, torch.empty(0, dtype=torch.uint8))
+            with suppress(ConnectionLost):
+                self._ask(LEAVE, connection)
         self._connections = []
 
     # Checkpoints
