@@ -32,7 +32,10 @@ if "GRADCOMP_WITHOUT_LIGHTNING" not in os.environ:
     from lightning_gradcomp.averaging import GradientAverager, Stats
     from lightning_gradcomp.local_sgd.averager import DelayedAverager
     from lightning_gradcomp.local_sgd.elastic import ElasticAverager
+    from lightning_gradcomp.parameter_server.averager import AsyncAverager
+    from lightning_gradcomp.parameter_server.server import ParameterServer
     from lightning_gradcomp.plugin import (
+        AsyncStrategy,
         CommunicationMonitor,
         CompressedDDPStrategy,
         CompressedFabricStrategy,
@@ -45,6 +48,8 @@ __all__ = [
     "DGC",
     "FP16",
     "SPARSELOCO",
+    "AsyncAverager",
+    "AsyncStrategy",
     "Chunked",
     "Codec",
     "Collectives",
@@ -63,6 +68,7 @@ __all__ = [
     "Nesterov",
     "NoCompression",
     "OneBit",
+    "ParameterServer",
     "PowerSGD",
     "Residual",
     "Sparse",

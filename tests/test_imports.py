@@ -10,7 +10,7 @@ from lightning_gradcomp import registry
 
 PACKAGE = Path(lightning_gradcomp.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-ROOMS = ["errors", "registry", "compressors", "averaging", "local_sgd", "plugin", "app"]
+ROOMS = ["errors", "registry", "compressors", "averaging", "local_sgd", "parameter_server", "plugin", "app"]
 """Each may import those before it, and itself."""
 LIGHTNING = ["lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"]
 APP = ["hydra", "omegaconf", "torchvision", "sklearn", "matplotlib"]
@@ -20,11 +20,12 @@ FOREIGN = {
     "compressors": ["torch.distributed", *LIGHTNING, *APP],
     "averaging": [*LIGHTNING, *APP],
     "local_sgd": [*LIGHTNING, *APP],
+    "parameter_server": [*LIGHTNING, *APP],
     "plugin": APP,
     "app": [],
 }
 """Packages that a room may not import."""
-BETWEEN = ("averaging", "local_sgd", "plugin")
+BETWEEN = ("averaging", "local_sgd", "parameter_server", "plugin")
 """Rooms that treat all methods alike."""
 
 

@@ -56,7 +56,9 @@ def resolve(topology: str, inside: str | None, residual_device: str | None, comp
         if got is not None and topology in KVSTORES:
             raise refusal(f"{name} with topology={topology!r}", got, "none, since the kvstore's name says it")
     if topology == "dist_async":
-        raise refusal("topology", topology, f"{_listed(KVSTORES)}: asynchronous push and pull are not built")
+        raise refusal(
+            "topology", topology, f"{_listed(KVSTORES)}: asynchronous push and pull are strategy='dist_async'"
+        )
     if topology not in (*TOPOLOGIES, *KVSTORES):
         raise refusal("topology", topology, _listed((*TOPOLOGIES, *KVSTORES)))
     chosen = KVSTORES.get(topology) or Topology(topology, inside or "compressed", residual_device or "device")

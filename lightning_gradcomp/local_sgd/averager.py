@@ -105,6 +105,7 @@ class DelayedAverager:
         if process_group is None and dist.is_initialized():
             process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - of all ranks, so of this one
         self.ranks = Ranks(process_group)
+        self.world = self.ranks.world
         self.stats = DelayedStats()
         """Costs so far."""
         self.steps = 0

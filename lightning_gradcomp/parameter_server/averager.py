@@ -30,7 +30,8 @@ from lightning_gradcomp.parameter_server.shard import codec_of, parts
 
 @dataclass
 class AsyncStats(Stats):
-    """One step of one worker.
+    """One step of one worker. Bytes are those of its push and its pull together, either way: so many leave a rank that
+    is a server too, on average.
 
     Args:
         clock: the worker's steps so far.
@@ -60,6 +61,8 @@ class AsyncAverager:
         servers: their addresses, HOST:PORT, in the order of their shards.
         secret: theirs.
         pull: compressor of the pulls, the servers'.
+        world: number of workers by which learning rates are divided, so that so many pushes count as much as a step on
+            the mean of their gradients.
         timeout: how long a server may take to answer.
 
     Raises:
@@ -76,6 +79,7 @@ class AsyncAverager:
         servers: Sequence[str],
         secret: str,
         pull: Compressor | str | None = None,
+        world: int = 1,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         if not servers:
@@ -85,8 +89,8 @@ class AsyncAverager:
         self.gradients = Gradients(model, self.compressor)
         self._parts = parts(self.gradients.layout, self.gradients.dense_layout, len(servers))
         self.state, self.dense_state = self._blank()
-        self.steps = 0
-        """This worker's clock."""
+        self.world, self.steps = world, 0
+        """Steps so far: this worker's clock."""
         self.stats = AsyncStats()
         """Of the last step."""
         self.staleness: Counter[int] = Counter()
@@ -113,7 +117,7 @@ class AsyncAverager:
 
     @property
     def _rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        return tuple(float(group["lr"]) / self.world for group in self.optimizer.param_groups)
 
     # Steps
 
@@ -153,6 +157,7 @@ class AsyncAverager:
                 self._use(number, answer, body, whole=False)
             accepted.append(bool(answer.accepted))
             stats.bytes_received += Answer.BYTES + body.numel()
+        stats.bytes_sent = stats.bytes_received = stats.bytes_sent + stats.bytes_received
         stats.staleness = self._versions[0] - before - 1
         if finite:
             self._commit(sent, accepted)

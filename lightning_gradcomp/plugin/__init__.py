@@ -1,13 +1,14 @@
 """The Lightning layer. Importing it makes every compressor a strategy name of the Trainer and of Fabric.
 
-"dga" and "sparseloco" are of the Trainer alone: Fabric leaves the loop to its user, and with it the steps that
-`DelayedAverager` takes.
+"dga", "sparseloco" and "dist_async" are of the Trainer alone: Fabric leaves the loop to its user, and with it the steps
+that `DelayedAverager` and `AsyncAverager` take.
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gradcomp.compressors.sparseloco import SPARSELOCO
+from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.communication_monitor import CommunicationMonitor
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.fabric import CompressedFabricStrategy
@@ -16,6 +17,7 @@ from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 from lightning_gradcomp.registry import Entry, notify
 
 __all__ = [
+    "AsyncStrategy",
     "CommunicationMonitor",
     "CompressedDDPStrategy",
     "CompressedFabricStrategy",
@@ -32,6 +34,9 @@ def _name_strategy(entry: Entry) -> None:
 notify(_name_strategy)
 StrategyRegistry.register(
     "dga", DelayedStrategy, description=(DelayedStrategy.__doc__ or "").splitlines()[0], override=True
+)
+StrategyRegistry.register(
+    "dist_async", AsyncStrategy, description=(AsyncStrategy.__doc__ or "").splitlines()[0], override=True
 )
 StrategyRegistry.register(
     "sparseloco",

@@ -17,6 +17,8 @@ from lightning_gradcomp.averaging.stats import Totals
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.stats import DelayedStats
+from lightning_gradcomp.parameter_server.averager import AsyncAverager, AsyncStats
+from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
@@ -25,10 +27,15 @@ RECENT_STEPS = 1000
 PHASES = ("compute", "compress", "exchange", "decompress")
 
 
-def averager_of(trainer: Trainer) -> GradientAverager | DelayedAverager:
+Averager = GradientAverager | DelayedAverager | AsyncAverager
+
+
+def averager_of(trainer: Trainer) -> Averager:
     """The averager of a fit."""
     strategy = trainer.strategy
-    assert isinstance(strategy, CompressedDDPStrategy | DelayedStrategy) and strategy.averager is not None
+    assert (
+        isinstance(strategy, CompressedDDPStrategy | DelayedStrategy | AsyncStrategy) and strategy.averager is not None
+    )
     return strategy.averager
 
 
@@ -57,6 +64,10 @@ class CommunicationMonitor(Callback):
     that a step or a drain had to wait for; and `dga/consensus_distance`, the distance between the ranks' weights and
     their average, over the norm of the weights. The residual of rounds is not measured: each drain averages it.
 
+    With dist_async three more metrics are logged: `async/clock`, the rank's steps; `async/staleness`, the pushes of
+    other ranks since its last pull; and `async/dropped`, servers that have dropped its push. Bytes are those of
+    pushes and pulls. The residual is not measured.
+
     Memory is bounded: totals are running sums, and times are kept of the most recent 1,000 steps.
 
     Raises:
@@ -71,7 +82,7 @@ class CommunicationMonitor(Callback):
 
     def check_strategy(self, strategy: Any) -> None:
         """ValueError for a strategy that has nothing to show."""
-        if not isinstance(strategy, CompressedDDPStrategy | DelayedStrategy):
+        if not isinstance(strategy, CompressedDDPStrategy | DelayedStrategy | AsyncStrategy):
             allowed = "a strategy of lightning_gradcomp ('ddp_dense' is plain DDP, measured)"
             raise refusal("the strategy of CommunicationMonitor", type(strategy).__name__, allowed)
 
@@ -132,7 +143,7 @@ class CommunicationMonitor(Callback):
         for phase, times in self._times.items():
             times.append(phases[phase])
         self._elapsed = 0.0
-        world, ratio = averager.ranks.world, averager.stats.ratio
+        world, ratio = averager.world, averager.stats.ratio
         pl_module.log_dict(
             {
                 "comm/bytes_sent": float(stats.bytes_sent),
@@ -147,7 +158,7 @@ class CommunicationMonitor(Callback):
         bar = {"sent_MB": stats.bytes_sent / 1e6, f"ratio(N={world})": ratio}
         pl_module.log_dict(bar, prog_bar=True, logger=False)
 
-    def _of_step(self, averager: GradientAverager | DelayedAverager) -> tuple[Stats | None, dict[str, float]]:
+    def _of_step(self, averager: Averager) -> tuple[Stats | None, dict[str, float]]:
         """What the latest step cost, None if it was seen already; and what else there is to log."""
         if isinstance(averager, DelayedAverager):
             if averager.steps == self._steps_seen:
@@ -162,6 +173,9 @@ class CommunicationMonitor(Callback):
         assert isinstance(self._spent, Totals)
         self._spent.bytes_sent += averager.stats.bytes_sent
         self._spent.dense_bytes += averager.stats.dense_bytes
+        if isinstance(averager.stats, AsyncStats):
+            names = ("clock", "staleness", "dropped")
+            return averager.stats, {f"async/{name}": float(getattr(averager.stats, name)) for name in names}
         residual = averager.stats.residual_to_gradient
         return averager.stats, {} if residual is None else {"memory/residual_to_gradient": residual}
 
@@ -180,11 +194,13 @@ class CommunicationMonitor(Callback):
             how: dict[str, Any] = {
                 "rounds": {"period": averager.period, "delay": averager.delay, **asdict(averager.stats)}
             }
+        elif isinstance(averager, AsyncAverager):
+            how = {"async": {"staleness": dict(sorted(averager.staleness.items()))}}
         else:
             topology = "all_reduce" if averager.dense_step else averager.topology
             how = {"topology": topology, "auto": averager.autotune.outcome if averager.autotune else ""}
         self._summary = {
-            "world_size": averager.ranks.world,
+            "world_size": averager.world,
             **how,
             "steps": self._steps,
             "bytes_sent": self._bytes_sent,
@@ -202,7 +218,8 @@ class CommunicationMonitor(Callback):
         bytes are of gradients; `ratio` is dense bytes over bytes sent. `milliseconds` has a median a phase, over the
         most recent 1,000 steps. `totals` has bytes, ratio and seconds with those of the fits that this one continues.
         With topology="auto", `auto` says what was chosen and why. With delayed averages, `rounds` has period, delay,
-        and what they have cost until the end of the fit.
+        and what they have cost until the end of the fit. With dist_async, `async` has how often each
+        staleness was seen.
 
         Raises:
             RuntimeError: no fit has ended.

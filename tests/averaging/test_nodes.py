@@ -305,7 +305,7 @@ def test_kvstores_names_are_what_the_docs_say(name, route):
 REFUSED = {
     "dist_async": (
         {"topology": "dist_async"},
-        "topology: got 'dist_async', allowed: .*'dist_sync'.*: asynchronous push and pull are not built",
+        "topology: got 'dist_async', allowed: .*'dist_sync'.*: asynchronous push and pull are strategy='dist_async'",
     ),
     "inside": ({"inside": "sparse"}, "inside: got 'sparse', allowed: 'compressed', 'dense'"),
     "device": ({"residual_device": "gpu"}, "residual_device: got 'gpu', allowed: 'device', 'cpu'"),

@@ -1,0 +1,94 @@
+"""Runs on every rank of a world: trainings with dist_async. Prints the outcomes as one JSON line.
+
+usage: async_script.py FOLDER
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+import lightning_gradcomp as lgc
+
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+SMALL = {"sparsity": 0.9, "min_elements": 32}
+
+
+class Net(L.LightningModule):
+    """A small classifier with batch norm, whose learning rate falls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)]
+        self.layers, self.losses = nn.Sequential(*layers), []
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def training_step(self, batch, index):
+        return self.loss(batch)
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(128, 1, 8, 8, generator=generator)
+    labels = (images.mean((1, 2, 3)) * 30 + 5).long().clamp(0, 9)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 16)
+
+
+def fit(strategy, epochs, folder, devices, ckpt=None, **options):
+    """The trainer and the model after a fit that saves a checkpoint in each epoch."""
+    model, saving = Net(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    monitor = [lgc.CommunicationMonitor()] if isinstance(strategy, lgc.AsyncStrategy) else []
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=epochs, callbacks=[saving, *monitor],
+        num_sanity_val_steps=0, logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(model, batches(), batches(), ckpt_path=ckpt)
+    return trainer, model
+
+
+def outcome(trainer, model):
+    state = torch.cat([tensor.float().reshape(-1) for tensor in model.state_dict().values()])
+    everyones = [torch.empty_like(state) for _ in range(2)]
+    dist.all_gather(everyones, state)
+    [summary] = [c.summary() for c in trainer.callbacks if isinstance(c, lgc.CommunicationMonitor)]
+    return {
+        "losses": model.losses,
+        "spread": float((everyones[0] - everyones[1]).abs().max()),
+        "pushes": sum(summary["async"]["staleness"].values()),
+        "ratio": summary["ratio"],
+        "steps": trainer.global_step,
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    compressed = {"compressor": lgc.DGC(**SMALL), "pull": lgc.GradientDropping(**SMALL, warmup_epochs=0)}
+    outcomes = {
+        "none": outcome(*fit(lgc.AsyncStrategy(), 3, folder / "none", 2, gradient_clip_val=1.0)),
+        "dgc": outcome(*fit(lgc.AsyncStrategy(**compressed, staleness=1), 3, folder / "dgc", 2)),
+    }
+    dist.barrier()
+    on = fit(lgc.AsyncStrategy(**compressed), 4, folder / "on", 2, ckpt=folder / "dgc" / "epoch=2.ckpt")
+    outcomes["resumed"] = outcome(*on)
+    print(json.dumps(outcomes))

@@ -1,0 +1,106 @@
+"""dist_async in Lightning: two ranks with a server each, and one rank alone, which is plain SGD."""
+
+import json
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from tests.plugin.async_script import SMALL, Net, batches, fit
+from tests.processes import run_world
+
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:.*callbacks used to create", "ignore:Checkpoint dir")
+SCRIPT = str(Path(__file__).with_name("async_script.py"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("async")
+
+
+@pytest.fixture(scope="module")
+def outcome(folder):
+    return json.loads(run_world(2, SCRIPT, str(folder), timeout=120).splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["none", "dgc"])
+def test_two_ranks_learn_and_end_with_the_same_weights(outcome, name):
+    found = outcome[name]
+    assert found["losses"][-1] < 0.9 * found["losses"][0]
+    assert found["spread"] == 0
+    assert found["steps"] == found["pushes"] == 12
+
+
+def test_compressed_pulls_raise_the_ratio(outcome):
+    assert outcome["none"]["ratio"] < 1 < 2 < outcome["dgc"]["ratio"]
+
+
+def test_two_ranks_go_on_from_a_checkpoint(outcome):
+    assert outcome["resumed"]["steps"] == 16
+    assert outcome["resumed"]["losses"][-1] < outcome["dgc"]["losses"][-1] + 0.2
+
+
+def test_a_checkpoint_goes_on_in_plain_ddp(outcome, folder, tmp_path):
+    saved = torch.load(folder / "none" / "epoch=2.ckpt", weights_only=True)
+    momentum = [state["momentum_buffer"] for state in saved["optimizer_states"][0]["state"].values()]
+    assert len(momentum) == 6 and all(buffer.any() for buffer in momentum)
+    trainer, _ = fit("auto", 4, tmp_path, 1, ckpt=folder / "none" / "epoch=2.ckpt")
+    assert trainer.current_epoch == 4
+
+
+def weights(model):
+    return torch.cat([tensor.float().reshape(-1) for tensor in model.state_dict().values()])
+
+
+def end():
+    torch.distributed.destroy_process_group()
+
+
+def test_one_rank_is_sgd_to_the_bit(tmp_path):
+    found, options = [], {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    for strategy in ("ddp", lgc.AsyncStrategy()):
+        found.append(weights(fit(strategy, 2, tmp_path, 1, **options)[1]))
+        end()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("make", [lambda: "none", lambda: lgc.DGC(**SMALL)], ids=["none", "dgc"])
+def test_a_run_that_goes_on_is_the_straight_one(tmp_path, make):
+    _, straight = fit(lgc.AsyncStrategy(make()), 3, tmp_path / "straight", 1)
+    end()
+    _, resumed = fit(lgc.AsyncStrategy(make()), 3, tmp_path / "on", 1, ckpt=tmp_path / "straight" / "epoch=0.ckpt")
+    end()
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+REFUSED = {
+    "momentum in Adam": (
+        {"compressor": "dgc"},
+        {"optimizer": torch.optim.AdamW},
+        "DGC with dist_async: got 'AdamW', allowed: SGD; with Adam, compressor='none'",
+    ),
+    "PowerSGD": ({"compressor": "powersgd"}, {}, "compressor with dist_async: got 'PowerSGD', allowed: one whose"),
+    "a warm-up": ({"compressor": lgc.DGC(warmup_epochs=2)}, {}, "DGC.warmup_epochs with dist_async: got 2, allowed: 0"),
+    "sync_batchnorm": ({}, {"sync_batchnorm": True}, "sync_batchnorm with AsyncStrategy: got True"),
+}
+
+
+@pytest.mark.parametrize(("options", "run", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_honoured_is_refused(options, run, told):
+    class Other(Net):
+        def configure_optimizers(self):
+            return run["optimizer"](self.parameters())
+
+    module = Other() if "optimizer" in run else Net()
+    kept = {key: value for key, value in run.items() if key != "optimizer"}
+    trainer = L.Trainer(strategy=lgc.AsyncStrategy(**options), accelerator="cpu", devices=2, logger=False, **kept)
+    with pytest.raises(ValueError, match=told):
+        trainer.fit(module, batches())
+
+
+@pytest.mark.parametrize("staleness", [-1, 1.5])
+def test_a_bound_that_is_none_is_refused(staleness):
+    with pytest.raises(ValueError, match=f"staleness: got {staleness}, allowed: a whole number from 0"):
+        lgc.AsyncStrategy(staleness=staleness)
