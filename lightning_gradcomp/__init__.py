@@ -36,6 +36,7 @@ if "GRADCOMP_WITHOUT_LIGHTNING" not in os.environ:
         CommunicationMonitor,
         CompressedDDPStrategy,
         CompressedFabricStrategy,
+        CompressedHSDPStrategy,
         DelayedStrategy,
         SparsityWarmup,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "CommunicationMonitor",
     "CompressedDDPStrategy",
     "CompressedFabricStrategy",
+    "CompressedHSDPStrategy",
     "Compressor",
     "DelayedAverager",
     "DelayedStrategy",

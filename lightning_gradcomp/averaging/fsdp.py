@@ -45,6 +45,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@torch.no_grad()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: its part of a DTensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @dataclass(frozen=True)
 class Sharding:
     """How `fully_shard` divides a tensor: along `dim` into `number` parts, the first ones ceil(size / number) long."""
@@ -188,6 +194,33 @@ class Shards:
             like = self._whole_of[id(own)]
             found[like] = {key: self.whole(value, like) for key, value in held.items()}
         return found
+
+    # In checkpoints
+
+    @property
+    def here(self) -> dict[str, Shape]:
+        """Name and shape of this rank's shards."""
+        return {name: tuple(own.shape) for name, own in self.named}
+
+    def has_shape(self, name: str, part: torch.Tensor) -> bool:
+        """Whether `part` has the shape of this rank's shard of the parameter."""
+        return self.here.get(name) == tuple(part.shape)
+
+    def divided(self, name: str, part: torch.Tensor) -> DTensor:
+        """A tensor of the parameter's shape, of which this rank has `part`."""
+        shape, placement = torch.Size(self.whole_shapes[name]), Shard(self.shardings[name].dim)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+    def stacked(self, part: torch.Tensor) -> DTensor:
+        """One row for each rank of the replica: [shards, *shape of part]."""
+        return DTensor.from_local(part.unsqueeze(0), self.mesh, [Shard(0)], run_check=False)
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a tensor of the parameter's shape."""
+        sharding = self.shardings[name]
+        start = self.rank * -(-whole.shape[sharding.dim] // self.number)
+        return whole.narrow(sharding.dim, start, self.here[name][sharding.dim]).clone()
 
     # What an optimizer and FSDP see
 

@@ -11,6 +11,7 @@ from lightning_gradcomp.compressors.sparseloco import SPARSELOCO
 from lightning_gradcomp.plugin.communication_monitor import CommunicationMonitor
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.fabric import CompressedFabricStrategy
+from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
 from lightning_gradcomp.plugin.sparsity_warmup import SparsityWarmup
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 from lightning_gradcomp.registry import Entry, notify
@@ -19,6 +20,7 @@ __all__ = [
     "CommunicationMonitor",
     "CompressedDDPStrategy",
     "CompressedFabricStrategy",
+    "CompressedHSDPStrategy",
     "DelayedStrategy",
     "SparsityWarmup",
 ]

@@ -18,6 +18,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.stats import DelayedStats
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
+from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
 RECENT_STEPS = 1000
@@ -25,10 +26,13 @@ RECENT_STEPS = 1000
 PHASES = ("compute", "compress", "exchange", "decompress")
 
 
+STRATEGIES = (CompressedDDPStrategy, CompressedHSDPStrategy, DelayedStrategy)
+
+
 def averager_of(trainer: Trainer) -> GradientAverager | DelayedAverager:
     """The averager of a fit."""
     strategy = trainer.strategy
-    assert isinstance(strategy, CompressedDDPStrategy | DelayedStrategy) and strategy.averager is not None
+    assert isinstance(strategy, STRATEGIES) and strategy.averager is not None
     return strategy.averager
 
 
@@ -71,7 +75,7 @@ class CommunicationMonitor(Callback):
 
     def check_strategy(self, strategy: Any) -> None:
         """ValueError for a strategy that has nothing to show."""
-        if not isinstance(strategy, CompressedDDPStrategy | DelayedStrategy):
+        if not isinstance(strategy, STRATEGIES):
             allowed = "a strategy of lightning_gradcomp ('ddp_dense' is plain DDP, measured)"
             raise refusal("the strategy of CommunicationMonitor", type(strategy).__name__, allowed)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gradcomp.averaging.workers import all_gather_single
@@ -97,7 +97,7 @@ def check_clipping(
         raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
 
 
-def check_callbacks(strategy: DDPStrategy, trainer: Trainer) -> None:
+def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:
     """ValueError for a callback of this package that `strategy` has nothing for."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if hasattr(callback, "check_strategy"):
