@@ -52,6 +52,7 @@ from lightning_gradcomp.plugin.validation import (
     check_clipping,
     check_gradients,
     check_optimizers,
+    check_verification,
     corrected,
 )
 from lightning_gradcomp.registry import build
@@ -128,8 +129,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         for name, size in (("replicate", replicate), ("shard", shard)):
             if size != "auto" and (isinstance(size, str) or not is_whole(size) or size < 1):
                 raise refusal(f"CompressedHSDPStrategy.{name}", size, "'auto', or a whole number from 1")
-        if verify_replicas_every_n_steps is not None and verify_replicas_every_n_steps < 1:
-            raise refusal("verify_replicas_every_n_steps", verify_replicas_every_n_steps, "None (never), or 1 or more")
+        check_verification(verify_replicas_every_n_steps)
         self.compressor: Compressor = build(compressor)
         self.replicate, self.shard, self.residual_device = replicate, shard, residual_device
         self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
@@ -150,6 +150,12 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         if not is_overridden("configure_model", module):
             allowed = "a configure_model() that calls fully_shard(..., mesh=self.device_mesh['shard'])"
             raise refusal(f"{type(module).__name__} with CompressedHSDPStrategy", "no configure_model()", allowed)
+        if not module.automatic_optimization:
+            what = f"{type(module).__name__}.automatic_optimization with CompressedHSDPStrategy"
+            raise refusal(what, False, "True: clipping by hand would clip each replica's gradients before the average")
+        if self._layer_sync is not None:
+            allowed = "False: FSDP2 has no wrapper that would convert the layers; convert them in configure_model()"
+            raise refusal("sync_batchnorm with CompressedHSDPStrategy", True, allowed)
         optimizers = optimizers_of(module)
         check_clipping(self.compressor, corrected(self.compressor, optimizers, True), trainer, module)
         self._check_optimizers(optimizers)
@@ -229,9 +235,8 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             sigterm.stop_before_dense_step(self.averager, self.lightning_module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.averager is not None and self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:  # otherwise there may be several backwards
-            self.averager.use_local_weights()
+        assert self.averager is not None
+        self.averager.use_local_weights()
         return super().training_step(*args, **kwargs)
 
     def _use_shared_weights(self) -> None:

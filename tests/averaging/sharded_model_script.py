@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.traffic import traffic
@@ -148,24 +148,25 @@ def net():
     return nn.Sequential(nn.Linear(12, 17), nn.Tanh(), nn.Linear(17, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
-def like_fsdp(make_optimizer, clip, compressor="none", steps=50):
-    """FSDP2's own HSDP against the averager; two backwards a step."""
+def like_fsdp(make_optimizer, clip=None, policy=None, steps=50):
+    """FSDP2's own HSDP against the averager without compression; two backwards a step."""
+    options = {"mp_policy": policy} if policy else {}
     results = []
     for mesh in (MESH, MESH["shard"]):
         model = net()
         for layer in model:
             if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        model = sharded(model, mesh)
+                fully_shard(layer, mesh=mesh, **options)
+        model = fully_shard(model, mesh=mesh, **options)
         optimizer = make_optimizer(model.parameters())
         if mesh is not MESH:
-            averager = GradientAverager(model, compressor, optimizer=optimizer, process_group=REPLICAS)
+            averager = GradientAverager(model, "none", optimizer=optimizer, process_group=REPLICAS)
         for step in range(steps):
             optimizer.zero_grad()
             for part in range(2):
                 generator = seeded(RANK, step, part)
                 x, y = torch.randn(8, 12, generator=generator), torch.randn(8, 1, generator=generator)
-                (0.5 * (model(x) - y).square().mean()).backward()
+                (0.5 * (model(x).float() - y).square().mean()).backward()
             if mesh is not MESH:
                 averager.average()
             if clip:
@@ -204,9 +205,9 @@ def everywhere(claim):
 
 
 def clipped():
-    """Momentum correction clips at the norm of all shards: the sum of what two steps send, per rank, from zero."""
+    """Momentum correction clips at the norm over all shards of a replica."""
     model = sharded()
-    optimizer, averager = averager_of(model, dgc(clip_norm=1.0, sparsity=0.5), sgd)
+    optimizer, averager = averager_of(model, dgc(clip_norm=1.0, sparsity=0.5, values="fp32"), sgd)
     backward(model, optimizer, 0)
     gradients = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
     squares = sum(part.square().sum() for part in gradients.values())
@@ -271,8 +272,9 @@ def refused():
 with registered():
     found = {
         "like_fsdp": {
-            f"{make.__name__}, clip {clip}": like_fsdp(make, clip)
-            for make, clip in ((with_momentum, 0.05), (adamw, None))
+            "sgd, clipped": like_fsdp(with_momentum, clip=0.05),
+            "adamw": like_fsdp(adamw),
+            "adamw, bf16 inside": like_fsdp(adamw, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
         },
         "conserved": {name: conserved(make) for name, make in REMEMBERING.items()},
         "as_plain": {
