@@ -148,25 +148,23 @@ def net():
     return nn.Sequential(nn.Linear(12, 17), nn.Tanh(), nn.Linear(17, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
-def like_fsdp(make_optimizer, clip=None, policy=None, steps=50):
-    """FSDP2's own HSDP against the averager without compression; two backwards a step."""
-    options = {"mp_policy": policy} if policy else {}
-    results = []
+def like_fsdp(make_optimizer, *, layers=False, backwards=1, clip=None, policy=None, steps=50):
+    """FSDP2's own HSDP against the averager without compression; with `layers`, each is sharded by itself."""
+    options, results = {"mp_policy": policy} if policy else {}, []
     for mesh in (MESH, MESH["shard"]):
         model = net()
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh, **options)
+        for layer in [module for module in model if layers and isinstance(module, nn.Linear)]:
+            fully_shard(layer, mesh=mesh, **options)
         model = fully_shard(model, mesh=mesh, **options)
         optimizer = make_optimizer(model.parameters())
         if mesh is not MESH:
             averager = GradientAverager(model, "none", optimizer=optimizer, process_group=REPLICAS)
         for step in range(steps):
             optimizer.zero_grad()
-            for part in range(2):
+            for part in range(backwards):
                 generator = seeded(RANK, step, part)
                 x, y = torch.randn(8, 12, generator=generator), torch.randn(8, 1, generator=generator)
-                (0.5 * (model(x).float() - y).square().mean()).backward()
+                ((model(x).float() - y).square().mean() / backwards).backward()
             if mesh is not MESH:
                 averager.average()
             if clip:
@@ -273,7 +271,7 @@ with registered():
     found = {
         "like_fsdp": {
             "sgd, clipped": like_fsdp(with_momentum, clip=0.05),
-            "adamw": like_fsdp(adamw),
+            "adamw, accumulated": like_fsdp(adamw, layers=True, backwards=2),
             "adamw, bf16 inside": like_fsdp(adamw, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
         },
         "conserved": {name: conserved(make) for name, make in REMEMBERING.items()},

@@ -5,6 +5,7 @@ usage: hsdp_script.py FOLDER
 
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -25,7 +26,7 @@ from lightning_gradcomp.plugin.rank_states import mean_over_ranks
 
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-FOLDER = Path(sys.argv[1])
+FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
@@ -38,16 +39,18 @@ class FSDPsOwn(ModelParallelStrategy):
 class Net(L.LightningModule):
     """A small classifier, whose layers are sharded under strategies that have a mesh."""
 
-    def __init__(self, adamw=False, checkpointing=False):
+    def __init__(self, adamw=False, wrapped=None):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Tanh(), nn.Linear(33, 4))
-        self.adamw, self.checkpointing = adamw, checkpointing
+        self.adamw, self.wrapped = adamw, wrapped
 
     def configure_model(self):
         if self.device_mesh is None or any(hasattr(p, "placements") for p in self.parameters()):
             return
-        if self.checkpointing:
+        if self.wrapped == "checkpointed":
             apply_activation_checkpointing(self.net, check_fn=lambda module: isinstance(module, nn.Linear))
+        if self.wrapped == "compiled":
+            self.net[0] = torch.compile(self.net[0], backend="aot_eager")
         own = isinstance(self.trainer.strategy, FSDPsOwn)
         fully_shard(self.net, mesh=self.device_mesh if own else self.device_mesh["shard"])
 
@@ -68,9 +71,9 @@ def data(batch=8):
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch)
 
 
-def fit(strategy, *, adamw=False, checkpointing=False, epochs=1, ckpt_path=None, seed=0, **options):
+def fit(strategy, *, adamw=False, wrapped=None, epochs=1, ckpt_path=None, seed=0, **options):
     L.seed_everything(seed, verbose=False)
-    net = Net(adamw, checkpointing)
+    net = Net(adamw, wrapped)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=epochs, **QUIET, **options)
     trainer.fit(net, data(), ckpt_path=ckpt_path)
     return trainer, weights(net)
@@ -135,6 +138,7 @@ def like_fsdp():
         "sgd, clipped": {"gradient_clip_val": 0.1, "epochs": 5},
         "adamw, accumulated": {"adamw": True, "accumulate_grad_batches": 3, "epochs": 2},
         "bf16-mixed": {"precision": "bf16-mixed"},
+        "bf16-true": {"precision": "bf16-true"},
     }.items():
         _, ours = fit(hsdp("none"), **options)
         _, theirs = fit(FSDPsOwn(2, 2), **options)
@@ -143,31 +147,39 @@ def like_fsdp():
 
 
 def trained():
-    """Compressed steps: replicas, seeds, types."""
-    L.seed_everything(dist.get_rank() if dist.is_initialized() else 0, verbose=False)
+    """Compressed steps, with other initial weights on each rank."""
     found = {}
     for name, options in {
         "dgc": {"gradient_clip_val": 1.0},
         "adamw": {"adamw": True, "accumulate_grad_batches": 2},
-        "bf16-true": {"precision": "bf16-true", "checkpointing": True},
+        "bf16-true": {"precision": "bf16-true"},
         "bf16-true adamw": {"precision": "bf16-true", "adamw": True},
         "onebit": {"compressor": lgc.OneBit(warmup_epochs=0, min_elements=40)},
     }.items():
-        compressor = options.pop("compressor", None)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        trainer, after = fit(hsdp(compressor, verify_replicas_every_n_steps=4), seed=rank, **options)
-        averager = trainer.strategy.averager
-        memory = averager.state_dict()["memory"]
-        parameter = next(trainer.lightning_module.parameters())
+        strategy, monitor = (
+            hsdp(options.pop("compressor", None), verify_replicas_every_n_steps=4),
+            lgc.CommunicationMonitor(),
+        )
+        trainer, after = fit(strategy, seed=RANK, callbacks=[monitor], **options)
+        memory = trainer.strategy.averager.state_dict()["memory"]
         found[name] = {
             "replicas_apart": replicas_apart(trainer),
             "finite": bool(after.isfinite().all()),
-            "steps": averager.steps,
-            "compressed": averager.stats.bytes_sent < averager.stats.dense_bytes,
-            "parameters": str(parameter.dtype),
+            "summary": {key: monitor.summary()[key] for key in ("steps", "bytes_sent", "dense_bytes")},
+            "parameters": str(next(trainer.lightning_module.parameters()).dtype),
             "memory": sorted({str(part.dtype) for parts in memory.values() for part in parts.values()}),
-            "names": sorted({name for parts in memory.values() for name in parts}),
         }
+    return found
+
+
+def wrapped():
+    """Compiled modules and activation checkpointing, against the same run without."""
+    (plain, expected), found = fit(hsdp()), {}
+    names = sorted(plain.strategy.averager.state_dict()["memory"]["velocity"])
+    for how in ("compiled", "checkpointed"):
+        trainer, after = fit(hsdp(), wrapped=how)
+        same = sorted(trainer.strategy.averager.state_dict()["memory"]["velocity"]) == names
+        found[how] = [apart(after, expected), same]
     return found
 
 
@@ -183,7 +195,7 @@ def checkpoints(adamw):
         return trainer, [apart(now, here), memory_apart(remembered(trainer), memory)]
 
     _, straight = fit(hsdp(), adamw=adamw, epochs=2)
-    _, resumed = fit(hsdp(), adamw=adamw, epochs=2, ckpt_path=folder / "2x2", seed=1)
+    _, resumed = fit(hsdp(), adamw=adamw, epochs=2, ckpt_path=folder / "2x2")
     found["resumed"] = apart(straight, resumed)
     trainer, found["2x2 to 1x4"] = load(folder / "2x2", hsdp(None, 1, 4))
     trainer.save_checkpoint(folder / "1x4")
@@ -228,6 +240,7 @@ def refused():
 found = {
     "like_fsdp": like_fsdp(),
     "trained": trained(),
+    "wrapped": wrapped(),
     "sgd": checkpoints(adamw=False),
     "adamw": checkpoints(adamw=True),
     "refused": refused(),
