@@ -182,8 +182,13 @@ def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
         torch.add(rows[0], rows[1], out=flat)
 
 
-def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Begins to collect all ranks' `own` [m] in `out` [N · m]. torch 2.14 has renamed the collective."""
+def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """All ranks' `own` [m], in `out` [N · m]."""
+    _start_all_gather(out, own, group).wait()
+
+
+def _start_all_gather(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    """What it returns waits until `out` holds them. torch 2.14 has renamed the collective."""
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return collective(out, own, group=group, async_op=True)
 
@@ -195,7 +200,7 @@ def start_gather(group: dist.ProcessGroup | None, message: torch.Tensor) -> Call
     if world > 2 and message.numel() <= SHORT and not message.is_cuda:
         work: Any = dist.all_to_all_single(out, message.repeat(world), group=group, async_op=True)
     else:
-        work = all_gather_single(out, message, group)
+        work = _start_all_gather(out, message, group)
 
     def wait() -> torch.Tensor:
         work.wait()
