@@ -29,7 +29,7 @@ from lightning_gradcomp.registry import entries, load_entry_points, register
 
 # gradcomp_command.py sets this variable while it imports the package, in the process that composes and checks a run.
 if "GRADCOMP_WITHOUT_LIGHTNING" not in os.environ:
-    from lightning_gradcomp.averaging import GradientAverager, Stats
+    from lightning_gradcomp.averaging import GradientAverager, Stats, load_sharded_state, save_sharded_state
     from lightning_gradcomp.local_sgd.averager import DelayedAverager
     from lightning_gradcomp.local_sgd.elastic import ElasticAverager
     from lightning_gradcomp.plugin import (
@@ -75,8 +75,10 @@ __all__ = [
     "TernGrad",
     "TwoBit",
     "entries",
+    "load_sharded_state",
     "pack_bits",
     "register",
+    "save_sharded_state",
     "topk",
     "unpack_bits",
 ]
