@@ -20,7 +20,7 @@ from torch import nn
 from lightning_gradcomp.averaging.autotune import CANDIDATES, DENSE, Autotune
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.averaging.fsdp import Shards, check_group, is_sharded
+from lightning_gradcomp.averaging.fsdp import Shards, check_group, is_sharded, reshard
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats, residual_to_gradient
 from lightning_gradcomp.averaging.step import CompressedStep, average_dense
@@ -223,14 +223,14 @@ class GradientAverager:
             with self._plain_tensors():
                 self._compressed.use_local_weights()
             if self.shards:
-                self.shards.reshard()
+                reshard(self.model)
 
     def use_shared_weights(self) -> None:
         """Let the weights be those of all ranks."""
         if self._compressed and self._compressed.local_weights.in_use:
             self._compressed.local_weights.restore()
             if self.shards:
-                self.shards.reshard()
+                reshard(self.model)
 
     def _plain_tensors(self) -> AbstractContextManager[None]:
         """Inside, the parameters of `gradients` are plain tensors with the model's gradients and optimizer state."""

@@ -42,7 +42,16 @@ def is_sharded(model: nn.Module) -> bool:
     """
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise refusal("model", "FullyShardedDataParallel (FSDP1)", "one prepared by torch.distributed.fsdp.fully_shard")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return True
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the parameters be shards. A forward pass without a backward leaves whole ones, which FSDP would use again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()
@@ -78,8 +87,9 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        reshard(model)
         every = [(plain_name(name), _checked(name, parameter)) for name, parameter in model.named_parameters()]
-        self._model, self._real = model, optimizer
+        self._real = optimizer
         self.mesh = every[0][1].device_mesh
         self.group: dist.ProcessGroup = self.mesh.get_group()
         """The ranks of this replica, each with its own shards."""
@@ -247,12 +257,6 @@ class Shards:
             yield
         finally:
             optimizer.param_groups = before
-
-    def reshard(self) -> None:
-        """Let FSDP forget the whole weights, which a forward pass without a backward leaves, as the shards change."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def _checked(name: str, parameter: torch.Tensor) -> DTensor:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
-from lightning_gradcomp.averaging.fsdp import is_sharded, local
+from lightning_gradcomp.averaging.fsdp import is_sharded, local, reshard
 from lightning_gradcomp.averaging.replicas import compare_replicas
 from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
 from lightning_gradcomp.averaging.workers import Ranks
@@ -186,6 +186,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         if not is_sharded(self.lightning_module):
             allowed = "fully_shard(..., mesh=self.device_mesh['shard']) of the modules that have parameters"
             raise refusal("configure_model() with CompressedHSDPStrategy", "a model that is not sharded", allowed)
+        reshard(self.lightning_module)  # an earlier validation has left whole parameters
         super().setup(trainer)
         self._share_initial_weights()
         sigterm.restore_handler(trainer)
@@ -336,9 +337,13 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         path = self.broadcast(checkpoint_path)
         module, averager = self.lightning_module, self.averager
         assert module is not None
-        with self.explained("loading a checkpoint"), no_code(weights_only):
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        with self.explained("loading a checkpoint"), no_code(weights_only), ExitStack() as afterwards:
+            if not fitting:  # of weights alone, into which an earlier fit's optimizers don't fit
+                afterwards.callback(setattr, self, "optimizers", self.optimizers)
+                self.optimizers = []
             checkpoint = super().load_checkpoint(path, weights_only)
-            if averager is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            if averager is not None and fitting:
                 averager.steps = checkpoint["global_step"]
                 RankStates("mean", Sidecars(self.checkpoint_io)).restore(checkpoint, path, averager)
         return checkpoint

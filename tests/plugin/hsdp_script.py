@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from strategies import forced
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.fsdp import local
@@ -45,7 +45,7 @@ class Net(L.LightningModule):
         self.adamw, self.wrapped = adamw, wrapped
 
     def configure_model(self):
-        if self.device_mesh is None or any(hasattr(p, "placements") for p in self.parameters()):
+        if self.device_mesh is None or isinstance(self.net, FSDPModule):
             return
         if self.wrapped == "checkpointed":
             apply_activation_checkpointing(self.net, check_fn=lambda module: isinstance(module, nn.Linear))
@@ -57,6 +57,9 @@ class Net(L.LightningModule):
     def training_step(self, batch, index):
         images, labels = batch
         return nn.functional.cross_entropy(self.net(images).float(), labels)
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.training_step(batch, index), sync_dist=True)
 
     def configure_optimizers(self):
         if self.adamw:
@@ -210,6 +213,18 @@ def checkpoints(adamw):
     return found
 
 
+def evaluated():
+    """A fit, a validation of a checkpoint of its weights alone, and another fit."""
+    trainer, here = fit(hsdp())
+    net, path = trainer.lightning_module, FOLDER / "weights"
+    trainer.save_checkpoint(path, weights_only=True)
+    losses = [trainer.validate(net, data(), ckpt_path=which, verbose=False)[0]["loss"] for which in (None, path)]
+    kept = apart(weights(net), here)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(net, data())
+    return {"losses": losses, "kept": kept, "steps": trainer.global_step, "replicas_apart": replicas_apart(trainer)}
+
+
 class Refused(Net):
     """Whatever `shard` does instead of what it should."""
 
@@ -243,6 +258,7 @@ found = {
     "wrapped": wrapped(),
     "sgd": checkpoints(adamw=False),
     "adamw": checkpoints(adamw=True),
+    "evaluated": evaluated(),
     "refused": refused(),
 }
 print(json.dumps(found))

@@ -54,6 +54,14 @@ def test_checkpoints_load_on_other_meshes(outcome, optimizer, way):
     assert remembered_apart <= 1e-6
 
 
+def test_fit_validate_and_fit_again(outcome):
+    seen = outcome["evaluated"]
+    assert seen["losses"][0] == seen["losses"][1]
+    assert seen["kept"] == 0
+    assert seen["steps"] == 20
+    assert seen["replicas_apart"] == 0
+
+
 REFUSED = {
     "not sharded": "configure_model() with CompressedHSDPStrategy: got 'a model that is not sharded'",
     "both dimensions": "got \"R, S(0) over ('replicate', 'shard')\"",
