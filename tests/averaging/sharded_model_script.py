@@ -23,6 +23,7 @@ REPLICAS = MESH.get_group("replicate")
 SHAPES = {"kernel": (9, 4, 3, 3), "matrix": (12, 25), "row": (1, 60), "small": (3, 3), "bias": (10,)}
 """Uneven shards, one that is empty on every second rank, and two tensors that are not compressed."""
 LR = 0.1
+BF16_INSIDE = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class Table(nn.Module):
@@ -130,7 +131,7 @@ def as_plain(make, make_optimizer):
         plain.register_parameter(name, nn.Parameter(part.clone()))
     pairs = [averager_of(one, make(), make_optimizer) for one in (model, plain)]
     named = dict(model.named_parameters())
-    for step in range(6):
+    for step in range(4):
         with pairs[0][1].local_weights(), pairs[1][1].local_weights():
             backward(model, pairs[0][0], step)
         for name, parameter in plain.named_parameters():
@@ -271,8 +272,8 @@ with registered():
     found = {
         "like_fsdp": {
             "sgd, clipped": like_fsdp(with_momentum, clip=0.05),
-            "adamw, accumulated": like_fsdp(adamw, layers=True, backwards=2),
-            "adamw, bf16 inside": like_fsdp(adamw, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+            "adamw, accumulated": like_fsdp(adamw, backwards=2),
+            "layers, bf16 inside": like_fsdp(with_momentum, layers=True, policy=BF16_INSIDE, steps=20),
         },
         "conserved": {name: conserved(make) for name, make in REMEMBERING.items()},
         "as_plain": {
