@@ -29,7 +29,7 @@ from lightning_gradcomp.registry import entries, load_entry_points, register
 
 # gradcomp_command.py sets this variable while it imports the package, in the process that composes and checks a run.
 if "GRADCOMP_WITHOUT_LIGHTNING" not in os.environ:
-    from lightning_gradcomp.averaging import GradientAverager, Stats
+    from lightning_gradcomp.averaging import GradientAverager, Stats, load_sharded_state, save_sharded_state
     from lightning_gradcomp.local_sgd.averager import DelayedAverager
     from lightning_gradcomp.local_sgd.elastic import ElasticAverager
     from lightning_gradcomp.parameter_server.averager import AsyncAverager
@@ -39,6 +39,7 @@ if "GRADCOMP_WITHOUT_LIGHTNING" not in os.environ:
         CommunicationMonitor,
         CompressedDDPStrategy,
         CompressedFabricStrategy,
+        CompressedHSDPStrategy,
         DelayedStrategy,
         SparsityWarmup,
     )
@@ -56,6 +57,7 @@ __all__ = [
     "CommunicationMonitor",
     "CompressedDDPStrategy",
     "CompressedFabricStrategy",
+    "CompressedHSDPStrategy",
     "Compressor",
     "DelayedAverager",
     "DelayedStrategy",
@@ -79,8 +81,10 @@ __all__ = [
     "TernGrad",
     "TwoBit",
     "entries",
+    "load_sharded_state",
     "pack_bits",
     "register",
+    "save_sharded_state",
     "topk",
     "unpack_bits",
 ]

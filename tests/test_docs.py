@@ -183,6 +183,15 @@ def test_the_page_of_delayed_averaging_has_its_options():
             assert table[name] == written(parameter.default)
 
 
+def test_the_page_of_sharded_models_has_its_options():
+    table = {row[0].strip("`"): row[1].strip("`") for row in rows("docs/hsdp.md", "## Options")}
+    parameters = dict(inspect.signature(lgc.CompressedHSDPStrategy).parameters)
+    assert set(table) == set(parameters)
+    for name, parameter in parameters.items():
+        if name != "timeout":
+            assert table[name] == written(parameter.default)
+
+
 def test_every_public_name_is_on_the_page_of_the_api():
     page = "docs/api.md"
     assert {row[0].strip("`") for row in rows(page, "# API")} == set(lgc.__all__)

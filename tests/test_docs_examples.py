@@ -1,4 +1,4 @@
-"""The complete scripts in docs/examples/ train, side by side, two processes each."""
+"""The complete scripts in docs/examples/ train, side by side, in processes of their own."""
 
 import re
 
@@ -13,6 +13,7 @@ EPOCHS = "2"
 def test_the_examples_train_as_they_stand():
     started = {name: [Forked(str(EXAMPLES / name), EPOCHS)] for name in ("lightning_digits.py", "fabric_digits.py")}
     started["pytorch_digits.py"] = start_world(2, str(EXAMPLES / "pytorch_digits.py"), EPOCHS)
+    started["hsdp_digits.py"] = start_world(4, str(EXAMPLES / "hsdp_digits.py"), EPOCHS)
     assert set(started) == {path.name for path in EXAMPLES.glob("*.py")}
     for name, ranks in started.items():
         for done in [rank.end() for rank in ranks]:

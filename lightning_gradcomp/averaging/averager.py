@@ -20,6 +20,7 @@ from torch import nn
 from lightning_gradcomp.averaging.autotune import CANDIDATES, DENSE, Autotune
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
 from lightning_gradcomp.averaging.faults import explained
+from lightning_gradcomp.averaging.fsdp import Shards, check_group, is_sharded, reshard
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats, residual_to_gradient
 from lightning_gradcomp.averaging.step import CompressedStep, average_dense
@@ -58,12 +59,15 @@ class GradientAverager:
     Every rank ends each step with bitwise the same gradients. State is fp32 and keyed by parameter name.
 
     Args:
-        model: the bare module (not wrapped in DDP), with the same parameters on every rank.
+        model: the bare module (not wrapped in DDP), with the same parameters on every rank. Or one that
+            `torch.distributed.fsdp.fully_shard` has prepared with a mesh of one dimension: each rank then averages its
+            own shards with the ranks of `process_group`, which hold the same shards of other replicas.
         compressor: an instance, or a name with default options.
         optimizer: DGC needs `torch.optim.SGD`, `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and
             AdamW, whatever has error feedback accumulates the optimizer's steps instead of gradients: `average` then
             makes the steps of compressed parameters, and their `p.grad` is None afterwards.
-        process_group: default: the world; a process without torch.distributed is a world of one.
+        process_group: default: the world; a process without torch.distributed is a world of one. For a sharded model,
+            that of the mesh's replicate dimension: `mesh.get_group("replicate")`.
         topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the mean
             on, compressed again; for many ranks. "server": the same with dense means. "auto": what a trial in the first
             steps finds quickest: dense steps, or one of the first two. Or a kvstore's name: "device", "dist_sync",
@@ -98,10 +102,14 @@ class GradientAverager:
             raise refusal("GradientAverager(model)", "DistributedDataParallel", "the module inside it")
         self.compressor: Compressor = build(compressor).for_optimizer(optimizer)
         self.compressor.check_optimizer(optimizer)
-        if process_group is None and dist.is_initialized():
-            process_group = dist.group.WORLD
         route = resolve(topology, inside, residual_device, self.compressor)
-        self.ranks = workers(process_group, route.inside, ranks_per_node)
+        self.shards = Shards(model, optimizer) if is_sharded(model) else None
+        """Of a sharded model: where its parameters, gradients and optimizer become plain tensors, and back."""
+        if self.shards:
+            check_group(self.shards, process_group, route)
+        elif process_group is None and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self.ranks = workers(process_group, route.inside, ranks_per_node, self.shards.group if self.shards else None)
         self.world = self.ranks.world
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.schedule: Schedule | None = self.compressor.schedule()
@@ -116,7 +124,7 @@ class GradientAverager:
         """Whether compressed steps also measure `stats.residual_to_gradient`: two passes over the model."""
         self._holds_momentum = False
         """Whether the gradients are the average of a compressed step, in which momentum is contained."""
-        self.gradients = Gradients(model, self.compressor)
+        self.gradients = Gradients(model, self.compressor, self.shards)
         self._decision: tuple[Any, Decision] | None = None
         self._known_traffic: dict[str, tuple[Any, int]] = {}
         self._compressed: CompressedStep | None = None
@@ -124,7 +132,8 @@ class GradientAverager:
         self.autotune: Autotune | None = None
         """With topology="auto": finds out what is quickest."""
         if isinstance(self.compressor, Lossy):
-            self._compressed = CompressedStep(self.compressor, self.gradients, self.ranks, route, optimizer)
+            stepped = self.shards.optimizer if self.shards else optimizer
+            self._compressed = CompressedStep(self.compressor, self.gradients, self.ranks, route, stepped)
             if route.name == "auto":
                 sharded = self.ranks.workers > 2 and not_sharded_because(self.compressor) is None
                 self._topologies = list(CANDIDATES) if sharded else ["all_gather"]
@@ -149,14 +158,15 @@ class GradientAverager:
 
     def _decide(self) -> Decision:
         alone = self.ranks.workers == 1
-        if alone or self.schedule is None or self._compressed is None or not self.gradients.compressed:
+        largest = self.gradients.largest
+        if alone or self.schedule is None or self._compressed is None or not largest.layout.n:
             return Decision()
         self._check_epochs_are_counted()
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
         if not sparsity:
             return Decision()
-        compressor, dense = self._compressed.compressor.at(sparsity), self._dense_traffic()
+        compressor, dense = self._compressed.compressor.at(sparsity), self.ranks.dense_traffic(largest.nbytes)
         affordable = [name for name in self._topologies if self._traffic(compressor, name) < dense]
         topology = affordable[0] if affordable else DENSE
         if self.autotune:
@@ -210,12 +220,21 @@ class GradientAverager:
     def use_local_weights(self) -> None:
         """Enter `local_weights`, for a caller that leaves it by `use_shared_weights`."""
         if self._compressed and not self.gradients.stale:
-            self._compressed.use_local_weights()
+            with self._plain_tensors():
+                self._compressed.use_local_weights()
+            if self.shards:
+                reshard(self.model)
 
     def use_shared_weights(self) -> None:
         """Let the weights be those of all ranks."""
-        if self._compressed:
+        if self._compressed and self._compressed.local_weights.in_use:
             self._compressed.local_weights.restore()
+            if self.shards:
+                reshard(self.model)
+
+    def _plain_tensors(self) -> AbstractContextManager[None]:
+        """Inside, the parameters of `gradients` are plain tensors with the model's gradients and optimizer state."""
+        return self.shards.entered() if self.shards else nullcontext()
 
     def step(self) -> None:
         """Average the gradients, then step the optimizer, which applies no momentum that was applied already.
@@ -250,16 +269,26 @@ class GradientAverager:
 
     def _average(self, grad_scale: float) -> None:
         self.use_shared_weights()
-        if self.gradients.stale:
-            self.gradients = Gradients(self.model, self.compressor)
-            if self._compressed:
-                self._compressed.lay_out(self.gradients)
-        if self.dense_step:
-            stats = Stats()
-            with stats.phase("exchange"):
-                self.flagged = average_dense(self.compressor, self.gradients, self.ranks, grad_scale, self.flag)
-            self.after_dense_step(grad_scale=grad_scale, seconds=stats.seconds["exchange"])
-            return
+        with self._plain_tensors():
+            if self.gradients.stale:
+                self.gradients = Gradients(self.model, self.compressor, self.shards)
+                if self._compressed:
+                    self._compressed.lay_out(self.gradients)
+            dense_step, seconds = self.dense_step, 0.0
+            if dense_step:
+                seconds = self._average_densely(grad_scale)
+            else:
+                self._average_compressed(grad_scale)
+        if dense_step:
+            self.after_dense_step(grad_scale=grad_scale, seconds=seconds)
+
+    def _average_densely(self, grad_scale: float) -> float:
+        stats = Stats()
+        with stats.phase("exchange"):
+            self.flagged = average_dense(self.compressor, self.gradients, self.ranks, grad_scale, self.flag)
+        return stats.seconds["exchange"]
+
+    def _average_compressed(self, grad_scale: float) -> None:
         assert self._compressed is not None
         decision, compressed = self.decision, self._compressed
         has_sparsity = decision.compressor is not None and hasattr(decision.compressor, "sparsity")
@@ -288,7 +317,7 @@ class GradientAverager:
         sent = dense * self.compressor.wire_dtype.itemsize // 4
         self.stats = Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
         self.stats.seconds["exchange"] = seconds
-        self.compressor.clip_average(self.gradients.parameters, grad_scale)
+        self.compressor.clip_average([p for p in self.model.parameters() if p.requires_grad], grad_scale)
         self._end_step()
 
     def _end_step(self) -> None:
@@ -302,13 +331,25 @@ class GradientAverager:
     def taken_over(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """For the length of `optimizer.step()`: no momentum or weight decay where the average already holds them."""
         state = self.state
-        return state.stepping(optimizer) if self._holds_momentum and state is not None else nullcontext()
+        if not self._holds_momentum or state is None:
+            return nullcontext()
+        return self._stepping_shards(state, optimizer) if self.shards else state.stepping(optimizer)
+
+    @contextmanager
+    def _stepping_shards(self, state: State, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        assert self.shards is not None
+        if self.shards.optimizer is None:
+            yield
+            return
+        self.shards.enter()
+        with state.stepping(self.shards.optimizer), self.shards.stepping(optimizer):
+            yield
 
     def _traffic(self, compressor: Lossy, topology: str) -> int:
         """Bytes that a step of this compressor sends; known for the latest sparsity."""
         key = topology, getattr(compressor, "sparsity", 0.0), self.gradients
         if self._known_traffic.get(topology, (None, 0))[0] != key:
-            self._known_traffic[topology] = key, traffic(compressor, self.gradients, self.ranks, topology)
+            self._known_traffic[topology] = key, traffic(compressor, self.gradients.largest, self.ranks, topology)
         return self._known_traffic[topology][1]
 
     def _dense_traffic(self) -> int:
@@ -322,7 +363,8 @@ class GradientAverager:
         if ranks.group is None or ranks.world == 1:
             return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
         nodes = f" on {ranks.workers} nodes" if ranks.per_worker > 1 else ""
-        where = f"N={ranks.world}{nodes}, {ranks.group.name()}"
+        shards = f" replicas of {self.shards.number} shards each" if self.shards else ""
+        where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
         if self._compressed is None:
             sent = dense * self.compressor.wire_dtype.itemsize // 4
             return f"{name}: {sent:,} bytes sent a step ({where}, ring all-reduce)."
@@ -345,7 +387,9 @@ class GradientAverager:
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         """Parameter -> torch's name -> mean over ranks of the optimizer's state that is kept here. Collective."""
-        return self._compressed.optimizer_state() if self._compressed else {}
+        with self._plain_tensors():
+            kept = self._compressed.optimizer_state() if self._compressed else {}
+        return self.shards.whole_state(kept, self.gradients.chosen) if self.shards else kept
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name and plain numbers; `torch.load(weights_only=True)` reads it.

@@ -171,7 +171,10 @@ class Exchange:
             Whether every worker's gradient and the mean are finite; per parameter, and for the caller's flag, whether
             any worker has one.
         """
-        good, *anywhere = read_flags(torch.cat([self._finite & mean.finite(), self._present]))
+        bad = ~(self._finite & mean.finite())
+        present, flag = self._present[:-1], self._present[-1:]
+        bad, flag = self.ranks.any_shard(torch.cat([bad, flag])).split(1)
+        good, *anywhere = read_flags(torch.cat([~bad, present, flag]))
         return good, anywhere
 
     def _record(self, sent: int, received: int | None = None) -> None:

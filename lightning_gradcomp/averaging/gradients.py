@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
 
+from lightning_gradcomp.averaging.fsdp import Shards
+from lightning_gradcomp.averaging.local_weights import plain_name
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout
@@ -14,27 +18,49 @@ from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.errors import refusal
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """How a rank's gradients are laid out, without the gradients: what the bytes of a step follow from."""
+
+    layout: Layout
+    dense_layout: Layout
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients in fp32."""
+        return 4 * (self.layout.n + self.dense_layout.n)
+
+
 class Gradients:
     """Which parameters are compressed, and their gradients, collected and assigned afresh at every step.
 
-    Names are those of `model.named_parameters()` without the prefixes that torch.compile adds.
+    Names are those of `model.named_parameters()` without the prefixes of torch.compile and activation checkpointing.
+
+    Args:
+        model: the bare module.
+        compressor: chooses what is compressed, by the shapes of whole tensors.
+        shards: of a sharded model: this rank's part of it, which all but `chosen` and `left_dense` is about.
 
     Raises:
-        ValueError: parameters whose gradients can't be laid out flat (sparse embeddings, complex numbers).
+        ValueError: parameters whose gradients can't be laid out flat (sparse embeddings, complex numbers), or shards
+            that the compressor can't work with.
     """
 
-    def __init__(self, model: nn.Module, compressor: Compressor) -> None:
+    def __init__(self, model: nn.Module, compressor: Compressor, shards: Shards | None = None) -> None:
         for name, module in model.named_modules():
             if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 raise refusal(f"gradients of {name!r}", f"{type(module).__name__}(sparse=True)", "sparse=False")
-        self._every = [(name.replace("_orig_mod.", ""), p) for name, p in model.named_parameters()]
+        self._every = shards.named if shards else [(plain_name(name), p) for name, p in model.named_parameters()]
         self._trainable = self.trainable_now()
         named = [(name, p) for (name, p), trains in zip(self._every, self._trainable, strict=True) if trains]
         for name, parameter in named:
             if parameter.is_complex():
                 raise refusal(f"parameter {name!r}", parameter.dtype, "a real floating-point type")
-        shapes = {name: tuple(p.shape) for name, p in self._every}
+        shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in self._every}
         names = compressor.choose(shapes)
+        if shards:
+            _check_shards(compressor, names, shards.shapes_on(shards.number - 1))
         self.chosen = {name: shape for name, shape in shapes.items() if name in names}
         """Shape of every parameter that is compressed when it trains."""
         self.left_dense = {name: shape for name, shape in shapes.items() if name not in names}
@@ -44,11 +70,21 @@ class Gradients:
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
         self.compressed: list[nn.Parameter] = [p for _, p in taken]
         self.dense: list[nn.Parameter] = [p for _, p in left]
+        self.sharded = shards is not None
+        """Whether the parameters are this rank's shards of others."""
         self.device = named[0][1].device if named else torch.device("cpu")
         self.compressed_flat = torch.zeros(self.layout.n, device=self.device)
         """A buffer for the gradients of `compressed`, fp32 [n]; a step may exchange it for another."""
         self.dense_flat = torch.zeros(self.dense_layout.n, device=self.device)
         """The same for those of `dense`."""
+        self.largest = Layouts(self.layout, self.dense_layout, self.device)
+        """The layouts of the rank that has most to send: of a replica's first shard. All ranks decide by them."""
+        if shards:
+            first = {name: shape for name, shape in shards.shapes_on(0).items() if name in shards.trainable}
+            taken, left = ({n: s for n, s in first.items() if (n in names) is chosen} for chosen in (True, False))
+            self.largest = Layouts(
+                Layout(tuple(taken), tuple(taken.values())), Layout(tuple(left), tuple(left.values())), self.device
+            )
 
     def trainable_now(self) -> list[bool]:
         """Which of the model's parameters require a gradient at this moment."""
@@ -143,6 +179,15 @@ class Gradients:
         for parameter, wanted in zip(self.parameters, present, strict=True):
             if wanted:
                 parameter.grad = torch.full_like(parameter, value)
+
+
+def _check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError where the last shard, of these shapes, has nothing to compress, or what the compressor can't."""
+    taken = {name: shape for name, shape in smallest.items() if name in names}
+    if taken and not any(prod(shape) for shape in taken.values()):
+        allowed = "a mesh with fewer ranks in a replica, or larger tensors: each rank needs a part of some tensor"
+        raise refusal("shards of the tensors that are compressed", "a rank whose shards are all empty", allowed)
+    compressor.check_shards(taken)
 
 
 def _fill(views: list[torch.Tensor], parameters: list[nn.Parameter], scale: float) -> None:

@@ -17,16 +17,23 @@ import torch
 from lightning_gradcomp.compressors.layout import Layout
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 class LocalWeights:
     """Exchanges the data of parameters for that of their local weights, and back.
 
     Args:
         parameters: those of `layout`.
         layout: of the flat buffers that `use` is given.
+        in_place: write local weights into the memory of the parameters, which others read too, and keep a copy of the
+            shared ones. Otherwise that memory is only exchanged for another.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout) -> None:
-        self._parameters, self._layout = parameters, layout
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout, *, in_place: bool = False) -> None:
+        self._parameters, self._layout, self._in_place = parameters, layout, in_place
         self._shared: list[torch.Tensor] = []
         """The data of the parameters while their local weights are in use."""
 
@@ -34,21 +41,36 @@ class LocalWeights:
     def use(self, unsent: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
         """Let the parameters be the shared weights minus scale (0-d) · `unsent` (fp32 [n]), unless they are already.
 
-        `out` (fp32 [n]) holds them until `restore`; parameters of another type or layout have memory of their own.
+        `out` (fp32 [n]) holds them, or `in_place` the shared ones, until `restore`; parameters of another type or
+        layout have memory of their own.
         """
         if self._shared:
             return
         views = zip(self._parameters, self._layout.views(unsent), self._layout.bounds, strict=True)
         for parameter, view, (start, _) in views:
-            local = _like(parameter, out, start)
-            torch.addcmul(parameter, view, scale, value=-1, out=local)
+            other = _like(parameter, out, start)
+            if self._in_place:
+                other.copy_(parameter)
+                torch.addcmul(parameter, view, scale, value=-1, out=parameter.data)
+                self._shared.append(other)
+                continue
+            torch.addcmul(parameter, view, scale, value=-1, out=other)
             self._shared.append(parameter.data)
-            parameter.data = local
+            parameter.data = other
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the parameters are the local weights."""
+        return bool(self._shared)
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Let the parameters be the shared weights again."""
         for parameter, shared in zip(self._parameters, self._shared):  # noqa: B905 - none while they are shared
-            parameter.data = shared
+            if self._in_place:
+                parameter.copy_(shared)
+            else:
+                parameter.data = shared
         self._shared = []
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean
+from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean, read_flags, to_flags
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.local_weights import LocalWeights
 from lightning_gradcomp.averaging.sharded import ShardedExchange
@@ -31,8 +31,24 @@ def average_dense(compressor: Compressor, gradients: Gradients, ranks: Ranks, gr
     gradients.collect(1.0)
     present, saturate = [*gradients.present, flag], grad_scale == 1
     means, (*anywhere, flagged) = all_reduce_mean(ranks, gradients.flats, present, compressor.wire_dtype, saturate)
-    gradients.assign(Dense(means[0]), means[1], anywhere, 1.0)
+    good, flagged = _agreed_by_shards(ranks, means, flagged)
+    if good:
+        gradients.assign(Dense(means[0]), means[1], anywhere, 1.0)
+    else:
+        gradients.fill(torch.nan, anywhere)
     return flagged
+
+
+def _agreed_by_shards(ranks: Ranks, means: list[torch.Tensor], flagged: bool) -> tuple[bool, bool]:
+    """Whether the means are finite on every rank of a sharded replica, and whether `flagged` is set on any.
+
+    Elsewhere all ranks have the same means, and see for themselves what is not finite.
+    """
+    if not ranks.shards:
+        return True, flagged
+    finite = torch.stack([all_finite(mean) for mean in means]).all()
+    bad, flagged = read_flags(ranks.any_shard(torch.stack([~finite, to_flags([flagged], finite.device)[0]])))
+    return not bad, flagged
 
 
 class CompressedStep:
@@ -56,14 +72,18 @@ class CompressedStep:
     ) -> None:
         self.compressor, self.ranks, self.gradients = compressor, ranks, gradients
         self.state = WorkerState(compressor, gradients, ranks, topology, optimizer)
-        self.local_weights = LocalWeights(gradients.compressed, gradients.layout)
+        self.local_weights = self._local_weights()
         self._buffer = torch.empty(0)
+
+    def _local_weights(self) -> LocalWeights:
+        # FSDP reads the memory of the shards, not the tensors that stand for them here.
+        return LocalWeights(self.gradients.compressed, self.gradients.layout, in_place=self.gradients.sharded)
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients; what is remembered follows by name."""
         self.state.lay_out(gradients)
-        self.local_weights = LocalWeights(gradients.compressed, gradients.layout)
         self.gradients, self._buffer = gradients, torch.empty(0)
+        self.local_weights = self._local_weights()
 
     def use_local_weights(self) -> None:
         """Let the weights be without the steps that this worker has not sent, until `local_weights.restore`."""
@@ -108,7 +128,7 @@ class CompressedStep:
                 state.dense.subtract(Dense(exchange.dense_sent))
                 moved = self._names(anywhere)
                 self._commit(moved)
-                state.compressed.observe(exchange.dense_sent, exchange.dense_mean)
+                self._observe(exchange.dense_sent, exchange.dense_mean)
                 self._use(mean, exchange.dense_mean, anywhere, moved, grad_scale)
             else:
                 gradients.fill(torch.nan, anywhere)
@@ -137,7 +157,9 @@ class CompressedStep:
         with stats.phase("exchange"):
             [mean, mean_dense, *moments], (*anywhere, flagged) = all_reduce_mean(self.ranks, flats, [*present, flag])
         with stats.phase("decompress"):
-            if all_finite(mean) & all_finite(mean_dense):
+            good = bool(all_finite(mean) & all_finite(mean_dense))
+            agreed, flagged = _agreed_by_shards(self.ranks, [mean, mean_dense], flagged)
+            if good and agreed:
                 moved = self._names(anywhere)
                 state.compressed.give_back(dict(zip(own, moments, strict=True)), moved)
                 state.clear()
@@ -166,12 +188,25 @@ class CompressedStep:
         else:
             if alone:
                 gradients.collect(grad_scale)
-            self.compressor.clip_local(gradients.flats, self.ranks.workers)
+            self.compressor.clip_local(gradients.flats, self._norm(), self.ranks.workers)
             local = LocalGradient.of(gradients.compressed_flat, gradients.layout)
         local_dense = LocalGradient.of(gradients.dense_flat, gradients.dense_layout)
         state.compressed.compensate(local, gradients.compressed_flat)
         state.dense.compensate(local_dense, gradients.dense_flat)
         return local.finite & local_dense.finite
+
+    def _norm(self) -> torch.Tensor:
+        """The norm of this worker's whole gradient, which is in the buffers: 0-d."""
+        norms = torch.stack([flat.norm() for flat in self.gradients.flats])
+        if not self.ranks.shards:
+            return torch.linalg.vector_norm(norms)
+        return self.ranks.over_shards(norms.square().sum()).sqrt()
+
+    def _observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Tell a state that asks for it of the uncompressed gradient: this worker's, and the mean, fp32 [d] each."""
+        if self.state.compressed.makes_step:
+            squares = torch.stack([own.square().sum(), mean.square().sum()])
+            self.state.compressed.observe(*self.ranks.over_shards(squares))
 
     def _exchange(
         self, step: int, dense: torch.Tensor, finite: torch.Tensor, present: list[bool], stats: Stats

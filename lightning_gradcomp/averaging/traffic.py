@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lightning_gradcomp.averaging.framing import Frame
-from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.gradients import Gradients, Layouts
 from lightning_gradcomp.averaging.sharded import split_dense
 from lightning_gradcomp.averaging.topology import SHARDED
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Lossy
 
 
-def messages(compressor: Lossy, gradients: Gradients) -> list[tuple[str, int]]:
+def messages(compressor: Lossy, gradients: Gradients | Layouts) -> list[tuple[str, int]]:
     """What a step exchanges without shards, in order: ("gather", "mean" or "maximum", bytes).
 
     The uncompressed gradients and the flags travel with the first gather or mean, or in a gather of their own.
@@ -30,7 +30,7 @@ def messages(compressor: Lossy, gradients: Gradients) -> list[tuple[str, int]]:
     return found
 
 
-def traffic(compressor: Lossy, gradients: Gradients, ranks: Ranks, topology: str) -> int:
+def traffic(compressor: Lossy, gradients: Gradients | Layouts, ranks: Ranks, topology: str) -> int:
     """Bytes that a step sends between workers, of the rank that sends the most."""
     if topology in SHARDED:
         return _sharded_traffic(compressor, gradients, ranks, dense_pull=topology == "server")
@@ -45,7 +45,7 @@ def traffic(compressor: Lossy, gradients: Gradients, ranks: Ranks, topology: str
     return total
 
 
-def _sharded_traffic(compressor: Lossy, gradients: Gradients, ranks: Ranks, *, dense_pull: bool) -> int:
+def _sharded_traffic(compressor: Lossy, gradients: Gradients | Layouts, ranks: Ranks, *, dense_pull: bool) -> int:
     push, pull, values = [], [], compressor.dense_values
     shards = gradients.layout.shards(ranks.workers)
     for shard, dense in zip(shards, split_dense(gradients.dense_layout.n, ranks.workers), strict=True):
@@ -59,6 +59,6 @@ def _sharded_traffic(compressor: Lossy, gradients: Gradients, ranks: Ranks, *, d
     return before + ranks.scatter_traffic(push, push.index(min(push))) + ranks.gather_traffic(max(pull))
 
 
-def _flags(gradients: Gradients) -> int:
+def _flags(gradients: Gradients | Layouts) -> int:
     """One that says whether the gradient is finite, one for each parameter, and the caller's."""
-    return 2 + len(gradients.parameters)
+    return 2 + len(gradients.layout.names) + len(gradients.dense_layout.names)

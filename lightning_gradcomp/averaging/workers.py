@@ -53,10 +53,14 @@ class Ranks:
     Args:
         group: None is a world of one, where nothing travels.
         world: without a group, the number of ranks whose traffic is only counted.
+        shards: of a sharded model: the ranks of this replica. Together they are the worker, but each has to do with
+            the ranks of `group` alone, which hold the same shard; what all of a worker must agree on is added up here.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, world: int = 1) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup | None, world: int = 1, shards: dist.ProcessGroup | None = None
+    ) -> None:
+        self.group, self.shards = group, shards if shards and shards.size() > 1 else None
         self.world = group.size() if group else world
         self.rank = group.rank() if group else 0
         if group:
@@ -85,6 +89,18 @@ class Ranks:
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         """From a rank's gradients (flat fp32, in place) to its worker's: the mean, and which flags any rank has set."""
         return flags
+
+    def over_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values` (fp32 [m]) over the ranks that share a worker's gradient: of a few numbers, not of
+        gradients."""
+        if self.shards:
+            values = values.clone()
+            dist.all_reduce(values, group=self.shards)
+        return values
+
+    def any_shard(self, flags: torch.Tensor) -> torch.Tensor:
+        """Which `flags` (bool [m]) are set on any rank that has a part of a worker's gradient."""
+        return self.over_shards(flags.float()) > 0 if self.shards else flags
 
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begins a `gather`. What it returns waits for the messages; called in the same order on all ranks."""
@@ -296,19 +312,22 @@ class Nodes(Ranks):
         return by_place.transpose(0, 1).reshape(len(rows), -1)[:, :length]
 
 
-def workers(group: dist.ProcessGroup | None, inside: str, ranks_per_node: int | None) -> Ranks:
+def workers(
+    group: dist.ProcessGroup | None, inside: str, ranks_per_node: int | None, shards: dist.ProcessGroup | None = None
+) -> Ranks:
     """The ranks of `group` as workers: each by itself, or those of a node together.
 
     Args:
         group: None is a world of one.
         inside: as in `Route`.
         ranks_per_node: default: what torchrun has started on this node (`LOCAL_WORLD_SIZE`).
+        shards: as for `Ranks`.
 
     Raises:
         ValueError: inside="dense" where nobody says how many ranks a node has, or nodes differ in that.
     """
     if inside == "compressed" or group is None:
-        return Ranks(group)
+        return Ranks(group, shards=shards)
     per_node = ranks_per_node or _started_here(os.environ)
     if per_node is None:
         raise refusal("ranks_per_node with inside='dense'", None, "the number of ranks on each node")

@@ -165,7 +165,7 @@ class AdamStep(State):
 
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         beta2 = next((rule.betas[1] for rule in self._rules() if rule), 0.0)
-        self._squares = beta2 * self._squares + torch.stack([own.square().sum(), mean.square().sum()])
+        self._squares = beta2 * self._squares + torch.stack([own, mean])
 
     def _take_over_moments(self) -> None:
         """Copy the moments of dense steps, or those that the optimizer has loaded."""

@@ -163,6 +163,13 @@ class Compressor(CompressorBase):
     def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """ValueError for an optimizer that this compressor can't work with."""
 
+    def check_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """ValueError where this compressor can't work with each rank's shards of a sharded model.
+
+        Args:
+            shapes: of the smallest shard of every tensor that is compressed.
+        """
+
     def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Self:
         """With the options whose defaults follow from the optimizer."""
         return self
@@ -242,14 +249,18 @@ class Lossy(Compressor, ABC):
         """
         return self.remembers(optimizer)(layout, device)
 
-    def clip_local(self, gradient: Sequence[torch.Tensor], workers: int) -> None:
-        """Clip a worker's whole gradient (flat tensors, in place) at √N · clip_norm, N being the number of workers.
+    def clip_local(self, gradient: Sequence[torch.Tensor], norm: torch.Tensor, workers: int) -> None:
+        """Clip a worker's whole gradient at √N · clip_norm, N being the number of workers.
 
         The mean of N independent gradients has about 1/√N of the norm of one, so √N · clip_norm locally stands in for
         clip_norm on the average.
+
+        Args:
+            gradient: flat tensors, clipped in place; of a sharded model, this rank's part of the worker's gradient.
+            norm: of the worker's whole gradient, 0-d.
+            workers: N.
         """
         if self.clip_norm is not None:
-            norm = torch.linalg.vector_norm(torch.stack([part.norm() for part in gradient]))
             for part in gradient:
                 part.mul_(torch.clamp(workers**0.5 * self.clip_norm / (norm + 1e-6), max=1.0))
 

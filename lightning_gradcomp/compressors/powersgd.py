@@ -120,6 +120,14 @@ class PowerSGD(Lossy):
         small = (out + rest) * self.rank * self.min_compression < out * rest
         return small and self.rank <= min(out, rest)
 
+    def check_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Each shard is a matrix of its own, which needs as many rows as its factors have columns."""
+        for name, shape in shapes.items():
+            if (least := min(shape[0], prod(shape[1:]))) < self.rank:
+                got = f"a shard of {name!r} with {least}"
+                allowed = f"{self.rank} or more: a lower rank, fewer ranks in a replica, or exclude=[{name!r}]"
+                raise refusal(f"rows or columns with PowerSGD(rank={self.rank})", got, allowed)
+
     def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
         """Residuals and queries, also with Adam: a low-rank average misses no element for long."""
         return PowerSGDState

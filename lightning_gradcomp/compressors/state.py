@@ -89,7 +89,7 @@ class State:
         """The gradient of the tensors that travel uncompressed, in a step that counts: of this worker, and the mean.
 
         Args:
-            own, mean: fp32 [d] each, as all workers have decoded them.
+            own, mean: the square of the norm of what all workers have decoded, 0-d each.
         """
 
     def absorb(self, flat: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.communication_monitor import CommunicationMonitor
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.fabric import CompressedFabricStrategy
+from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
 from lightning_gradcomp.plugin.sparsity_warmup import SparsityWarmup
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 from lightning_gradcomp.registry import Entry, notify
@@ -21,6 +22,7 @@ __all__ = [
     "CommunicationMonitor",
     "CompressedDDPStrategy",
     "CompressedFabricStrategy",
+    "CompressedHSDPStrategy",
     "DelayedStrategy",
     "SparsityWarmup",
 ]

@@ -1,4 +1,4 @@
-"""What the two Trainer strategies share: checks before the launch, explained exchanges, safe checkpoints."""
+"""What the Trainer strategies share: checks before the launch, explained exchanges, safe checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import (
@@ -41,7 +41,58 @@ def warn_of_stale_addresses() -> None:
         )
 
 
-class BaseStrategy(DDPStrategy):
+class ExplainedStrategy(ParallelStrategy):
+    """Names rank, step and phase where an exchange fails."""
+
+    def explained(self, doing: str) -> AbstractContextManager[None]:
+        """Name what fails inside."""
+        return explained(self._steps, doing)
+
+    @property
+    def _steps(self) -> int:
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None  # `module.trainer` raises where there is none
+        return trainer.global_step if trainer is not None else 0
+
+    def setup(self, trainer: Trainer) -> None:
+        with self.explained("setting up the model"):
+            super().setup(trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explained("forward"):  # DDP sends buffers before it
+            return super().training_step(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self.explained("at a barrier"):
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explained("in a broadcast"):
+            return super().broadcast(*args, **kwargs)  # type: ignore[misc]
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explained("in a reduction"):
+            return super().reduce(*args, **kwargs)  # type: ignore[misc]
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        with self.explained("in a gather"):
+            return super().all_gather(*args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if is_lost_peer(exception) and not isinstance(exception, ExchangeFailed):
+            # A collective of the user's, or of Lightning's outside the strategy, such as a metric's.
+            doing = "in an exchange that is not the strategy's"
+            exception.args = (explanation(exception, self._steps, doing), *exception.args[1:])
+        elif not isinstance(exception, ExchangeFailed):
+            post_reason(f"raised {type(exception).__name__}: {exception}")
+            return
+        if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
+            time.sleep(1.0)  # for the others to log their reasons
+            self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU
+
+
+class BaseStrategy(ExplainedStrategy, DDPStrategy):
     """DDPStrategy that checks a fit before it starts processes, names rank, step and phase where an exchange fails, and
     runs no code from checkpoints."""
 
@@ -65,43 +116,9 @@ class BaseStrategy(DDPStrategy):
         """Refuse what can't be honoured, before other processes are started."""
         raise NotImplementedError
 
-    def explained(self, doing: str) -> AbstractContextManager[None]:
-        """Name what fails inside."""
-        return explained(self._steps, doing)
-
-    @property
-    def _steps(self) -> int:
-        module = self.lightning_module
-        trainer = module._trainer if module is not None else None  # `module.trainer` raises where there is none
-        return trainer.global_step if trainer is not None else 0
-
     def setup_distributed(self) -> None:
         super().setup_distributed()
         warn_of_stale_addresses()
-
-    def setup(self, trainer: Trainer) -> None:
-        with self.explained("setting up the model"):
-            super().setup(trainer)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.explained("forward"):  # DDP sends buffers before it
-            return super().training_step(*args, **kwargs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self.explained("at a barrier"):
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        with self.explained("in a broadcast"):
-            return super().broadcast(*args, **kwargs)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        with self.explained("in a reduction"):
-            return super().reduce(*args, **kwargs)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        with self.explained("in a gather"):
-            return super().all_gather(*args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As `Strategy.load_checkpoint`, but no code in the file is run, unless weights_only=False is given.
@@ -134,16 +151,3 @@ class BaseStrategy(DDPStrategy):
                 with suppress(OSError):
                     os.remove(partial)
             raise
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if is_lost_peer(exception) and not isinstance(exception, ExchangeFailed):
-            # A collective of the user's, or of Lightning's outside the strategy, such as a metric's.
-            doing = "in an exchange that is not the strategy's"
-            exception.args = (explanation(exception, self._steps, doing), *exception.args[1:])
-        elif not isinstance(exception, ExchangeFailed):
-            post_reason(f"raised {type(exception).__name__}: {exception}")
-            return
-        if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
-            time.sleep(1.0)  # for the others to log their reasons
-            self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU

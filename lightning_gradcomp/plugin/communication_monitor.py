@@ -20,6 +20,7 @@ from lightning_gradcomp.local_sgd.stats import DelayedStats
 from lightning_gradcomp.parameter_server.averager import AsyncAverager, AsyncStats
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
+from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
 RECENT_STEPS = 1000
@@ -28,14 +29,13 @@ PHASES = ("compute", "compress", "exchange", "decompress")
 
 
 Averager = GradientAverager | DelayedAverager | AsyncAverager
+STRATEGIES = (CompressedDDPStrategy, CompressedHSDPStrategy, DelayedStrategy, AsyncStrategy)
 
 
 def averager_of(trainer: Trainer) -> Averager:
     """The averager of a fit."""
     strategy = trainer.strategy
-    assert (
-        isinstance(strategy, CompressedDDPStrategy | DelayedStrategy | AsyncStrategy) and strategy.averager is not None
-    )
+    assert isinstance(strategy, STRATEGIES) and strategy.averager is not None
     return strategy.averager
 
 
@@ -82,7 +82,7 @@ class CommunicationMonitor(Callback):
 
     def check_strategy(self, strategy: Any) -> None:
         """ValueError for a strategy that has nothing to show."""
-        if not isinstance(strategy, CompressedDDPStrategy | DelayedStrategy | AsyncStrategy):
+        if not isinstance(strategy, STRATEGIES):
             allowed = "a strategy of lightning_gradcomp ('ddp_dense' is plain DDP, measured)"
             raise refusal("the strategy of CommunicationMonitor", type(strategy).__name__, allowed)
 

@@ -5,11 +5,13 @@ Under the key "lightning_gradcomp" are the compressor's name, the number of rank
     ranks: [state of rank 0, ...]        gather: everything in one file
     sidecars: "name of a folder"         sidecar: a file for each rank, in a folder beside the checkpoint
     mean: state                          mean: one copy, whatever the number of ranks
+    sharded: "name of a folder"          of a sharded model: a folder in the distributed checkpoint
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_gradcomp.averaging import GradientAverager, mean_state
+from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
+from lightning_gradcomp.averaging.sharded_checkpoint import own_memory
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars
 from lightning_gradcomp.registry import entries
@@ -77,12 +80,12 @@ class RankStates:
         if mode == "gather" and total > GATHER_LIMIT and self.sidecars.possible:
             rank_zero_info(f"What the {averager.world} ranks remember, {total:,} bytes, is saved in sidecar files.")
             mode = "sidecar"
-        saved: State = {"format": FORMAT, "compressor": _name(averager), "world_size": averager.world}
+        saved: State = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
         checkpoint[KEY] = saved
         if mode == "sidecar":
             saved["sidecars"] = self.sidecars.write(state, path, averager.steps)
         elif mode == "mean":
-            saved["mean"] = _mean_over_ranks(state, averager)
+            saved["mean"] = mean_over_ranks(state, averager)
         else:
             everyone: list[Any] | None = [None] * averager.world if dist.get_rank() == 0 else None
             dist.gather_object(state, everyone, dst=0)
@@ -103,26 +106,38 @@ class RankStates:
             ValueError: a state that can't be read, or doesn't fit the model.
         """
         saved = checkpoint.get(KEY)
-        if saved is None or self.mode == "drop" or saved.get("compressor") != _name(averager):
+        if saved is None or self.mode == "drop" or saved.get("compressor") != name_of(averager):
             held = "nothing that ranks remember" if saved is None else f"what {saved.get('compressor')!r} remembers"
             why = "checkpoint_state='drop'" if self.mode == "drop" else f"the checkpoint holds {held}"
-            rank_zero_info(f"{why}: {_name(averager)} starts with nothing remembered.")
+            rank_zero_info(f"{why}: {name_of(averager)} starts with nothing remembered.")
             return
         if saved.get("format") != FORMAT:
             raise refusal(f"checkpoint[{KEY!r}]['format']", saved.get("format"), str(FORMAT))
         world = saved["world_size"]
+        if "sharded" in saved:
+            self._restore_sharded(path, saved, averager)
+            return
 
         def of_rank(rank: int) -> State:
             return self.sidecars.read(path, saved["sidecars"], rank) if "sidecars" in saved else saved["ranks"][rank]
 
         if "mean" not in saved and world == averager.world:
-            state = of_rank(dist.get_rank())
+            state = of_rank(averager.ranks.rank)
         else:
             rank_zero_info(f"{averager.world} ranks start with the mean of what the checkpoint's {world} remembered.")
             state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
         memory = dict(state["memory"])
         self._accumulated = memory.pop("accumulated", {})
+        memory = own_memory(averager, memory) if averager.shards else memory
         averager.load_state_dict({**state, "memory": memory})
+
+    def _restore_sharded(self, path: Any, saved: State, averager: GradientAverager) -> None:
+        if not averager.shards:
+            what, allowed = "checkpoint of a sharded model", "one saved with save_distributed_checkpoint=False"
+            raise refusal(what, "what replicas remember in a folder", f"{allowed}, or checkpoint_state='drop'")
+        if saved["world_size"] != averager.world:
+            rank_zero_info(f"{averager.world} replicas start with the mean of what {saved['world_size']} remembered.")
+        load_sharded_state(averager, Path(path) / saved["sharded"])
 
     def put_back_accumulated(self, averager: GradientAverager) -> None:
         """Set the gradients of an unfinished accumulation, which Lightning zeroes after restoring."""
@@ -147,7 +162,7 @@ def _size(state: State, averager: GradientAverager) -> int:
     return sum(rest) + averager.gradients.nbytes * sum(kind in memory for kind in differ)
 
 
-def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
+def mean_over_ranks(state: State, averager: GradientAverager) -> State:
     """As `mean_state`, made by all ranks together."""
     memory = {k: parts for k, parts in state["memory"].items() if all(p.is_floating_point() for p in parts.values())}
     mean: State = {kind: {} for kind in memory}
@@ -163,5 +178,6 @@ def _mean_over_ranks(state: State, averager: GradientAverager) -> State:
     return {**state, "memory": mean, "workers": 1}
 
 
-def _name(averager: GradientAverager) -> str:
+def name_of(averager: GradientAverager) -> str:
+    """The name of the averager's compressor."""
     return next(entry.name for entry in entries() if entry.cls is type(averager.compressor))

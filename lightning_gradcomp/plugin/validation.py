@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gradcomp.averaging.workers import all_gather_single
@@ -32,8 +32,13 @@ def check_options(checkpoint_state: str, verify_replicas_every_n_steps: int | No
         if ddp.get(option) is not None:
             raise refusal(f"CompressedDDPStrategy.{option}", ddp[option], "None: the compressor averages")
     check_checkpoint_state(checkpoint_state)
-    if verify_replicas_every_n_steps is not None and verify_replicas_every_n_steps < 1:
-        raise refusal("verify_replicas_every_n_steps", verify_replicas_every_n_steps, "None (never), or 1 or more")
+    check_verification(verify_replicas_every_n_steps)
+
+
+def check_verification(every_n_steps: int | None) -> None:
+    """ValueError for a number of steps between two comparisons of replicas that is none."""
+    if every_n_steps is not None and every_n_steps < 1:
+        raise refusal("verify_replicas_every_n_steps", every_n_steps, "None (never), or 1 or more")
 
 
 def check_checkpoint_state(checkpoint_state: str) -> None:
@@ -97,7 +102,7 @@ def check_clipping(
         raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
 
 
-def check_callbacks(strategy: DDPStrategy, trainer: Trainer) -> None:
+def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:
     """ValueError for a callback of this package that `strategy` has nothing for."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if hasattr(callback, "check_strategy"):

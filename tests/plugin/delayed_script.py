@@ -117,7 +117,19 @@ def goes_on(name):
     return {**straight.seen, "end": apart(straight), "differs": same(straight, resumed), "saved": in_checkpoint}
 
 
+def compiled():
+    """A compiled network, against the same run without."""
+    options = {"period": 3, "delay": 2, **METHODS["dgc"]}
+    _, plain = fit(lgc.DelayedStrategy(**options))
+    L.seed_everything(3, verbose=False)
+    net = Net()
+    net.layers.compile(backend="aot_eager")
+    _, after = fit(lgc.DelayedStrategy(**options), net=net)
+    return same(plain, after)
+
+
 outcome = {name: goes_on(name) for name in METHODS}
+outcome["compiled"] = compiled()
 monitor = lgc.CommunicationMonitor()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

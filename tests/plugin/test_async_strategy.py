@@ -11,7 +11,9 @@ import lightning_gradcomp as lgc
 from tests.plugin.async_script import SMALL, Net, batches, fit
 from tests.processes import run_world
 
-pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:.*callbacks used to create", "ignore:Checkpoint dir")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The dirpath has changed", "ignore:.*callbacks used to create", "ignore:Checkpoint dir"
+)
 SCRIPT = str(Path(__file__).with_name("async_script.py"))
 
 

@@ -38,6 +38,10 @@ def test_resuming_in_mid_round_is_exact(outcome, method):
     assert outcome[method]["differs"] == 0
 
 
+def test_a_compiled_network_trains_as_without(outcome):
+    assert outcome["compiled"] <= 1e-6
+
+
 def test_the_monitor_shows_what_rounds_cost(outcome):
     summary, logged = outcome["monitor"]["summary"], outcome["monitor"]["logged"]
     assert {"comm/bytes_sent", "comm/ratio_N2", "time/exchange_ms"} <= set(logged)

@@ -1,0 +1,299 @@
+"""FSDP2's sharded models as plain tensors: where a rank's shards enter a compressed step, and where they leave it.
+
+The parameters of a module that `torch.distributed.fsdp.fully_shard` has prepared are DTensors over the ranks of a
+replica, and so are their gradients, after backward, and what the optimizer keeps of them. A compressed step knows plain
+tensors alone. `Shards` has one for each shard of this rank, which shares its memory, and an optimizer of theirs:
+
+    enter    p.grad and optimizer.state[p], DTensors     ->  those of the plain parameters and of their optimizer
+             the step: collect, compensate, encode, exchange (with the ranks that hold the same shard elsewhere), ...
+    leave    what the step has made of them              ->  DTensors again
+
+Whole tensors exist nowhere: every rank compresses, remembers and applies what belongs to its own shards. A parameter of
+which this rank's shard is empty takes no part here; other ranks have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_gradcomp.averaging.local_weights import plain_name
+from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.errors import refusal
+
+Shape = tuple[int, ...]
+OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Those whose momentum a compressor may own."""
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` has prepared the model.
+
+    Raises:
+        ValueError: a model of the first FSDP.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise refusal("model", "FullyShardedDataParallel (FSDP1)", "one prepared by torch.distributed.fsdp.fully_shard")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return True
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the parameters be shards. A forward pass without a backward leaves whole ones, which FSDP would use again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: its part of a DTensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How `fully_shard` divides a tensor: along `dim` into `number` parts, the first ones ceil(size / number) long."""
+
+    dim: int
+    number: int
+
+    def shape(self, whole: Shape, shard: int) -> Shape:
+        """The shape of a shard of a tensor of this shape."""
+        size = whole[self.dim]
+        part = -(-size // self.number)
+        own = max(0, min(size, (shard + 1) * part) - shard * part)
+        return (*whole[: self.dim], own, *whole[self.dim + 1 :])
+
+
+class Shards:
+    """This rank's shards of a model's parameters, as plain parameters that share their memory.
+
+    Args:
+        model: prepared by `fully_shard`, with a mesh of one dimension.
+        optimizer: of the model's parameters, if it is known.
+
+    Raises:
+        ValueError: parameters that are not sharded, or over several dimensions, or kept in CPU memory.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        reshard(model)
+        every = [(plain_name(name), _checked(name, parameter)) for name, parameter in model.named_parameters()]
+        self._real = optimizer
+        self.mesh = every[0][1].device_mesh
+        self.group: dist.ProcessGroup = self.mesh.get_group()
+        """The ranks of this replica, each with its own shards."""
+        self.number, self.rank = self.group.size(), self.group.rank()
+        self.device = torch.device(self.mesh.device_type)
+        self.whole_shapes = {name: tuple(parameter.shape) for name, parameter in every}
+        """Shape of every parameter, as if it were not sharded."""
+        self.shardings = {name: Sharding(_dim(p), self.number) for name, p in every}
+        self._wholes = [(name, p) for name, p in every if p.to_local().numel()]
+        self._empty = [(name, p) for name, p in every if not p.to_local().numel()]
+        with torch.no_grad():
+            self.named = [(name, nn.Parameter(p.to_local(), p.requires_grad)) for name, p in self._wholes]
+        """Name and shard of every parameter of which this rank has one."""
+        if self.named:
+            self.device = self.named[0][1].device
+        self._shard_of = {id(whole): own for (_, whole), (_, own) in self._pairs()}
+        self._whole_of = {id(own): whole for (_, whole), (_, own) in self._pairs()}
+        self.optimizer: torch.optim.Optimizer | None = None
+        """The user's optimizer, as if it had these parameters."""
+        if type(optimizer) in OPTIMIZERS and self.named:
+            make: Any = type(optimizer)
+            self.optimizer = make(self._groups(optimizer))
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """id of a DTensor that `leave` has made -> it, and its local part."""
+
+    def _pairs(self) -> Iterator[tuple[tuple[str, Any], tuple[str, nn.Parameter]]]:
+        return zip(self._wholes, self.named, strict=True)
+
+    @property
+    def trainable(self) -> set[str]:
+        """Names of the parameters that require a gradient at this moment, on whichever rank."""
+        return {name for name, parameter in [*self._wholes, *self._empty] if parameter.requires_grad}
+
+    def shapes_on(self, shard: int) -> dict[str, Shape]:
+        """Shape of every parameter's shard on that rank of a replica. The first shards are the largest ones."""
+        return {name: self.shardings[name].shape(shape, shard) for name, shape in self.whole_shapes.items()}
+
+    # Into a step and out of it
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, `named` and `optimizer` have the gradients and the state of the model's; afterwards, it is the other
+        way round."""
+        self.enter()
+        yield
+        self.leave()
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        """Take over memory, gradients and the optimizer's state from the model."""
+        known, self._known = self._known, {}
+        for (_, whole), (_, own) in self._pairs():
+            own.data = whole.to_local()  # loading a state may have moved it
+            own.requires_grad_(whole.requires_grad)
+            own.grad = None if whole.grad is None else self._local(whole.grad, known)
+        if self.optimizer is not None:
+            assert self._real is not None
+            self.optimizer.param_groups = self._groups(self._real)
+            for (_, whole), (_, own) in self._pairs():
+                held = self._real.state.get(whole, {})
+                self.optimizer.state[own] = {key: self._local(value, known) for key, value in held.items()}
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Hand gradients and the optimizer's state back to the model, whatever the step has made of them."""
+        entered = {id(own): (whole, own) for whole, own in self._known.values()}
+        for (_, whole), (_, own) in self._pairs():
+            whole.grad = None if own.grad is None else self._whole(own.grad, whole, entered)
+        if self.optimizer is not None:
+            assert self._real is not None
+            for (_, whole), (_, own) in self._pairs():
+                made = {key: self._whole(value, whole, entered) for key, value in self.optimizer.state[own].items()}
+                if made or whole in self._real.state:
+                    held = self._real.state[whole]
+                    held.clear()
+                    held.update(made)
+
+    def _local(self, value: Any, known: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """The local part of a DTensor: the same object as long as the DTensor is the same."""
+        if not isinstance(value, DTensor):
+            return value
+        own = known[id(value)][1] if id(value) in known else value.to_local()
+        self._known[id(value)] = value, own
+        return own
+
+    def _whole(self, value: Any, like: DTensor, entered: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """The DTensor whose local part is `value`; what is not of a shard's shape is no part of one."""
+        if id(value) in entered:
+            return entered[id(value)][0]
+        if not isinstance(value, torch.Tensor) or value.shape != like.to_local().shape:
+            return value
+        whole = self.whole(value, like)
+        self._known[id(whole)] = whole, value
+        return whole
+
+    def whole(self, own: torch.Tensor, like: DTensor) -> DTensor:
+        """A DTensor that is divided as `like`, and of which this rank has `own`."""
+        shape, stride = like.shape, like.stride()
+        return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+    @torch.no_grad()
+    def whole_state(
+        self, kept: Mapping[nn.Parameter, Mapping[str, torch.Tensor]], chosen: Container[str]
+    ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """An optimizer's state of those of `named` that are `chosen` as that of the model's parameters; with the same
+        keys for those of which this rank's shard is empty."""
+        found, keys = {}, next(iter(kept.values()), {})
+        for name, like in self._empty:
+            if name in chosen and like.requires_grad:
+                found[like] = {key: self.whole(like.to_local().float(), like) for key in keys}
+        for own, held in kept.items():
+            like = self._whole_of[id(own)]
+            found[like] = {key: self.whole(value, like) for key, value in held.items()}
+        return found
+
+    # In checkpoints
+
+    @property
+    def here(self) -> dict[str, Shape]:
+        """Name and shape of this rank's shards."""
+        return {name: tuple(own.shape) for name, own in self.named}
+
+    def has_shape(self, name: str, part: torch.Tensor) -> bool:
+        """Whether `part` has the shape of this rank's shard of the parameter."""
+        return self.here.get(name) == tuple(part.shape)
+
+    def divided(self, name: str, part: torch.Tensor) -> DTensor:
+        """A tensor of the parameter's shape, of which this rank has `part`."""
+        shape, placement = torch.Size(self.whole_shapes[name]), Shard(self.shardings[name].dim)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+    def stacked(self, part: torch.Tensor) -> DTensor:
+        """One row for each rank of the replica: [shards, *shape of part]."""
+        return DTensor.from_local(part.unsqueeze(0), self.mesh, [Shard(0)], run_check=False)
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a tensor of the parameter's shape."""
+        sharding = self.shardings[name]
+        start = self.rank * -(-whole.shape[sharding.dim] // self.number)
+        return whole.narrow(sharding.dim, start, self.here[name][sharding.dim]).clone()
+
+    # What an optimizer and FSDP see
+
+    def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
+        groups = optimizer.param_groups
+        return [{**group, "params": [self._shard_of[i] for i in self._ids(group)]} for group in groups]
+
+    def _ids(self, group: Mapping[str, Any]) -> list[int]:
+        return [id(parameter) for parameter in group["params"] if id(parameter) in self._shard_of]
+
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Show the user's optimizer the groups that `self.optimizer` has now, for the length of its step.
+
+        It counts its own steps of the empty shards, so that its state has the same keys on all ranks.
+        """
+        assert self.optimizer is not None
+        before, empty = optimizer.param_groups, {id(parameter) for _, parameter in self._empty}
+        optimizer.param_groups = [
+            {**group, "params": [self._whole_of[id(own)] for own in group["params"]]}
+            for group in self.optimizer.param_groups
+        ] + [{**group, "params": [p for p in group["params"] if id(p) in empty]} for group in before]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = before
+
+
+def _checked(name: str, parameter: torch.Tensor) -> DTensor:
+    """The parameter; ValueError for one that is no shard, or not divided as `fully_shard` does with one dimension."""
+    what, allowed = f"parameter {name!r}", "one that fully_shard(model, mesh=mesh['shard']) has prepared"
+    if not isinstance(parameter, DTensor):
+        raise refusal(what, "a tensor that is not sharded, in a model that is", allowed)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if mesh.ndim != 1 or type(placements[0]) is not Shard:
+        got = f"{', '.join(map(str, placements))} over {mesh.mesh_dim_names or mesh.ndim}"
+        raise refusal(what, got, f"{allowed}: one dimension, along which it is sharded; replicas are averaged here")
+    if parameter.to_local().device.type != mesh.device_type:
+        raise refusal(f"CPU offload: {what}", f"shards on {parameter.to_local().device}", f"on {mesh.device_type}")
+    return parameter
+
+
+def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: Topology) -> None:
+    """ValueError for another group than that of the replicas of these shards, and for what shards can't do.
+
+    Args:
+        shards: of the model.
+        group: as it was given to the averager.
+        topology: how messages are to travel.
+    """
+    what, allowed = "process_group with a sharded model", "that of the replicate dimension: mesh.get_group('replicate')"
+    if group is None and dist.get_world_size() > shards.number:
+        raise refusal(what, None, allowed)
+    mine = dist.get_process_group_ranks(shards.group)
+    if group is not None and len(set(mine) & set(dist.get_process_group_ranks(group))) > 1:
+        raise refusal(what, "ranks that hold other shards of the same replica", allowed)
+    if topology.name != "all_gather":
+        raise refusal("topology with a sharded model", topology.name, "'all_gather'")
+    if topology.inside != "compressed":
+        raise refusal("inside with a sharded model", topology.inside, "'compressed': FSDP averages inside a replica")
+
+
+def _dim(parameter: DTensor) -> int:
+    placement = parameter.placements[0]
+    assert isinstance(placement, Shard)
+    return placement.dim

@@ -1,0 +1,353 @@
+"""CompressedHSDPStrategy: FSDP2 inside a replica, compressed averages between replicas.
+
+The ranks are a mesh (replicate, shard). FSDP2 knows the shard dimension alone: it gathers weights, and averages and
+divides gradients, between the ranks of one replica, which a quick link joins. The `GradientAverager` averages each
+rank's shards with the ranks that hold the same shards of other replicas: after backward, once for each optimizer step.
+
+Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`, `_device_mesh` (which
+`LightningModule.device_mesh` reads) and `_save_distributed_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
+from lightning_gradcomp.averaging.faults import TIMEOUT
+from lightning_gradcomp.averaging.fsdp import is_sharded, local, reshard
+from lightning_gradcomp.averaging.replicas import compare_replicas
+from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
+from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.local_sgd.sync import broadcast
+from lightning_gradcomp.plugin import sigterm
+from lightning_gradcomp.plugin.base_strategy import ExplainedStrategy, warn_of_stale_addresses
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
+from lightning_gradcomp.plugin.clipping import LocalClipping
+from lightning_gradcomp.plugin.launchers import SubprocessLauncher, optimizers_of
+from lightning_gradcomp.plugin.rank_states import (
+    FORMAT,
+    KEY,
+    RankStates,
+    all_ranks_present,
+    mean_over_ranks,
+    name_of,
+)
+from lightning_gradcomp.plugin.validation import (
+    check_batches,
+    check_callbacks,
+    check_clipping,
+    check_gradients,
+    check_optimizers,
+    check_verification,
+    corrected,
+)
+from lightning_gradcomp.registry import build
+
+MESH = ("replicate", "shard")
+"""The dimensions of `self.device_mesh`."""
+
+
+def mesh_shape(replicate: int | str, shard: int | str, nodes: int, per_node: int) -> tuple[int, int]:
+    """(replicas, shards of each). "auto" is what the other leaves; both: a replica a node.
+
+    Raises:
+        ValueError: sizes that are not those of a mesh of all ranks.
+    """
+    world = nodes * per_node
+    if isinstance(replicate, str) and isinstance(shard, str):
+        return nodes, per_node
+    if isinstance(replicate, str):
+        replicate = max(world // int(shard), 1)
+    elif isinstance(shard, str):
+        shard = max(world // replicate, 1)
+    if replicate * int(shard) != world:
+        got = f"replicate={replicate} x shard={shard}"
+        raise refusal(f"the mesh of {nodes} nodes with {per_node} ranks each", got, f"a product of {world}")
+    return replicate, int(shard)
+
+
+class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
+    """FSDP2 inside a replica, compressed averages between replicas: for models that don't fit one GPU.
+
+        class Model(L.LightningModule):
+            def configure_model(self):
+                for block in self.net.blocks:
+                    fully_shard(block, mesh=self.device_mesh["shard"])
+                fully_shard(self.net, mesh=self.device_mesh["shard"])
+
+        Trainer(strategy=CompressedHSDPStrategy(compressor="dgc", shard=8), devices=8, num_nodes=4)
+
+    Args:
+        compressor: a compressor, or its name. Each rank compresses its own shards: what is a tensor's elsewhere (a
+            scale, a share of elements, a low rank) is a shard's here.
+        replicate: number of replicas. "auto": one for each `shard` ranks.
+        shard: ranks of a replica, each with its shards. "auto": the ranks of a node, or what `replicate` leaves.
+        residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
+            "cpu" memory.
+        timeout: how long a rank waits for the others, anywhere; then it ends with an error.
+        verify_replicas_every_n_steps: compare a checksum of every shard over the replicas, every so many steps.
+        save_distributed_checkpoint: True: a checkpoint is a folder into which each rank writes its shards, with what it
+            remembers of them; a mesh of any shape reads it. False: one file with whole tensors, and the mean of what
+            replicas remember; `CompressedDDPStrategy` reads it too.
+        process_group_backend: as for `ModelParallelStrategy`.
+
+    Raises:
+        ValueError: an option, a mesh, a model, a Trainer feature or an optimizer that can't be honoured, before
+            training starts.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str = "dgc",
+        replicate: int | str = "auto",
+        shard: int | str = "auto",
+        residual_device: str | None = None,
+        timeout: timedelta = TIMEOUT,
+        verify_replicas_every_n_steps: int | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        for name, size in (("replicate", replicate), ("shard", shard)):
+            if size != "auto" and (isinstance(size, str) or not is_whole(size) or size < 1):
+                raise refusal(f"CompressedHSDPStrategy.{name}", size, "'auto', or a whole number from 1")
+        check_verification(verify_replicas_every_n_steps)
+        self.compressor: Compressor = build(compressor)
+        self.replicate, self.shard, self.residual_device = replicate, shard, residual_device
+        self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
+        self.averager: GradientAverager | None = None
+        """Set while fitting."""
+        self._clipping = LocalClipping()
+        self._compared = 0
+
+    # Before and around a fit
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = SubprocessLauncher(self.check, self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuse what can't be honoured, before other processes are started."""
+        mesh_shape(self.replicate, self.shard, self.num_nodes, self.num_processes)
+        if not is_overridden("configure_model", module):
+            allowed = "a configure_model() that calls fully_shard(..., mesh=self.device_mesh['shard'])"
+            raise refusal(f"{type(module).__name__} with CompressedHSDPStrategy", "no configure_model()", allowed)
+        if not module.automatic_optimization:
+            what = f"{type(module).__name__}.automatic_optimization with CompressedHSDPStrategy"
+            raise refusal(what, False, "True: clipping by hand would clip each replica's gradients before the average")
+        if self._layer_sync is not None:
+            allowed = "False: FSDP2 has no wrapper that would convert the layers; convert them in configure_model()"
+            raise refusal("sync_batchnorm with CompressedHSDPStrategy", True, allowed)
+        optimizers = optimizers_of(module)
+        check_clipping(self.compressor, corrected(self.compressor, optimizers, True), trainer, module)
+        self._check_optimizers(optimizers)
+        check_callbacks(self, trainer)
+
+    def _check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        check_optimizers(self.compressor, optimizers)
+        if len(optimizers) > 1:
+            raise refusal("optimizers with CompressedHSDPStrategy", len(optimizers), "1")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank has its own data."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Join the other processes, and make the mesh that `configure_model` finds in `self.device_mesh`."""
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        warn_of_stale_addresses()
+        shape = mesh_shape(self.replicate, self.shard, self.num_nodes, self.num_processes)
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=MESH)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        if not is_sharded(self.lightning_module):
+            allowed = "fully_shard(..., mesh=self.device_mesh['shard']) of the modules that have parameters"
+            raise refusal("configure_model() with CompressedHSDPStrategy", "a model that is not sharded", allowed)
+        reshard(self.lightning_module)  # an earlier validation has left whole parameters
+        super().setup(trainer)
+        self._share_initial_weights()
+        sigterm.restore_handler(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._check_optimizers(self.optimizers)
+        optimizer = corrected(self.compressor, self.optimizers, True)
+        with self.explained("setting up the averages"):
+            self.averager = GradientAverager(
+                self.lightning_module,
+                self._clipping.take_over(self.compressor, optimizer, trainer),
+                optimizer=optimizer,
+                process_group=self.device_mesh.get_group("replicate"),
+                residual_device=self.residual_device,
+                epoch=trainer.current_epoch,
+            )
+        sigterm.set_handler(trainer, self.averager)
+        self.averager.steps = trainer.global_step  # another fit goes on counting
+        self._compared = 0
+        rank_zero_info(self.averager.describe())
+
+    def _share_initial_weights(self) -> None:
+        """Let all replicas begin with the first one's weights, and all ranks with the first one's buffers."""
+        assert self.model is not None
+        with self.explained("sharing the initial weights"):
+            shards = [local(parameter) for parameter in self.model.parameters()]
+            broadcast([shard for shard in shards if shard.numel()], Ranks(self.device_mesh.get_group("replicate")))
+            broadcast(list(self.model.buffers()), Ranks(torch.distributed.group.WORLD))
+
+    def teardown(self) -> None:
+        self._clipping.give_back()
+        super().teardown()
+
+    # Steps
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        with self.explained("at the start of training"):
+            check_batches(self.lightning_module.trainer, self.root_device)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None and self.averager is not None
+        self.averager.epoch = self.lightning_module.current_epoch
+        with self.explained("before a dense step"):
+            sigterm.stop_before_dense_step(self.averager, self.lightning_module.trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.averager is not None
+        self.averager.use_local_weights()
+        return super().training_step(*args, **kwargs)
+
+    def _use_shared_weights(self) -> None:
+        if self.averager is not None:
+            self.averager.use_shared_weights()  # a batch without a loss has no backward
+
+    on_train_end = on_validation_start = on_test_start = on_predict_start = _use_shared_weights
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As `Strategy.backward`: FSDP2 averages inside the replica. Averages of all replicas come with the step."""
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        with self.explained("backward"):
+            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._use_shared_weights()
+        self.post_backward(closure_loss)
+        return precision.post_backward(closure_loss, module)
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `Strategy.optimizer_step`; after the closure, replicas average, and the momentum is taken over."""
+        assert self.averager is not None and self.lightning_module is not None
+        averager, before = self.averager, self.averager.steps
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        with ExitStack() as until_the_end_of_the_step:
+
+            def closure_then_average() -> Any:
+                result = closure()
+                with self.explained("averaging gradients"):
+                    averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
+                sigterm.stop_after_batch(averager, self.lightning_module.trainer)  # type: ignore[union-attr]
+                check_gradients(averager.compressor, optimizer, averager.steps - before)
+                until_the_end_of_the_step.enter_context(averager.taken_over(optimizer))
+                return result
+
+            result = super().optimizer_step(optimizer, closure_then_average, model, **kwargs)
+        every = self.verify_replicas_every_n_steps
+        if every and averager.steps != self._compared and averager.steps % every == 0:
+            self._compared = averager.steps
+            with self.explained("comparing replicas"):
+                named = [(name, local(parameter)) for name, parameter in self.lightning_module.named_parameters()]
+                compare_replicas(named, averager.steps, averager.ranks.group)
+        return result
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that all replicas share, also where an exception ended a forward pass."""
+        self._use_shared_weights()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state as without compression: with the momentum that is kept in the averager."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self.averager is None or not all_ranks_present(self.lightning_module):
+            return super().optimizer_state(optimizer)
+        with self.explained("saving a checkpoint"):
+            kept = self.averager.optimizer_state()
+            before = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in kept}
+            for parameter, state in kept.items():
+                optimizer.state[parameter].update(state)
+            try:
+                return super().optimizer_state(optimizer)
+            finally:
+                for parameter, state in before.items():
+                    optimizer.state[parameter] = state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """As `ModelParallelStrategy`'s, with what replicas remember; a checkpoint of weights alone has none of it."""
+        averager, folder = self.averager, None
+        if "optimizer_states" in checkpoint and averager is not None and all_ranks_present(self.lightning_module):
+            saved: dict[str, Any] = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
+            checkpoint[KEY] = saved
+            if self._save_distributed_checkpoint:
+                saved["sharded"] = folder = KEY
+            else:
+                with self.explained("saving a checkpoint"):
+                    mean = mean_over_ranks(averager.state_dict(), averager)
+                    saved["mean"] = {**mean, "memory": whole_memory(averager, mean["memory"])}
+        with self.explained("saving a checkpoint"):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if folder is not None and averager is not None:
+                save_sharded_state(averager, Path(self.broadcast(filepath)) / folder)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As `ModelParallelStrategy`'s, of a folder or a file. No code in it is run, unless weights_only=False is
+        given; but torch reads the list of what a folder holds (`.metadata`) as a pickle."""
+        path = self.broadcast(checkpoint_path)
+        module, averager = self.lightning_module, self.averager
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        with self.explained("loading a checkpoint"), no_code(weights_only), ExitStack() as afterwards:
+            if not fitting:  # of weights alone, into which an earlier fit's optimizers don't fit
+                afterwards.callback(setattr, self, "optimizers", self.optimizers)
+                self.optimizers = []
+            checkpoint = super().load_checkpoint(path, weights_only)
+            if averager is not None and fitting:
+                averager.steps = checkpoint["global_step"]
+                RankStates("mean", Sidecars(self.checkpoint_io)).restore(checkpoint, path, averager)
+        return checkpoint
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: it is built with its mesh."""

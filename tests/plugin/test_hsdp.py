@@ -1,0 +1,131 @@
+"""CompressedHSDPStrategy: 4 processes as meshes of several shapes. One run of hsdp_script.py serves most tests."""
+
+import json
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_gradcomp as lgc
+from tests.processes import run_world
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    script = str(Path(__file__).with_name("hsdp_script.py"))
+    return json.loads(run_world(4, script, str(tmp_path_factory.mktemp("hsdp")), timeout=150).splitlines()[-1])
+
+
+@pytest.mark.parametrize("how", ["sgd, clipped", "adamw, accumulated", "bf16-mixed", "bf16-true"])
+def test_without_compression_it_is_fsdps_own_hsdp(outcome, how):
+    assert outcome["like_fsdp"][how] <= 1e-6
+
+
+@pytest.mark.parametrize("how", ["dgc", "adamw", "bf16-true", "bf16-true adamw", "onebit"])
+def test_replicas_stay_equal_in_compressed_steps(outcome, how):
+    seen = outcome["trained"][how]
+    assert seen["replicas_apart"] == 0
+    assert seen["finite"]
+    assert seen["parameters"] == ("torch.bfloat16" if "bf16-true" in how else "torch.float32")
+    assert seen["memory"] == ["torch.float32"]
+    assert seen["summary"]["steps"] == (5 if how == "adamw" else 10)
+    assert 0 < seen["summary"]["bytes_sent"] < seen["summary"]["dense_bytes"]
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+def test_a_wrapped_module_trains_as_without(outcome, how):
+    apart, same_names = outcome["wrapped"][how]
+    assert apart <= 1e-6
+    assert same_names
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_resumed_run_goes_on_as_the_whole_one(outcome, optimizer):
+    assert outcome[optimizer]["resumed"] == 0
+
+
+@pytest.mark.parametrize("way", ["2x2 to 1x4", "1x4 to 4x1", "4x1 to ddp", "ddp to 2x2", "file to ddp"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_checkpoints_load_on_other_meshes(outcome, optimizer, way):
+    assert outcome[optimizer]["remembers"]
+    weights_apart, remembered_apart = outcome[optimizer][way]
+    assert weights_apart == 0
+    assert remembered_apart <= 1e-6
+
+
+def test_fit_validate_and_fit_again(outcome):
+    seen = outcome["evaluated"]
+    assert seen["losses"][0] == seen["losses"][1]
+    assert seen["kept"] == 0
+    assert seen["steps"] == 20
+    assert seen["replicas_apart"] == 0
+
+
+REFUSED = {
+    "not sharded": "configure_model() with CompressedHSDPStrategy: got 'a model that is not sharded'",
+    "both dimensions": "got \"R, S(0) over ('replicate', 'shard')\"",
+    "fsdp1": "model: got 'FullyShardedDataParallel (FSDP1)'",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_are_not_sharded_so_are_refused(outcome, case):
+    assert REFUSED[case] in outcome["refused"][case]
+
+
+class Net(L.LightningModule):
+    def __init__(self, optimizers=1):
+        super().__init__()
+        self.layer, self.optimizers_made = torch.nn.Linear(2, 2), optimizers
+
+    def configure_model(self):
+        pass
+
+    def training_step(self, batch, index):
+        pass
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.optimizers_made)]
+
+
+class WithoutConfigureModel(Net):
+    configure_model = L.LightningModule.configure_model
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("mesh", "net", "options", "message"),
+    [
+        ({"shard": 3}, Net(), {}, "the mesh of 1 nodes with 4 ranks each: got 'replicate=1 x shard=3', allowed: .* 4"),
+        ({"replicate": 3, "shard": 2}, Net(), {}, "got 'replicate=3 x shard=2'"),
+        ({}, WithoutConfigureModel(), {}, "got 'no configure_model"),
+        ({}, Manual(), {}, "automatic_optimization with CompressedHSDPStrategy: got False, allowed: True"),
+        ({}, Net(), {"sync_batchnorm": True}, "sync_batchnorm with CompressedHSDPStrategy: got True, allowed: False"),
+        ({}, Net(optimizers=2), {}, "optimizers with DGC: got 2"),
+    ],
+    ids=["3 shards", "3 x 2", "no configure_model", "manual optimization", "sync_batchnorm", "two optimizers"],
+)
+def test_what_can_not_be_honoured_is_refused_before_the_launch(mesh, net, options, message):
+    strategy = lgc.CompressedHSDPStrategy("dgc", **mesh)
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False, max_epochs=1, **options)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(net, torch.utils.data.DataLoader(torch.zeros(8, 2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard": 0}, "CompressedHSDPStrategy.shard: got 0, allowed: 'auto', or a whole number from 1"),
+        ({"replicate": "all"}, "CompressedHSDPStrategy.replicate: got 'all'"),
+        ({"verify_replicas_every_n_steps": 0}, "verify_replicas_every_n_steps: got 0"),
+        ({"compressor": "lzma"}, "got 'lzma', allowed: .*powersgd"),
+    ],
+    ids=str,
+)
+def test_options_that_can_not_be_honoured_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lgc.CompressedHSDPStrategy(**options)
