@@ -6,8 +6,9 @@ process, and again where the training process reads the run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files
@@ -15,13 +16,14 @@ from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
 from lightning_gradcomp.app.options.training import OPTIMIZERS, Model, Optimizer, Trainer
 from lightning_gradcomp.averaging.topology import resolve
-from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.participants import Participants
 from lightning_gradcomp.local_sgd.pending_share import check_pending_share
-from lightning_gradcomp.registry import entries
+from lightning_gradcomp.parameter_server.server import check_compressor
+from lightning_gradcomp.registry import build, entries
 
 
 @dataclass(kw_only=True)
@@ -66,7 +68,38 @@ class DGA(Strategy):
         return None if self.outer_lr is None else Nesterov(self.outer_lr, self.outer_momentum)
 
 
-STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "dga": DGA}
+@dataclass(kw_only=True)
+class DistAsync(Strategy):
+    """Pushes and pulls without waiting: `AsyncStrategy`."""
+
+    staleness: Any  # int or "any"
+    max_staleness: int | None
+    rate_by_staleness: bool
+    pull: str | None
+
+    def __post_init__(self) -> None:
+        if self.staleness != "any":
+            whole("strategy.staleness", self.staleness, 0, also="any, or ")
+        if self.max_staleness is not None:
+            whole("strategy.max_staleness", self.max_staleness, 0)
+        if self.pull is not None:
+            one_of("strategy.pull", self.pull, tuple(entry.name for entry in entries()))
+        if (pulls := self.pulls) is not None:
+            check_compressor(pulls)
+
+    @property
+    def bound(self) -> float:
+        """The staleness."""
+        return math.inf if self.staleness == "any" else self.staleness
+
+    @property
+    def pulls(self) -> Compressor | None:
+        """The compressor of the pulls."""
+        made = None if self.pull is None else build(self.pull)
+        return replace(made, warmup_epochs=0) if isinstance(made, Lossy) else made
+
+
+STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "dga": DGA, "dist_async": DistAsync}
 
 ONE_CLASS: dict[str, type] = {"model": Model, "augment": Augment, "trainer": Trainer}
 """Groups whose choices are values of one class."""
@@ -132,8 +165,12 @@ class Run:
 
     def _check_exchange(self) -> None:
         resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises
-        if isinstance(self.strategy, DGA):
-            one_of("topology with strategy=dga", self.topology, ("auto", "all_gather"))
+        why: dict[type, str] = {DGA: "payloads of rounds go to every rank", DistAsync: "payloads go to the servers"}
+        if type(self.strategy) in why:
+            name = name_of("strategy", self.strategy)
+            one_of(f"topology with strategy={name}", self.topology, ("auto", "all_gather"))
             for option in ("inside", "residual_device"):
                 if (got := getattr(self, option)) is not None:
-                    raise refusal(f"{option} with strategy=dga", got, "null: payloads of rounds go to every rank")
+                    raise refusal(f"{option} with strategy={name}", got, f"null: {why[type(self.strategy)]}")
+        if isinstance(self.strategy, DistAsync):
+            check_compressor(self.compressor)

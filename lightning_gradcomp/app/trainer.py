@@ -12,9 +12,10 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from lightning_gradcomp.app.callbacks import ProgressBar, RandomState, SaveOnSigterm
-from lightning_gradcomp.app.config import DGA, Run
+from lightning_gradcomp.app.config import DGA, DistAsync, Run
 from lightning_gradcomp.app.options.logger import Logger, MLflow, TensorBoard, WandB
 from lightning_gradcomp.plugin import CommunicationMonitor
+from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
@@ -63,12 +64,15 @@ def keeps(run: Run) -> bool:
     return not (run.dry_run or run.evaluate)
 
 
-def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy:
+def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy | AsyncStrategy:
     """The strategy of `run`."""
     if isinstance(rounds := run.strategy, DGA):
         names = ("period", "delay", "stale_only", "pending_share", "participation", "error_decay")
         options = {name: getattr(rounds, name) for name in names}
         return DelayedStrategy(run.compressor, outer=rounds.outer(), **options)
+    if isinstance(servers := run.strategy, DistAsync):
+        options = {name: getattr(servers, name) for name in ("max_staleness", "rate_by_staleness")}
+        return AsyncStrategy(run.compressor, servers.bound, pull=servers.pulls, **options)
     return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor, Lossy, PayloadCodec
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate
 from lightning_gradcomp.compressors.layout import Layout
@@ -90,6 +91,8 @@ class AsyncAverager:
         self._parts = parts(self.gradients.layout, self.gradients.dense_layout, len(servers))
         self.state, self.dense_state = self._blank()
         self.world, self.steps = world, 0
+        self.ranks = Ranks(None, world)
+        """The workers that save checkpoints together; a strategy knows them."""
         """Steps so far: this worker's clock."""
         self.stats = AsyncStats()
         """Of the last step."""
@@ -256,6 +259,11 @@ class AsyncAverager:
                 return
             if time.monotonic() - begin > timeout.total_seconds():
                 raise RuntimeError("pull: the servers never had the same pushes while it lasted")
+
+    @property
+    def connected(self) -> bool:
+        """Whether the servers can be asked: not after `close`."""
+        return bool(self._connections)
 
     def close(self) -> None:
         """Leave: the others wait for this worker no longer."""

@@ -35,15 +35,20 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
         made = replace(made, warmup_epochs=0)
     made = made.for_optimizer(optimizer)
     made.check_optimizer(optimizer)
-    codec_of(made, 0, 0)  # refuses
-    if isinstance(made, Lossy):
-        name = type(made).__name__
-        for option in ("warmup_epochs", "dense_epochs"):
-            if getattr(made, option, 0):
-                raise refusal(f"{name}.{option} with dist_async", getattr(made, option), "0: every push is compressed")
-        if made.remembers(optimizer).makes_step:
-            raise refusal(f"{name} with dist_async", type(optimizer).__name__, "SGD; with Adam, compressor='none'")
+    check_compressor(made)
+    if isinstance(made, Lossy) and made.remembers(optimizer).makes_step:
+        what = f"{type(made).__name__} with dist_async"
+        raise refusal(what, type(optimizer).__name__, "SGD; with Adam, compressor='none'")
     return made
+
+
+def check_compressor(compressor: Compressor) -> None:
+    """ValueError for one whose pushes a server can't read by themselves, or that has a warm-up."""
+    codec_of(compressor, 0, 0)
+    for option in ("warmup_epochs", "dense_epochs"):
+        if epochs := getattr(compressor, option, 0):
+            what = f"{type(compressor).__name__}.{option} with dist_async"
+            raise refusal(what, epochs, "0: every push is compressed")
 
 
 class ParameterServer:

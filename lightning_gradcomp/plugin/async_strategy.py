@@ -148,7 +148,7 @@ class AsyncStrategy(BaseStrategy):
                 world=self.world_size,
                 timeout=timeout,
             )
-            self._buffers, self._ranks = Buffers(module), Ranks(dist.group.WORLD)
+            self._buffers, self.averager.ranks = Buffers(module), Ranks(dist.group.WORLD)
             self.barrier()
         rank_zero_info(self._describe())
 
@@ -182,12 +182,14 @@ class AsyncStrategy(BaseStrategy):
     # Wherever the weights are looked at
 
     def synchronise(self) -> None:
-        """Let all ranks hold the servers' weights, and the mean of the buffers. Collective."""
-        if self.averager is not None:
+        """Let all ranks hold the servers' weights, and the mean of the buffers. Collective. After a fit they do."""
+        if self.averager is not None and self.averager.connected:
             with self.explained("pulling the weights"):
                 self.barrier()  # nobody pushes any more
                 self.averager.pull()
-                sync_buffers_and_moments(self._ranks, self._buffers, None, self.averager.steps, moments_valid=True)
+                sync_buffers_and_moments(
+                    self.averager.ranks, self._buffers, None, self.averager.steps, moments_valid=True
+                )
                 self.barrier()
 
     on_validation_start = on_test_start = on_predict_start = synchronise

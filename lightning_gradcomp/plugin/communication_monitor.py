@@ -195,7 +195,8 @@ class CommunicationMonitor(Callback):
                 "rounds": {"period": averager.period, "delay": averager.delay, **asdict(averager.stats)}
             }
         elif isinstance(averager, AsyncAverager):
-            how = {"async": {"staleness": dict(sorted(averager.staleness.items()))}}
+            seen = {str(staleness): steps for staleness, steps in sorted(averager.staleness.items())}
+            how = {"topology": "dist_async", "auto": "", "async": {"staleness": seen}}
         else:
             topology = "all_reduce" if averager.dense_step else averager.topology
             how = {"topology": topology, "auto": averager.autotune.outcome if averager.autotune else ""}

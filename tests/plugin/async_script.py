@@ -64,6 +64,7 @@ def fit(strategy, epochs, folder, devices, ckpt=None, **options):
         num_sanity_val_steps=0, logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     trainer.fit(model, batches(), batches(), ckpt_path=ckpt)
+    trainer.save_checkpoint(folder / "end.ckpt")
     return trainer, model
 
 
@@ -89,6 +90,6 @@ if __name__ == "__main__":
         "dgc": outcome(*fit(lgc.AsyncStrategy(**compressed, staleness=1), 3, folder / "dgc", 2)),
     }
     dist.barrier()
-    on = fit(lgc.AsyncStrategy(**compressed), 4, folder / "on", 2, ckpt=folder / "dgc" / "epoch=2.ckpt")
+    on = fit(lgc.AsyncStrategy(**compressed), 4, folder / "on", 2, ckpt=folder / "dgc" / "end.ckpt")
     outcomes["resumed"] = outcome(*on)
     print(json.dumps(outcomes))

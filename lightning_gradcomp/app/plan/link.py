@@ -109,8 +109,8 @@ class EchoRanks(Ranks):
     def __init__(self, others: int) -> None:
         super().__init__(None, 1 + others)
 
-    def gather(self, message: torch.Tensor) -> torch.Tensor:
-        return message.repeat(self.world, 1)
+    def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: message.repeat(self.world, 1)
 
     def add(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.mul_(self.world)

@@ -77,7 +77,8 @@ def grouped(runs: list[Run]) -> list[Group]:
     worlds = [each[0].world for each in by_options.values()]
     labels = []
     for own, world in zip(options, worlds, strict=True):
-        words = [("dga " if own["strategy.name"] == "dga" else "") + str(own["compressor.name"])]
+        strategy = str(own["strategy.name"])
+        words = [*([strategy] if strategy != "ddp" else []), str(own["compressor.name"])]
         words += [_words(name, value) for name, value in own.items() if _tells(name, own, options, worlds)]
         labels.append(redacted(" ".join(words + [f"N={world}"] * (len(set(worlds)) > 1))))
     return [Group(_marked(label, each[0]), each) for label, each in zip(labels, by_options.values(), strict=True)]
