@@ -93,6 +93,8 @@ class AsyncAverager:
         self.world, self.steps = world, 0
         self.ranks = Ranks(None, world)
         """The workers that save checkpoints together; a strategy knows them."""
+        self.shards = None
+        """Models that FSDP2 has sharded are not taken."""
         """Steps so far: this worker's clock."""
         self.stats = AsyncStats()
         """Of the last step."""
