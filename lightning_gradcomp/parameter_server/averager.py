@@ -24,9 +24,19 @@ from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, connect
-from lightning_gradcomp.parameter_server.messages import HELLO, LEAVE, PULL, PUSH, SKIP, Answer, Request
+from lightning_gradcomp.parameter_server.messages import (
+    HELLO,
+    LEAVE,
+    PULL,
+    PUSH,
+    REFUSED,
+    SKIP,
+    Answer,
+    Request,
+    fingerprint,
+)
 from lightning_gradcomp.parameter_server.server import built
-from lightning_gradcomp.parameter_server.shard import codec_of, parts
+from lightning_gradcomp.parameter_server.shard import agreed, codec_of, parts
 
 
 @dataclass
@@ -67,7 +77,7 @@ class AsyncAverager:
         timeout: how long a server may take to answer.
 
     Raises:
-        ValueError: an option that can't be honoured, or a secret that is not the servers'.
+        ValueError: an option that can't be honoured, or a secret, model or compressor that is not the servers'.
         ConnectionLost: a server that does not answer.
     """
 
@@ -105,7 +115,10 @@ class AsyncAverager:
         worker, clock = -1, 0
         for number, address in enumerate(servers):
             connection = connect(address, secret, timeout)
-            Request(HELLO, worker, clock, 0, self._rates).send(connection, torch.empty(0, dtype=torch.uint8))
+            own = fingerprint(
+                number, len(servers), *agreed(self.gradients, self.optimizer, self.compressor, self._pull)
+            )
+            Request(HELLO, worker, clock, own, ()).send(connection, torch.empty(0, dtype=torch.uint8))
             self._connections.append(connection)
             answer, body = self._receive(number, whole=True)
             self._use(number, answer, body, whole=True)
@@ -205,6 +218,9 @@ class AsyncAverager:
     def _receive(self, number: int, whole: bool) -> tuple[Answer, torch.Tensor]:
         """A server's answer, and the body of the pull in it (uint8)."""
         answer = Answer.receive(self._connections[number])
+        if answer.accepted == REFUSED:
+            what = f"model, optimizer's groups, compressor, pull, servers, shard {number} or version"
+            raise refusal(what, "another than the server's", "the same on workers and servers")
         return answer, self._connections[number].receive(
             torch.empty(self._pull_bytes(number, whole), dtype=torch.uint8)
         )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
 
 from lightning_gradcomp.parameter_server.connection import Connection
 
+PROTOCOL = 1
 HELLO, PUSH, SKIP, PULL, LEAVE = range(5)
 """Kinds of requests. A skip is a push of nothing: the worker's gradient was not finite."""
-ACCEPTED = 1
+ACCEPTED, REFUSED = 1, -1
+
+
+def fingerprint(*said: object) -> int:
+    """63 bits of what both ends have to agree on, and of the protocol."""
+    written = repr((PROTOCOL, *said)).encode()
+    return int.from_bytes(hashlib.sha256(written).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,8 @@ class Request:
         kind: one of the kinds.
         worker: its number; -1 in the first hello, which asks for one.
         clock: its steps so far.
-        version: of the weights that the gradient is of.
-        rates: learning rate of each of the optimizer's groups.
+        version: of the weights that the gradient is of; in a hello, the fingerprint of model and compressors.
+        rates: learning rate of each of the optimizer's groups; none in a hello.
     """
 
     kind: int
@@ -57,7 +65,7 @@ class Answer:
     """A server's header.
 
     Args:
-        accepted: whether a push counts; in the answer to a hello, the worker's number.
+        accepted: whether a push counts; in the answer to a hello, the worker's number, or `REFUSED`.
         clock: the worker's.
         version, fingerprint: of the weights in the body.
     """

@@ -17,8 +17,17 @@ from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, Listener
-from lightning_gradcomp.parameter_server.messages import ACCEPTED, HELLO, LEAVE, PULL, Answer, Request
-from lightning_gradcomp.parameter_server.shard import Push, ServerShard, codec_of, parts
+from lightning_gradcomp.parameter_server.messages import (
+    ACCEPTED,
+    HELLO,
+    LEAVE,
+    PULL,
+    REFUSED,
+    Answer,
+    Request,
+    fingerprint,
+)
+from lightning_gradcomp.parameter_server.shard import Push, ServerShard, agreed, codec_of, parts
 from lightning_gradcomp.registry import build
 
 log = logging.getLogger(__name__)
@@ -113,6 +122,7 @@ class ParameterServer:
             pull=pulled,
         )
         """The weights, and what is done with pushes."""
+        self._agreed = fingerprint(shard, servers, *agreed(gradients, optimizer, self.compressor, pulled))
         self.clocks = Clocks(staleness)
         self._groups, self._wait = len(optimizer.param_groups), timeout.total_seconds()
         self._listener = Listener(host, port, secret, timeout)
@@ -153,8 +163,10 @@ class ParameterServer:
                 self.shard.forget(worker)
 
     def _hello(self, connection: Connection) -> int:
-        request = Request.receive(connection, self._groups)
-        assert request.kind == HELLO
+        request = Request.receive(connection, groups=0)
+        if request.kind != HELLO or request.version != self._agreed:
+            Answer(REFUSED, 0, 0, 0).send(connection, torch.empty(0, dtype=torch.uint8))
+            raise ConnectionLost("a worker with another model, compressor or version was refused")
         self._workers += 1
         worker = self._workers if request.worker < 0 else request.worker
         clock = self.clocks.join(worker, None if request.worker < 0 else request.clock)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.compressors.base import Codec, Compressor, Lossy, PayloadCodec, TensorCodec
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
@@ -91,6 +92,13 @@ def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
         cuts = [(shard.start, shard.layout) for shard in each.parts(servers)] if each.n else []
         found.append([*cuts, *[(each.n, Layout((), ()))] * (servers - len(cuts))])
     return [Part(*one, *other) for one, other in zip(*found, strict=True)]
+
+
+def agreed(
+    gradients: Gradients, optimizer: torch.optim.Optimizer, compressor: Compressor, pull: Compressor | None
+) -> tuple[object, ...]:
+    """What a worker and its servers must have alike."""
+    return gradients.layout, gradients.dense_layout, len(optimizer.param_groups), compressor, pull
 
 
 class Uncompressed:

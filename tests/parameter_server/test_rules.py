@@ -1,18 +1,23 @@
 """What dist_async promises, with servers and workers as threads, over real connections."""
 
+import gc
 import math
+import os
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_gradcomp import NoCompression
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import connect
+from lightning_gradcomp.parameter_server.server import ParameterServer
 from lightning_gradcomp.parameter_server.shard import Push, ServerShard, parts
-from tests.parameter_server.conftest import TIMEOUT, dgc, dropping, loss, net, onebit, sgd
+from tests.parameter_server.conftest import SECRET, TIMEOUT, dgc, dropping, loss, net, onebit, sgd
 
 METHODS = {"none": lambda: "none", "dgc": dgc, "gradient_dropping": dropping, "onebit": onebit}
 every = pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
@@ -285,6 +290,55 @@ def test_a_wrong_secret_is_refused(job):
     with pytest.raises(ValueError, match=r"secret: got .*, allowed: the server's"):
         connect(running.servers[0].address, "other", TIMEOUT)
     train(*running.worker(), 0, 1)  # the others don't notice
+
+
+OTHERS = {
+    "another model": (lambda: torch.nn.Linear(5, 5), dgc, 1),
+    "another compressor": (net, dropping, 1),
+    "another number of servers": (net, dgc, 2),
+}
+
+
+@pytest.mark.parametrize(("model", "make", "servers"), OTHERS.values(), ids=OTHERS)
+def test_a_worker_that_does_not_fit_is_refused(job, model, make, servers):
+    running = job(dgc())
+    other, addresses = model(), servers * [running.servers[0].address]
+    with pytest.raises(ValueError, match="another than the server's"):
+        AsyncAverager(other, sgd(other), make(), servers=addresses, secret=SECRET, timeout=TIMEOUT)
+    train(*running.worker(), 0, 1)  # the others don't notice
+
+
+def test_a_port_in_use_and_an_address_that_is_none(job):
+    running = job()
+    port = int(running.servers[0].address.partition(":")[2])
+    with pytest.raises(OSError, match="Address already in use"):
+        ParameterServer(net(), sgd(net()), secret=SECRET, port=port)
+    with pytest.raises(ValueError, match="address of a server: got 'nowhere', allowed: HOST:PORT"):
+        connect("nowhere", SECRET, TIMEOUT)
+
+
+def test_many_pushes_leave_nothing_behind(job):
+    running = job()
+    model, averager = running.worker()
+
+    def held():
+        threads = {thread.name for thread in threading.enumerate()}
+        return (
+            len(list(Path("/proc/self/fd").iterdir())),
+            len(threads),
+            int(Path("/proc/self/statm").read_text().split()[1]),
+        )
+
+    train(model, averager, 0, 100)
+    gc.collect()
+    files, threads, pages = held()
+    train(model, averager, 0, 300)
+    for _ in range(5):  # workers that come and go
+        running.worker()[1].close()
+    gc.collect()
+    files_then, threads_then, pages_then = held()
+    assert files_then <= files + 30 and threads_then <= threads + 5
+    assert pages_then - pages < 2**24 / os.sysconf("SC_PAGE_SIZE")  # 16 MiB
 
 
 def test_more_steps_bring_the_loss_down(job):
