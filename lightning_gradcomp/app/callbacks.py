@@ -1,4 +1,4 @@
-"""Lightning callbacks of a training run: the progress bar, the state of random generators, a checkpoint on SIGTERM."""
+"""Lightning callbacks of a training run: the progress bar, random draws, a checkpoint on SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_gradcomp.app.data.shared import seed_of
 from lightning_gradcomp.app.sizes import digits, human
 
 SHORT = {"train_loss": "loss", "val_acc": "acc"}
@@ -41,30 +42,17 @@ class ProgressBar(TQDMProgressBar):
         return {**metrics, "sent": f"{sent} ({digits(times)}x)"}
 
 
-class RandomState(Callback):
-    """Saves the state of torch's generators in checkpoints, so that stochastic depth and mixed images resume exactly.
+class Draws(Callback):
+    """What a step draws, such as MixUp's shares and dropped paths, is a function of (seed, rank, epoch, batch).
 
-    The state is rank 0's, which is that of all ranks: one seed, and as many steps. On a GPU, the generator of each
-    rank's own device is set to it.
+    So ranks draw different numbers, and a resumed run those that it would have drawn: there is no state to save.
     """
 
-    def __init__(self) -> None:
-        self._saved: dict[str, torch.Tensor] = {}
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
 
-    def state_dict(self) -> dict[str, Any]:
-        """The present state: uint8 tensors."""
-        cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
-        return {"cpu": torch.get_rng_state(), **cuda}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training begins: setting up draws random numbers too."""
-        self._saved = state_dict
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._saved:
-            torch.set_rng_state(self._saved["cpu"].cpu())
-        if "cuda" in self._saved and trainer.strategy.root_device.type == "cuda":
-            torch.cuda.set_rng_state(self._saved["cuda"].cpu())
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(seed_of(self.seed, trainer.global_rank, trainer.current_epoch, batch_idx))
 
 
 class SaveOnSigterm(Callback):

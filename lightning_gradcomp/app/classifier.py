@@ -29,6 +29,7 @@ class Classifier(L.LightningModule):
         optimizer: its options.
         mix: applied to a training batch before the forward pass: MixUp or CutMix.
         label_smoothing: of the training loss.
+        channels_last: memory format of the images.
     """
 
     correct: int = 0
@@ -37,15 +38,24 @@ class Classifier(L.LightningModule):
     """Validation images of the last validation, over all ranks."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, mix: Mix | None = None, label_smoothing: float = 0.0
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        mix: Mix | None = None,
+        label_smoothing: float = 0.0,
+        channels_last: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.options, self.mix, self.label_smoothing = optimizer, mix, label_smoothing
+        self.channels_last = channels_last
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images.to(memory_format=torch.channels_last) if self.channels_last else images)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         images, labels = self.mix(*batch) if self.mix else batch
-        loss = nn.functional.cross_entropy(self.model(images), labels, label_smoothing=self.label_smoothing)
+        loss = nn.functional.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
@@ -58,7 +68,7 @@ class Classifier(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels = batch
-        logits = self.model(images)
+        logits = self(images)
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(1) == labels).sum()
         self.counts += torch.stack([correct, torch.tensor(len(labels), device=self.device), loss]).double()
@@ -85,15 +95,16 @@ POSITIONS = "relative_position_bias_table"
 """Of Swin's attention: two-dimensional, but no weight of a linear layer."""
 
 
-def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
-    """The factor of the peak learning rate at `step` (from 0): up to 1 in `warmup_steps`, then a cosine to 0.
+def warmup_cosine(step: int, warmup_steps: int, total_steps: int, end: float = 0.0) -> float:
+    """The factor of the peak learning rate at `step` (from 0): up to 1 in `warmup_steps`, then a cosine to `end`.
 
     >>> [round(warmup_cosine(step, 2, 6), 3) for step in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    return (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps))) / 2
+    cosine = (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps))) / 2
+    return end + (1 - end) * cosine
 
 
 def parameter_groups(options: Optimizer, module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -115,5 +126,5 @@ def build_optimizer(
         optimizer = torch.optim.SGD(parameter_groups(options, module), lr=peak, **rest)
     else:
         optimizer = torch.optim.AdamW(parameter_groups(options, module), lr=peak)
-    factor = lambda step: warmup_cosine(step, warmup_steps, total_steps)  # noqa: E731
+    factor = lambda step: warmup_cosine(step, warmup_steps, total_steps, options.end)  # noqa: E731
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -187,6 +187,9 @@ class Run:
             raise refusal("ckpt with dry_run=true", self.ckpt, "null: a dry run starts from nothing")
 
     def _check_data(self) -> None:
+        if self.augment.repeats > 1 and not isinstance(self.data, Files):
+            name = name_of("data", self.data)
+            raise refusal(f"augment.repeats with data={name}", self.augment.repeats, "1: images are not augmented")
         if not isinstance(self.data, Files):
             for option in ("crop_and_flip", "trivial_augment", "random_erase"):
                 if got := getattr(self.augment, option):

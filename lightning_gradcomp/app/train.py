@@ -13,6 +13,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -73,13 +74,18 @@ def build(run: Run, folder: Path) -> Parts:
     dry = DRY_BATCH * ranks
     source = stand_in(run.data, 2 * dry) if run.dry_run else choose(run.data, run.augment)
     batch_size = dry if run.dry_run else run.data.batch_size
-    data = SharedImages(source, batch_size=batch_size, ranks=ranks, seed=run.seed)
+    data = SharedImages(source, batch_size=batch_size, ranks=ranks, seed=run.seed, repeats=run.augment.repeats)
     if source.dirichlet is not None and not run.evaluate:
         data.setup("fit")  # a split that can't be drawn is refused here, before the other ranks start
     monitor = CommunicationMonitor()
     network = build_model(run.model, channels=source.channels, classes=source.classes, size=source.size)
+    if run.trainer.channels_last:
+        network.to(memory_format=torch.channels_last)
+    if run.trainer.compile:
+        network.compile()
     mix = mixer(run.augment, source.classes)
-    classifier = Classifier(network, run.optimizer, mix, run.augment.label_smoothing)
+    smoothing, channels_last = run.augment.label_smoothing, run.trainer.channels_last
+    classifier = Classifier(network, run.optimizer, mix, smoothing, channels_last)
     return Parts(classifier, data, build_trainer(run, folder, monitor, placed), monitor)
 
 

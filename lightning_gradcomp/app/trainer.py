@@ -9,13 +9,15 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
-from lightning_gradcomp.app.callbacks import ProgressBar, RandomState, SaveOnSigterm
+from lightning_gradcomp.app.callbacks import Draws, ProgressBar, SaveOnSigterm
 from lightning_gradcomp.app.config import DDP, DGA, DistAsync, Run
 from lightning_gradcomp.app.options.logger import Logger, MLflow, TensorBoard, WandB
+from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
@@ -90,7 +92,9 @@ def callbacks(run: Run, folder: Path, monitor: CommunicationMonitor) -> list[Cal
     resume from, which also holds the optimizer and the residuals of all ranks."""
     found: list[Callback] = [ProgressBar()] if run.trainer.enable_progress_bar else []
     if not run.evaluate:
-        found.append(monitor)
+        found += [Draws(run.seed), monitor]
+        if run.trainer.ema_decay is not None:
+            found.append(moving_average(run.trainer.ema_decay, run.trainer.ema_every_n_steps))
     if keeps(run):
         place = folder / LAST.parent
         best = {"monitor": "val_acc", "mode": "max", "save_weights_only": True}
@@ -105,13 +109,23 @@ def callbacks(run: Run, folder: Path, monitor: CommunicationMonitor) -> list[Cal
                 enable_version_counter=False,
             ),
             SaveOnSigterm(folder / LAST),
-            RandomState(),
         ]
     if run.sparsity_warmup.schedule is not None and not run.evaluate:
         found.append(SparsityWarmup(**asdict(run.sparsity_warmup)))
     if run.trainer.patience and keeps(run):
         found.append(EarlyStopping("val_acc", mode="max", patience=run.trainer.patience, verbose=True))
     return found
+
+
+def moving_average(decay: float, every_n_steps: int) -> Callback:
+    """The exponential moving average of the weights.
+
+    Raises:
+        ValueError: Lightning has none before 2.6.
+    """
+    if not hasattr(lightning_callbacks, "EMAWeightAveraging"):
+        raise refusal("trainer.ema_decay", decay, f"null with lightning {L.__version__}; others with 2.6 and later")
+    return lightning_callbacks.EMAWeightAveraging(decay=decay, update_every_n_steps=every_n_steps)
 
 
 def profiler(name: str | None, folder: Path) -> Profiler | None:

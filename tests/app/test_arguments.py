@@ -43,7 +43,7 @@ def test_left_to_hydra(line):
             "optimizer=adamw optimizer.momentum=0.9",
             "optimizer.momentum: got '0.9', allowed: lr, lr_per_256",
         ),
-        ("data=cifar10 data.fold=1", "data.fold: got '1', allowed: batch_size, dir, workers, download"),
+        ("data=cifar10 data.fold=1", "data.fold: got '1', allowed: batch_size, dir, workers, prefetch"),
         ("data=synthetic data.dirichlet=1", "data.dirichlet: got '1', allowed: batch_size, size, classes, images"),
         ("seed.x=1", "seed.x: got '1', allowed: seed alone"),
         ("optimizer.lr=1" + 400 * "0", "optimizer.lr: got '401 digits', allowed: a number of fewer than 100 digits"),

@@ -7,11 +7,12 @@ import pytest
 import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10 as TorchvisionCIFAR10
+from torchvision.transforms import v2
 
 from lightning_gradcomp.app.config import DATA
 from lightning_gradcomp.app.data import missing
 from lightning_gradcomp.app.data.choose import choose, stand_in
-from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.app.data.shared import RankSampler, SharedImages
 from lightning_gradcomp.app.data.transforms import mixer, to_train, to_validate
 from lightning_gradcomp.app.options.data import Augment
 from tests.app.test_compose import run_of
@@ -154,12 +155,39 @@ def test_training_images_are_augmented_and_others_are_not(size):
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 100, 3), dtype=np.uint8))
     mean, std = (0.5,) * 3, (0.25,) * 3
     torch.manual_seed(0)
-    train, val = to_train(augment(crop_and_flip=True), size, mean, std), to_validate(size, mean, std)
+    train, val = to_train(augment(crop_and_flip=True), size, mean, std), to_validate(augment(), size, mean, std)
     assert not torch.equal(train(picture), train(picture)) and torch.equal(val(picture), val(picture))
     assert train(picture).shape == val(picture).shape == (3, size, size)
     assert torch.equal(to_train(augment(), size, mean, std)(picture), val(picture))
     erased = to_train(augment(random_erase=1.0), size, mean, std)(picture)
     assert (erased == 0).all(0).any() and not (val(picture) == 0).all(0).any()
+
+
+def test_images_are_resized_as_the_reference_does():
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 100, 3), dtype=np.uint8))
+    zero, one = (0.0,) * 3, (1.0,) * 3
+    pixels = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+    for name, pillow in (("bilinear", Image.Resampling.BILINEAR), ("bicubic", Image.Resampling.BICUBIC)):
+        resized = pixels(picture.resize((80, 72), pillow))[:, :, 4:76]
+        assert torch.equal(to_validate(augment(interpolation=name, resize=72), 72, zero, one)(picture), resized)
+
+
+def test_repeated_images_are_on_several_ranks():
+    samplers = [RankSampler(range(64), 4, rank, seed=3, skip=0, repeats=4) for rank in range(4)]
+    epochs = []
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        epochs.append([list(sampler) for sampler in samplers])
+    first, second = epochs
+    assert all(each == first[0] for each in first) and len(set(first[0])) == 16 and first != second
+    three = [list(RankSampler(range(64), 4, rank, seed=3, skip=0, repeats=3)) for rank in range(4)]
+    counts = np.bincount([index for order in three for index in order])
+    assert sorted(set(counts)) == [0, 1, 3] and counts.sum() == 64
+    [plain] = [list(RankSampler(range(64), 1, 0, seed=3, skip=0))]
+    assert sorted(plain) == list(range(64))
+    resumed = RankSampler(range(64), 4, 1, seed=3, skip=5, repeats=3)
+    assert list(resumed) == three[1][5:]
 
 
 def test_a_small_picture_moves_by_an_eighth_at_most():

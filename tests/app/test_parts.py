@@ -185,6 +185,19 @@ def test_warm_up_then_cosine_to_zero():
     assert seen[-1] == pytest.approx(0)
 
 
+def test_a_cosine_may_end_above_zero():
+    options = SGD(lr=0.4, weight_decay=0, decay_all=True, warmup_steps=0, end=0.25, **PLAIN)
+    assert [rates(options, 8)[step] for step in (0, 4, 8)] == pytest.approx([0.4, 0.25, 0.1])
+
+
+def test_memory_format_and_compilation_reach_the_network(tmp_path):
+    words = ("trainer.channels_last=true", "trainer.compile=true", "trainer.devices=1", "trainer.accelerator=cpu")
+    classifier = build(run_of(*words), tmp_path).classifier
+    weight = classifier.model.layer1[0].conv1.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    assert classifier.model._compiled_call_impl is not None and classifier.channels_last
+
+
 def test_a_run_shorter_than_its_warm_up_only_warms_up():
     options = SGD(lr=1.0, weight_decay=0, decay_all=True, warmup_steps=4, momentum=0, nesterov=False)
     assert rates(options, 2) == pytest.approx([0.25, 0.5, 0.75])

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
-from lightning_gradcomp.app.callbacks import ProgressBar
+from lightning_gradcomp.app.callbacks import Draws, ProgressBar
 from lightning_gradcomp.app.options import logger
 from lightning_gradcomp.app.trainer import build_trainer
 from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
@@ -43,6 +43,23 @@ def test_a_warm_up_and_saving_reach_the_trainer(tmp_path):
     assert (list(warmup.schedule), warmup.by, warmup.dense) == ([0.5, 0.9], "step", 3)
     assert trainer.checkpoint_callbacks[1]._every_n_train_steps == 7
     assert not any(isinstance(callback, SparsityWarmup) for callback in trainer_of(tmp_path).callbacks)
+
+
+def test_a_moving_average_reaches_the_trainer(tmp_path):
+    trainer = trainer_of(tmp_path, "trainer.ema_decay=0.9", "trainer.ema_every_n_steps=4")
+    [average] = [callback for callback in trainer.callbacks if isinstance(callback, EMAWeightAveraging)]
+    assert [average.should_update(step_idx=step) for step in (0, 3, 7, 8)] == [True, False, False, True]
+
+
+def test_ranks_draw_other_numbers_and_a_resumed_run_the_same():
+    def drawn(rank, epoch, batch):
+        trainer = SimpleNamespace(global_rank=rank, current_epoch=epoch)
+        Draws(5).on_train_batch_start(trainer, None, None, batch)
+        return torch.rand(4).tolist()
+
+    assert drawn(0, 1, 2) == drawn(0, 1, 2)
+    places = [(0, 1, 2), (1, 1, 2), (0, 2, 2), (0, 1, 3)]
+    assert len({tuple(drawn(*place)) for place in places}) == 4
 
 
 def test_without_them_there_is_none_of_it(tmp_path):

@@ -32,7 +32,7 @@ def cifar10(options: CIFAR10, augment: Augment) -> Source:
     def load() -> Pair:
         try:
             train = Images(str(root), train=True, transform=to_train(augment, SIZE, MEAN, STD))
-            return train, Images(str(root), train=False, transform=to_validate(SIZE, MEAN, STD))
+            return train, Images(str(root), train=False, transform=to_validate(augment, SIZE, MEAN, STD))
         except RuntimeError as error:  # missing, such as on a node that doesn't share rank 0's disk; or damaged
             raise missing(options, f"files are missing or damaged in {CIFAR10_FOLDER}") from error
 

@@ -20,6 +20,6 @@ def folders(options: ImageFolder, augment: Augment) -> Source:
 
     def load() -> Pair:
         train = Images(str(root / "train"), to_train(augment, size, MEAN, STD))
-        return train, Images(str(root / "val"), to_validate(size, MEAN, STD))
+        return train, Images(str(root / "val"), to_validate(augment, size, MEAN, STD))
 
-    return Source(3, size, len(class_folders(root / "train")), load, workers=options.workers)
+    return Source(3, size, len(class_folders(root / "train")), load, workers=options.workers, prefetch=options.prefetch)

@@ -16,15 +16,29 @@ from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.errors import refusal
 
 
-class RankSampler(DistributedSampler[int]):
-    """A rank's images of an epoch, in another order every epoch; the next epoch lacks its first `skip` images."""
+def seed_of(*numbers: int) -> int:
+    """A seed of 63 bits that is another one for other numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
-    def __init__(self, images: Dataset[Any], ranks: int, rank: int, *, seed: int, skip: int) -> None:
+
+class RankSampler(DistributedSampler[int]):
+    """A rank's images of an epoch, in another order every epoch; the next epoch lacks its first `skip` images.
+
+    With `repeats` above 1 each image is so many times in a row among the images of all ranks together, and the epoch
+    ends after as many images as without: repeated augmentation (Touvron et al. 2021, arXiv 2012.12877).
+    """
+
+    def __init__(self, images: Dataset[Any], ranks: int, rank: int, *, seed: int, skip: int, repeats: int = 1) -> None:
         super().__init__(images, ranks, rank, seed=seed, drop_last=True)
-        self.skip = skip
+        self.skip, self.repeats = skip, repeats
 
     def __iter__(self) -> Iterator[int]:
         order = list(super().__iter__())
+        if self.repeats > 1:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            shuffled = torch.randperm(len(self.dataset), generator=generator)  # pyrefly: ignore[bad-argument-type]
+            positions = self.rank + self.num_replicas * torch.arange(len(order))
+            order = shuffled[positions // self.repeats].tolist()
         skip, self.skip = self.skip, 0
         return iter(order[skip:])
 
@@ -41,8 +55,9 @@ class SharedImages(L.LightningDataModule):
     val: Dataset[Any]
     own: list[np.ndarray]  # the images of each rank, where the source has a `dirichlet`
 
-    def __init__(self, source: Source, *, batch_size: int, ranks: int, seed: int) -> None:
+    def __init__(self, source: Source, *, batch_size: int, ranks: int, seed: int, repeats: int = 1) -> None:
         super().__init__()
+        self.repeats = repeats
         self.prepare_data_per_node = False  # nodes may share a disk, which two must not write to at once
         self.source, self.batch_size, self.ranks, self.seed = source, batch_size, ranks, seed
         self._check(source.images or batch_size)
@@ -92,7 +107,9 @@ class SharedImages(L.LightningDataModule):
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
         done = 0 if progress.is_last_batch else progress.current.processed
         skip = done * self.rank_batch
-        sampler: RankSampler | OwnImages = RankSampler(self.train, ranks, rank, seed=self.seed, skip=skip)
+        sampler: RankSampler | OwnImages = RankSampler(
+            self.train, ranks, rank, seed=self.seed, skip=skip, repeats=self.repeats
+        )
         if self.source.dirichlet is not None:
             length = len(self.train) // self.batch_size * self.rank_batch  # pyrefly: ignore[bad-argument-type]
             sampler = OwnImages(self.own[rank], length, seed=self.seed, skip=skip)
@@ -106,13 +123,14 @@ class SharedImages(L.LightningDataModule):
         return self._loader(self.val, batch_size=128, sampler=indices)
 
     def _loader(self, images: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        workers = self.source.workers
+        workers, (rank, _) = self.source.workers, self._rank_and_world()
         return DataLoader(
             images,
             num_workers=workers,
             persistent_workers=workers > 0,
+            prefetch_factor=self.source.prefetch if workers else None,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(self.seed),  # not the default, which a checkpoint restores
+            generator=torch.Generator().manual_seed(seed_of(self.seed, rank)),  # of the workers' augmentation
             **options,
         )
 

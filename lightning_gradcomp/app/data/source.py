@@ -24,6 +24,7 @@ class Source:
         images: number of training images, where it is known before `load`.
         prepare: prepares what `load` needs, such as a download, on rank 0 alone.
         workers: decoding processes a rank.
+        prefetch: batches that each of them decodes ahead.
         dirichlet: how unequal the ranks' own images are, `data/federated.py`; None: every rank draws from all.
     """
 
@@ -34,4 +35,5 @@ class Source:
     images: int | None = None
     prepare: Callable[[], None] = lambda: None
     workers: int = 0
+    prefetch: int = 2
     dirichlet: float | None = None

@@ -12,37 +12,37 @@ from lightning_gradcomp.app.options.data import SMALL, Augment
 Mix = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Images (batch, channels, height, width) and labels int64 (batch) -> images, and float labels (batch, classes)."""
 
-BICUBIC = InterpolationMode.BICUBIC
-
 
 def to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
     """Image -> float tensor (3, height, width), normalised per channel."""
     return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
 
 
-def center(size: int) -> list[v2.Transform]:
-    """The center crop of 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels); all of a small image."""
+def center(augment: Augment, size: int) -> list[v2.Transform]:
+    """The center crop of 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels), or of what `augment.resize` says;
+    all of a small image."""
+    interpolation = InterpolationMode(augment.interpolation)
     if size <= SMALL:
-        return [v2.Resize((size, size), BICUBIC)]
-    return [v2.Resize(round(size * 8 / 7), BICUBIC), v2.CenterCrop(size)]
+        return [v2.Resize((size, size), interpolation)]
+    return [v2.Resize(augment.resize or round(size * 8 / 7), interpolation), v2.CenterCrop(size)]
 
 
-def to_validate(size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
+def to_validate(augment: Augment, size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
     """Without augmentation."""
-    return v2.Compose([*center(size), *to_tensor(mean, std)])
+    return v2.Compose([*center(augment, size), *to_tensor(mean, std)])
 
 
 def to_train(augment: Augment, size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
     """With the augmentation that `augment` describes."""
-    steps: list[v2.Transform] = center(size)
+    steps: list[v2.Transform] = center(augment, size)
     if augment.crop_and_flip:
         if size <= SMALL:
             steps.append(v2.RandomCrop(size, padding=size // 8))
         else:
-            steps = [v2.RandomResizedCrop(size, interpolation=BICUBIC)]
+            steps = [v2.RandomResizedCrop(size, interpolation=InterpolationMode(augment.interpolation))]
         steps.append(v2.RandomHorizontalFlip())
     if augment.trivial_augment:
-        steps.append(v2.TrivialAugmentWide())
+        steps.append(v2.TrivialAugmentWide(interpolation=InterpolationMode(augment.interpolation)))
     steps += to_tensor(mean, std)
     if augment.random_erase:
         steps.append(v2.RandomErasing(augment.random_erase))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gradcomp.app.options.limits import number, whole
+from lightning_gradcomp.app.options.limits import number, one_of, whole
 
 SMALL = 64
 """Images of up to this many pixels a side are small: networks have other stems, and crops come from a padded copy."""
@@ -60,14 +60,22 @@ class Synthetic(Data):
 
 @dataclass(kw_only=True)
 class Files(Data):
-    """Images in files. `dir`: their folder; `workers`: decoding processes a rank, 0 to decode in the rank itself."""
+    """Images in files.
+
+    Args:
+        dir: their folder.
+        workers: decoding processes a rank, 0 to decode in the rank itself.
+        prefetch: batches that each of them decodes ahead.
+    """
 
     dir: str
     workers: int
+    prefetch: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("data.workers", self.workers, 0, MOST_WORKERS)
+        whole("data.prefetch", self.prefetch, 1)
 
 
 @dataclass(kw_only=True)
@@ -107,6 +115,10 @@ class Augment:
     """Augmentation of training images (torchvision.transforms.v2), and label smoothing.
 
     Args:
+        interpolation: "bilinear" or "bicubic", of resized images.
+        resize: pixels of the shorter side before the center crop of images to validate with; None: 8/7 of the size.
+        repeats: repeated augmentation (Hoffer et al. 2020, arXiv 1901.09335; Touvron et al. 2021, arXiv 2012.12877): an
+            image is so many times among the batches of all ranks, augmented anew; an epoch has a part of the images.
         crop_and_flip: a random crop, flipped with probability 0.5, in place of the center crop.
         trivial_augment: TrivialAugmentWide (Müller and Hutter 2021, arXiv 2103.10158).
         random_erase: the probability that a rectangle is erased (Zhong et al. 2017, arXiv 1708.04896).
@@ -115,6 +127,9 @@ class Augment:
         label_smoothing: the share of a label that is distributed over all classes.
     """
 
+    interpolation: str = "bilinear"
+    resize: int | None = None
+    repeats: int = 1
     crop_and_flip: bool
     trivial_augment: bool
     random_erase: float
@@ -123,6 +138,10 @@ class Augment:
     label_smoothing: float
 
     def __post_init__(self) -> None:
+        one_of("augment.interpolation", self.interpolation, ("bilinear", "bicubic"))
+        whole("augment.repeats", self.repeats, 1)
+        if self.resize is not None:
+            whole("augment.resize", self.resize, 8, LARGEST_IMAGE, also="null, or ")
         for option in ("random_erase", "label_smoothing"):
             number(f"augment.{option}", getattr(self, option), 0, 1)
         for option in ("mixup", "cutmix"):

@@ -52,13 +52,14 @@ class Model:
 
 @dataclass(kw_only=True)
 class Optimizer:
-    """Peak learning rate, reached after the warm-up and followed by a cosine to 0; per optimizer step.
+    """Peak learning rate, reached after the warm-up and followed by a cosine; per optimizer step.
 
     Args:
         lr: the peak; None where `lr_per_256` says it.
         lr_per_256: the peak for 256 images a step: the linear scaling rule (Goyal et al. 2017, arXiv 1706.02677, 2.1).
         warmup_steps: optimizer steps of linear warm-up; None where `warmup_epochs` says it.
         warmup_epochs: the same in epochs, which may be broken.
+        end: what the cosine ends at, as a share of the peak.
         decay_all: false: no weight decay for biases, norm weights and Swin's position biases.
     """
 
@@ -66,6 +67,7 @@ class Optimizer:
     lr_per_256: float | None = None
     weight_decay: float
     decay_all: bool
+    end: float = 0.0
     warmup_steps: int | None
     warmup_epochs: float | None = None
 
@@ -78,6 +80,7 @@ class Optimizer:
             if (got := getattr(self, option)) is not None:
                 number(f"optimizer.{option}", got, 0)
         number("optimizer.weight_decay", self.weight_decay, 0)
+        number("optimizer.end", self.end, 0, 1)
         if self.warmup_steps is not None:
             whole("optimizer.warmup_steps", self.warmup_steps, 0)
 
@@ -151,6 +154,10 @@ class Trainer:
     their number. `patience`: the run ends after so many epochs without a better validation accuracy (EarlyStopping);
     null for all epochs. `checkpoint_every_n_epochs`, `checkpoint_every_n_steps`: how often last.ckpt is written besides
     at the end; one of the two, the other null.
+
+    `channels_last`: images and weights in that memory format, which tensor cores want for convolutions. `compile`:
+    torch.compile of the network. `ema_decay`: an exponential moving average of the weights, updated every
+    `ema_every_n_steps`, is what is validated, saved in best.ckpt, and left at the end; null for none.
     """
 
     max_epochs: int
@@ -158,6 +165,10 @@ class Trainer:
     num_nodes: Any
     accelerator: str
     precision: str
+    channels_last: bool = False
+    compile: bool = False
+    ema_decay: float | None = None
+    ema_every_n_steps: int = 32
     accumulate_grad_batches: int
     gradient_clip_val: float | None = None
     deterministic: bool
@@ -188,5 +199,8 @@ class Trainer:
         for option in ("patience", "limit_train_batches", "limit_val_batches", *often):
             if (got := getattr(self, option)) is not None:
                 whole(f"trainer.{option}", got, 1, also="null, or ")
+        whole("trainer.ema_every_n_steps", self.ema_every_n_steps, 1)
+        if (decay := self.ema_decay) is not None and not 0 < decay < 1:
+            raise refusal("trainer.ema_decay", decay, "0 < ema_decay < 1, or null")
         if (clip := self.gradient_clip_val) is not None and not 0 < clip < inf:
             raise refusal("trainer.gradient_clip_val", clip, "a finite norm above 0, or null")
