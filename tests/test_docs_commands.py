@@ -122,6 +122,9 @@ def check_lighthouse(words: list[str]) -> None:
 def check_python(words: list[str]) -> None:
     words, _, inner = " ".join(words).partition(" -- ")
     options = words.split()
+    if options[:2] == ["-m", "lightning_gradcomp"]:
+        check_gradcomp(options[2:])
+        return
     if options[0] == "-m" and options[1] in ("venv", "pip", "pytest", "zensical"):
         return
     name = options[1].replace(".", "/") + ".py" if options[0] == "-m" else options[0]
@@ -180,6 +183,7 @@ def somewhere_with_packages(monkeypatch, tmp_path):
     """The `package.module:Class` of docs/planning.md, and timm."""
     monkeypatch.setattr(training, "find_spec", lambda name: name)
     (tmp_path / "package.py").touch()
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [""])  # `plan` puts another in front
 

@@ -14,7 +14,7 @@ def test_the_examples_train_as_they_stand():
     started = {name: [Forked(str(EXAMPLES / name), EPOCHS)] for name in ("lightning_digits.py", "fabric_digits.py")}
     started["pytorch_digits.py"] = start_world(2, str(EXAMPLES / "pytorch_digits.py"), EPOCHS)
     started["hsdp_digits.py"] = start_world(4, str(EXAMPLES / "hsdp_digits.py"), EPOCHS)
-    assert set(started) == {path.name for path in EXAMPLES.glob("*.py")}
+    assert {*started, "two_machines.py"} == {path.name for path in EXAMPLES.glob("*.py")}
     for name, ranks in started.items():
         for done in [rank.end() for rank in ranks]:
             assert done.returncode == 0, f"{name}\n{done.stdout}"
@@ -23,4 +23,10 @@ def test_the_examples_train_as_they_stand():
         assert float(accuracy) > 50, name
         assert int(ratio) > 5, name
     for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text().splitlines()) < 60
+        assert len(path.read_text().splitlines()) < 65
+
+
+def test_the_script_for_two_machines_trains_by_strategy():
+    done = [rank.end() for rank in start_world(2, str(EXAMPLES / "two_machines.py"), "dgc", "3")]
+    assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
+    assert "ms a step" in done[0].stdout and "The first steps will show what is quickest" in done[0].stdout
