@@ -16,9 +16,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gradcomp.app import arguments, cli, report
+from lightning_gradcomp.app import arguments, cli, report, shorthands
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
 from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.options import training
 from lightning_gradcomp.app.plan import options as plan_options
 from tests.pages import INLINE, PAGES, ROOT, blocks, prose
 
@@ -71,7 +72,7 @@ def run_of(overrides: list[str]) -> Run:
     config = deepcopy(composed(tuple(sorted(chosen))))
     for word, override in parsed.items():
         if word not in chosen:
-            OmegaConf.update(config, override.key_or_group, override.value())
+            OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_force_add())
     return checked(config)
 
 
@@ -91,10 +92,14 @@ def check_gradcomp(words: list[str]) -> None:
     if words[:1] == ["report"]:
         assert report.parser().parse_args(words[1:]) is not None
         return
+    if words[:1] == ["compressors"]:
+        assert cli.show_compressors(words[1:]) == 0
+        return
     if words and words[0] in cli.WORDS:
         assert words[1:] == []
         return
     flags, overrides = arguments.split(words)
+    overrides = shorthands.expand(overrides)
     arguments.check(flags, overrides)
     sweep = {"-m", "--multirun"} & set(flags)
     for job in jobs(overrides) if sweep else [overrides]:
@@ -171,8 +176,9 @@ def hydra():
 
 
 @pytest.fixture(autouse=True)
-def somewhere_with_a_package(monkeypatch, tmp_path):
-    """The `package.module:Class` of docs/planning.md."""
+def somewhere_with_packages(monkeypatch, tmp_path):
+    """The `package.module:Class` of docs/planning.md, and timm."""
+    monkeypatch.setattr(training, "find_spec", lambda name: name)
     (tmp_path / "package.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [""])  # `plan` puts another in front

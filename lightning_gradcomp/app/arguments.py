@@ -26,6 +26,11 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return flags, words
 
 
+def own_config(flags: list[str]) -> bool:
+    """Whether there may be groups and options of the user's own, which Hydra checks."""
+    return any(flag.split("=")[0] in OWN_CONFIG for flag in flags)
+
+
 def check(flags: list[str], words: list[str]) -> None:
     """ValueError for a bare word, an unknown group or option, a group without a choice, and an endless number."""
     for word in words:
@@ -35,7 +40,7 @@ def check(flags: list[str], words: list[str]) -> None:
             groups = ", ".join(f"{group}={'|'.join(names)}" for group, names in choices().items())
             more = "any option, such as trainer.max_epochs=5; plan MODEL, as the first words; --help"
             raise refusal("argument", word, f"{groups}; {more}")
-    if any(flag.split("=")[0] in OWN_CONFIG for flag in flags):
+    if own_config(flags):
         return  # groups and options of the user's own, which Hydra checks
     overrides = [found for word in words if (found := OVERRIDE.fullmatch(word))]
     chosen = {override["root"]: override["value"] for override in overrides if not override["option"]}

@@ -75,7 +75,9 @@ class Classifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         data = self.trainer.datamodule  # pyrefly: ignore[missing-attribute] - the Trainer's, of Lightning's connector
         assert isinstance(data, SharedImages)
-        optimizer, schedule = build_optimizer(self.options, self, data.optimizer_steps)
+        images = data.batch_size * self.trainer.accumulate_grad_batches
+        peak, warmup = self.options.peak(images), self.options.warmup(data.epoch_steps)
+        optimizer, schedule = build_optimizer(self.options, self, peak, warmup, data.optimizer_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -105,13 +107,13 @@ def parameter_groups(options: Optimizer, module: torch.nn.Module) -> list[dict[s
 
 
 def build_optimizer(
-    options: Optimizer, module: torch.nn.Module, total_steps: int
+    options: Optimizer, module: torch.nn.Module, peak: float, warmup_steps: int, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The optimizer that `options` describe, and its schedule over `total_steps` optimizer steps."""
+    """The optimizer that `options` describe, and its schedule over `total_steps` optimizer steps: up to `peak`."""
     if isinstance(options, SGD):
         rest = {"momentum": options.momentum, "nesterov": options.nesterov}
-        optimizer = torch.optim.SGD(parameter_groups(options, module), lr=options.lr, **rest)
+        optimizer = torch.optim.SGD(parameter_groups(options, module), lr=peak, **rest)
     else:
-        optimizer = torch.optim.AdamW(parameter_groups(options, module), lr=options.lr)
-    factor = lambda step: warmup_cosine(step, options.warmup_steps, total_steps)  # noqa: E731
+        optimizer = torch.optim.AdamW(parameter_groups(options, module), lr=peak)
+    factor = lambda step: warmup_cosine(step, warmup_steps, total_steps)  # noqa: E731
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

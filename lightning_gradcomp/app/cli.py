@@ -35,9 +35,11 @@ def main() -> None:
         if (word := sys.argv[1:2]) and word[0] in WORDS:  # no override of Hydra's is a bare word
             sys.exit(WORDS[word[0]](sys.argv[2:]))
         require(EXTRA_WORDS, EXTRA)
-        from lightning_gradcomp.app import arguments  # needs Hydra
+        from lightning_gradcomp.app import arguments, shorthands  # need Hydra
 
         flags, words = arguments.split(sys.argv[1:])
+        if not arguments.own_config(flags):
+            words = shorthands.expand(words)
         arguments.check(flags, words)
         if processes.started_by_launcher() and {"-m", "--multirun"} & set(flags):
             raise refusal("--multirun where torchrun or SLURM starts the ranks", "a sweep", "one run for each start")
@@ -62,6 +64,14 @@ def show_recipes(words: list[str]) -> int:
     from lightning_gradcomp.app import recipes  # needs Hydra, to find the files
 
     print(recipes.table())
+    return 0
+
+
+def show_compressors(words: list[str]) -> int:
+    """`gradcomp compressors [NAME]`."""
+    from lightning_gradcomp.app import compressors
+
+    print(compressors.options_of(words[0]) if words[:1] else compressors.table())
     return 0
 
 
@@ -94,7 +104,13 @@ def plan(words: list[str]) -> int:
     return processes.run("plan", *words)
 
 
-WORDS = {"env": show_env, "plan": plan, "recipes": show_recipes, "report": write_report}
+WORDS = {
+    "compressors": show_compressors,
+    "env": show_env,
+    "plan": plan,
+    "recipes": show_recipes,
+    "report": write_report,
+}
 """Commands that are not runs."""
 
 

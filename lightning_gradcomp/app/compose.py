@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_gradcomp.app.config import Run, classes
 from lightning_gradcomp.errors import refusal
@@ -68,6 +68,8 @@ def checked(config: DictConfig) -> Run:
             if isinstance(node := config[field.name], DictConfig):
                 _refuse_extra(f"{field.name}.", node)
         run = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        raise refusal(error.full_key, None, "a value of yours: there is no default") from error
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(run, Run)

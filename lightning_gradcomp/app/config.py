@@ -14,7 +14,7 @@ from typing import Any
 from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files
 from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
-from lightning_gradcomp.app.options.training import OPTIMIZERS, Model, Optimizer, Trainer
+from lightning_gradcomp.app.options.training import OPTIMIZERS, Model, Optimizer, Trainer, Warmup
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
@@ -25,15 +25,37 @@ from lightning_gradcomp.local_sgd.pending_share import check_pending_share
 from lightning_gradcomp.parameter_server.server import check_compressor
 from lightning_gradcomp.registry import build, entries
 
+CHECKPOINT_STATES = ("gather", "sidecar", "mean", "drop")
+
 
 @dataclass(kw_only=True)
 class Strategy:
-    """What the ranks average, and when."""
+    """What the ranks average, and when.
+
+    Args:
+        checkpoint_state: where a checkpoint has what the ranks have not sent.
+        timeout: seconds that a rank waits for the others before it ends with an error.
+    """
+
+    checkpoint_state: str
+    timeout: float
+
+    def __post_init__(self) -> None:
+        one_of("strategy.checkpoint_state", self.checkpoint_state, CHECKPOINT_STATES)
+        if type(self.timeout) not in (int, float) or not 0 < self.timeout < math.inf:
+            raise refusal("strategy.timeout", self.timeout, "a finite number of seconds above 0")
 
 
 @dataclass(kw_only=True)
 class DDP(Strategy):
-    """Gradients, at every step."""
+    """Gradients, at every step. `verify_replicas_every_n_steps`: how often parameters are compared; None: never."""
+
+    verify_replicas_every_n_steps: int | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (every := self.verify_replicas_every_n_steps) is not None:
+            whole("strategy.verify_replicas_every_n_steps", every, 1, also="null, or ")
 
 
 @dataclass(kw_only=True)
@@ -53,6 +75,7 @@ class DGA(Strategy):
     error_decay: float | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("strategy.period", self.period, 1)
         if self.delay != "auto":  # at most one average is on its way at a time
             whole("strategy.delay", self.delay, 0, self.period, also="auto, or ")
@@ -61,6 +84,9 @@ class DGA(Strategy):
         check_pending_share(self.pending_share, stale_only=self.stale_only)
         Participants(self.participation)
         check_error_decay(self.error_decay)
+        if self.error_decay is None and self.checkpoint_state != "gather":
+            allowed = "gather: a drain leaves nothing that a rank alone remembers"
+            raise refusal("strategy.checkpoint_state without error_decay", self.checkpoint_state, allowed)
         self.outer()
 
     def outer(self) -> Nesterov | None:
@@ -78,6 +104,9 @@ class DistAsync(Strategy):
     pull: str | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.checkpoint_state == "mean":
+            raise refusal("strategy.checkpoint_state with strategy=dist_async", "mean", "gather, sidecar, drop")
         if self.staleness != "any":
             whole("strategy.staleness", self.staleness, 0, also="any, or ")
         if self.max_staleness is not None:
@@ -101,7 +130,7 @@ class DistAsync(Strategy):
 
 STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "dga": DGA, "dist_async": DistAsync}
 
-ONE_CLASS: dict[str, type] = {"model": Model, "augment": Augment, "trainer": Trainer}
+ONE_CLASS: dict[str, type] = {"model": Model, "augment": Augment, "sparsity_warmup": Warmup, "trainer": Trainer}
 """Groups whose choices are values of one class."""
 
 
@@ -139,6 +168,7 @@ class Run:
     data: Data
     augment: Augment
     compressor: Compressor
+    sparsity_warmup: Warmup
     strategy: Strategy
     optimizer: Optimizer
     trainer: Trainer
@@ -174,3 +204,7 @@ class Run:
                     raise refusal(f"{option} with strategy={name}", got, f"null: {why[type(self.strategy)]}")
         if isinstance(self.strategy, DistAsync):
             check_compressor(self.compressor)
+        if self.sparsity_warmup.schedule is not None:
+            one_of("strategy with sparsity_warmup", name_of("strategy", self.strategy), ("ddp",))
+            sparse = tuple(entry.name for entry in entries() if hasattr(entry.cls, "sparsity"))
+            one_of("compressor with sparsity_warmup", name_of("compressor", self.compressor), sparse)

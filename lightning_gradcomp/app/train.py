@@ -77,7 +77,7 @@ def build(run: Run, folder: Path) -> Parts:
     if source.dirichlet is not None and not run.evaluate:
         data.setup("fit")  # a split that can't be drawn is refused here, before the other ranks start
     monitor = CommunicationMonitor()
-    network = build_model(run.model.name, channels=source.channels, classes=source.classes, size=source.size)
+    network = build_model(run.model, channels=source.channels, classes=source.classes, size=source.size)
     mix = mixer(run.augment, source.classes)
     classifier = Classifier(network, run.optimizer, mix, run.augment.label_smoothing)
     return Parts(classifier, data, build_trainer(run, folder, monitor, placed), monitor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from lightning_gradcomp.app.callbacks import ProgressBar, RandomState, SaveOnSigterm
-from lightning_gradcomp.app.config import DGA, DistAsync, Run
+from lightning_gradcomp.app.config import DDP, DGA, DistAsync, Run
 from lightning_gradcomp.app.options.logger import Logger, MLflow, TensorBoard, WandB
-from lightning_gradcomp.plugin import CommunicationMonitor
+from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
@@ -66,14 +68,21 @@ def keeps(run: Run) -> bool:
 
 def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy | AsyncStrategy:
     """The strategy of `run`."""
+    common = {
+        "checkpoint_state": run.strategy.checkpoint_state,
+        "timeout": timedelta(seconds=run.strategy.timeout),
+    }
     if isinstance(rounds := run.strategy, DGA):
         names = ("period", "delay", "stale_only", "pending_share", "participation", "error_decay")
         options = {name: getattr(rounds, name) for name in names}
-        return DelayedStrategy(run.compressor, outer=rounds.outer(), **options)
+        return DelayedStrategy(run.compressor, outer=rounds.outer(), **options, **common)
     if isinstance(servers := run.strategy, DistAsync):
         options = {name: getattr(servers, name) for name in ("max_staleness", "rate_by_staleness")}
-        return AsyncStrategy(run.compressor, servers.bound, pull=servers.pulls, **options)
-    return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device)
+        return AsyncStrategy(run.compressor, servers.bound, pull=servers.pulls, **options, **common)
+    gradients = run.strategy
+    assert isinstance(gradients, DDP)
+    every = {"verify_replicas_every_n_steps": gradients.verify_replicas_every_n_steps}
+    return CompressedDDPStrategy(run.compressor, run.topology, run.inside, run.residual_device, **common, **every)
 
 
 def callbacks(run: Run, folder: Path, monitor: CommunicationMonitor) -> list[Callback]:
@@ -88,10 +97,18 @@ def callbacks(run: Run, folder: Path, monitor: CommunicationMonitor) -> list[Cal
         # With the residuals of all ranks, last.ckpt is some times the model's size.
         found += [
             ModelCheckpoint(place, "best", enable_version_counter=False, **best),
-            ModelCheckpoint(place, LAST.stem, every_n_epochs=5, enable_version_counter=False),
+            ModelCheckpoint(
+                place,
+                LAST.stem,
+                every_n_epochs=run.trainer.checkpoint_every_n_epochs,
+                every_n_train_steps=run.trainer.checkpoint_every_n_steps,
+                enable_version_counter=False,
+            ),
             SaveOnSigterm(folder / LAST),
             RandomState(),
         ]
+    if run.sparsity_warmup.schedule is not None and not run.evaluate:
+        found.append(SparsityWarmup(**asdict(run.sparsity_warmup)))
     if run.trainer.patience and keeps(run):
         found.append(EarlyStopping("val_acc", mode="max", patience=run.trainer.patience, verbose=True))
     return found

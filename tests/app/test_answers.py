@@ -49,7 +49,7 @@ def test_help_is_short_and_shows_the_choices(command, capsys):
     for line in (
         "data: cifar10, digits, imagefolder, imagenet, synthetic",
         "strategy: ddp, dga, dist_async",
-        "model: resnet18, resnet50, swin_mini, swin_t",
+        "model: custom, resnet18, resnet50, swin_mini, swin_t, timm, torchvision",
         "logger: csv, mlflow, none, tensorboard, wandb",
         "optimizer: adamw, sgd",
     ):

@@ -39,12 +39,15 @@ def test_left_to_hydra(line):
         ("optimiser=sgd", "optimiser: got 'sgd', allowed: augment, compressor, data"),
         ("trainer.epochs=3", "trainer.epochs: got '3', allowed: max_epochs, devices"),
         ("compressor=none compressor.sparsity=0.9", "compressor.sparsity: got '0.9', allowed: min_elements, exclude"),
-        ("optimizer=adamw optimizer.momentum=0.9", "optimizer.momentum: got '0.9', allowed: lr, weight_decay"),
+        (
+            "optimizer=adamw optimizer.momentum=0.9",
+            "optimizer.momentum: got '0.9', allowed: lr, lr_per_256",
+        ),
         ("data=cifar10 data.fold=1", "data.fold: got '1', allowed: batch_size, dir, workers, download"),
         ("data=synthetic data.dirichlet=1", "data.dirichlet: got '1', allowed: batch_size, size, classes, images"),
         ("seed.x=1", "seed.x: got '1', allowed: seed alone"),
         ("optimizer.lr=1" + 400 * "0", "optimizer.lr: got '401 digits', allowed: a number of fewer than 100 digits"),
-        ("model=", "model: got '', allowed: resnet18, resnet50, swin_mini"),
+        ("model=", "model: got '', allowed: custom, resnet18, resnet50, swin_mini"),
     ],
 )
 def test_refused(line, sentence):

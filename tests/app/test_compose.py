@@ -1,6 +1,7 @@
 """Composed configs: every recipe, every compressor, what is refused, and config.yaml written and read."""
 
 from dataclasses import fields
+from datetime import timedelta
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -9,13 +10,15 @@ from omegaconf import OmegaConf
 from lightning_gradcomp.app import run_folder
 from lightning_gradcomp.app.arguments import ALONE
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
-from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.config import CHECKPOINT_STATES, Run
+from lightning_gradcomp.app.options import training
 from lightning_gradcomp.app.options.data import Digits
 from lightning_gradcomp.app.options.training import SGD, AdamW
 from lightning_gradcomp.app.trainer import strategy
 from lightning_gradcomp.compressors import DGC, NoCompression
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.plugin import CompressedDDPStrategy, DelayedStrategy
+from lightning_gradcomp.plugin.rank_states import MODES
 from lightning_gradcomp.registry import entries
 
 
@@ -81,10 +84,11 @@ GROUPS = ["model", "data", "augment", "strategy", "optimizer", "trainer", "logge
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_choice_of_every_group_composes(group):
-    pictures = ("data=cifar10",) if group == "augment" else ()
+def test_every_choice_of_every_group_composes(group, monkeypatch):
+    monkeypatch.setattr(training, "find_spec", lambda name: name)  # timm
+    needs = {"augment": ("data=cifar10",), "model": ("model.name=resnet18", "++model.target=module:Net")}
     for choice in choices()[group]:
-        assert isinstance(run_of(f"{group}={choice}", "compressor=none", *pictures), Run)
+        assert isinstance(run_of(f"{group}={choice}", "compressor=none", *needs.get(group, ())), Run)
 
 
 def test_options_reach_the_compressor_with_their_types():
@@ -115,8 +119,34 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        (["optimizer.lr_per_256=0.1"], "optimizer.lr with lr_per_256=0.1: got 0.02, allowed: one of the two"),
+        (["optimizer.warmup_steps=null"], "optimizer.warmup_steps with warmup_epochs=None: got None, allowed: one of"),
+        (["optimizer.warmup_steps=null", "optimizer.warmup_epochs=-1"], "optimizer.warmup_epochs: got -1.0"),
+        (["strategy.timeout=0"], "strategy.timeout: got 0.0, allowed: a finite number of seconds above 0"),
+        (["strategy.checkpoint_state=all"], "strategy.checkpoint_state: got 'all', allowed: gather, sidecar, mean"),
+        (
+            ["strategy=dist_async", "topology=auto", "strategy.checkpoint_state=mean"],
+            "strategy.checkpoint_state with strategy=dist_async: got 'mean'",
+        ),
+        (
+            ["strategy=dga", "strategy.checkpoint_state=mean"],
+            "strategy.checkpoint_state without error_decay: got 'mean'",
+        ),
+        (["strategy.verify_replicas_every_n_steps=0"], "strategy.verify_replicas_every_n_steps: got 0"),
+        (["trainer.checkpoint_every_n_steps=9"], "trainer.checkpoint_every_n_epochs with checkpoint_every_n_steps=9"),
+        (["sparsity_warmup=linear", "sparsity_warmup.by=year"], "sparsity_warmup.by: got 'year', allowed: epoch, step"),
+        (["sparsity_warmup.schedule=cubic"], "schedule: got 'cubic', allowed: 'exponential', 'linear'"),
+        (["sparsity_warmup.schedule=[0.5,2]"], "sparsity level: got 2, allowed: 0 <= sparsity < 1"),
+        (
+            ["sparsity_warmup=linear", "compressor=onebit"],
+            "compressor with sparsity_warmup: got 'onebit', allowed: dgc",
+        ),
+        (["sparsity_warmup=linear", "strategy=dga"], "strategy with sparsity_warmup: got 'dga', allowed: ddp"),
+        (["model=custom", "model.target=Net"], "model.target: got 'Net', allowed: module:Name"),
+        (["++model.options={depth: 3}"], "model.options with model=resnet18: got {'depth': 3}"),
+        (["model=torchvision"], "model.name: got None, allowed: a value of yours"),
         (["+compressor.foo=1"], "compressor.foo: got 1, allowed: min_elements, exclude"),
-        (["+optimizer.foo=1"], "optimizer.foo: got 1, allowed: lr, weight_decay"),
+        (["+optimizer.foo=1"], "optimizer.foo: got 1, allowed: lr, lr_per_256, weight_decay"),
         (["+foo=1"], "foo: got 1, allowed: seed, topology, inside"),
         (["compressor.sparsity=1.5"], "DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1"),
         (["optimizer.lr=-1"], "optimizer.lr: got -1.0, allowed: 0 or more"),
@@ -176,7 +206,7 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
         (["seed=12345678901234567890"], "seed: got 12345678901234567890, allowed: a whole number from 0 to 4294967295"),
         (["strategy=dga", "topology=server", "compressor=onebit"], "topology with strategy=dga: got 'server'"),
         (["strategy=dga", "inside=dense"], "inside with strategy=dga: got 'dense', allowed: null"),
-        (["~model"], "model: Missing mandatory value"),
+        (["~model"], "model: got None, allowed: a value of yours"),
     ],
 )
 def test_what_does_not_fit_is_refused(overrides, sentence):
@@ -199,6 +229,26 @@ def test_options_of_rounds_reach_the_strategy():
         "error_decay": None,
     }
     assert isinstance(strategy(run_of()), CompressedDDPStrategy)
+
+
+def test_waiting_checking_and_saving_reach_the_strategy():
+    words = ("strategy.timeout=90", "strategy.checkpoint_state=sidecar", "strategy.verify_replicas_every_n_steps=5")
+    made = strategy(run_of(*words))
+    assert (made._timeout, made.checkpoint_state) == (timedelta(seconds=90), "sidecar")
+    assert made.verify_replicas_every_n_steps == 5
+    for name in ("dga", "dist_async"):
+        more = ("topology=auto", "compressor=none", *(("strategy.error_decay=0.9",) if name == "dga" else ()))
+        made = strategy(run_of(f"strategy={name}", *more, *words[:2]))
+        assert (made._timeout, made.checkpoint_state) == (timedelta(seconds=90), "sidecar")
+    assert CHECKPOINT_STATES == MODES
+
+
+@pytest.mark.parametrize("batch_size", [64, 1024])
+def test_an_imagenet_recipe_is_the_same_with_other_batches(batch_size):
+    optimizer = run_of("recipe=resnet50_imagenet", f"data.batch_size={batch_size}").optimizer
+    steps = 1281167 // batch_size
+    assert optimizer.peak(batch_size) == pytest.approx(0.1 * batch_size / 256)
+    assert optimizer.warmup(steps) == 5 * steps
 
 
 def test_every_part_of_a_run_is_a_choice_or_stands_alone():

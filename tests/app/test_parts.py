@@ -18,6 +18,7 @@ from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.models.resnet import resnet
 from lightning_gradcomp.app.options.training import SGD, AdamW, Trainer
+from lightning_gradcomp.app.shorthands import expand
 from lightning_gradcomp.app.sizes import human
 from lightning_gradcomp.app.train import build
 from tests.app.test_compose import run_of
@@ -161,8 +162,13 @@ def test_resnets_keep_small_images_large(name, parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
+PLAIN = {"momentum": 0, "nesterov": False}
+
+
 def rates(optimizer_options, steps: int) -> list[float]:
-    optimizer, schedule = build_optimizer(optimizer_options, nn.Linear(1, 1), total_steps=steps)
+    optimizer, schedule = build_optimizer(
+        optimizer_options, nn.Linear(1, 1), optimizer_options.peak(64), optimizer_options.warmup(10), total_steps=steps
+    )
     seen = []
     for _ in range(steps):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -185,20 +191,41 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up():
     assert rates(options, 4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
+def test_rate_and_warm_up_grow_with_the_batch():
+    options = SGD(
+        lr=None, lr_per_256=0.1, weight_decay=0, decay_all=True, warmup_steps=None, warmup_epochs=0.5, **PLAIN
+    )
+    assert [options.peak(images) for images in (64, 256, 1024)] == pytest.approx([0.025, 0.1, 0.4])
+    assert options.warmup(5) == 2 and options.warmup(5004) == 2502
+
+
+def test_a_classifier_scales_by_accumulated_images(tmp_path):
+    words = expand(["optimizer.lr_per_256=0.8", "optimizer.warmup_epochs=1"])
+    run = run_of("model=swin_mini", *words, "trainer.devices=1", "trainer.accelerator=cpu", "strategy=ddp")
+    run.trainer.accumulate_grad_batches = 2
+    classifier, data, trainer, _ = build(run, tmp_path)
+    data.setup("fit")
+    trainer.datamodule, data.trainer, classifier.trainer = data, trainer, trainer
+    found = classifier.configure_optimizers()
+    warm_up = [found["lr_scheduler"]["scheduler"].lr_lambdas[0](step) for step in (0, 10, 11, 12)]
+    assert found["optimizer"].param_groups[0]["initial_lr"] == pytest.approx(0.8 * 2 * 64 / 256)
+    assert warm_up[:3] == pytest.approx([1 / 11, 1, 1]) and warm_up[3] < 1  # 22 batches an epoch: 11 steps
+
+
 def test_optimizers_get_their_options():
     common = {"lr": 0.1, "weight_decay": 0.01, "decay_all": True, "warmup_steps": 0}
-    sgd, _ = build_optimizer(SGD(**common, momentum=0.8, nesterov=True), nn.Linear(2, 2), 10)
+    sgd, _ = build_optimizer(SGD(**common, momentum=0.8, nesterov=True), nn.Linear(2, 2), 0.1, 0, 10)
     assert type(sgd) is torch.optim.SGD
     [group] = sgd.param_groups
     assert (group["lr"], group["weight_decay"], group["momentum"], group["nesterov"]) == (0.1, 0.01, 0.8, True)
-    adamw, _ = build_optimizer(AdamW(**common), nn.Linear(2, 2), 10)
+    adamw, _ = build_optimizer(AdamW(**common), nn.Linear(2, 2), 0.1, 0, 10)
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["weight_decay"] == 0.01
 
 
 def test_biases_and_norms_can_be_without_weight_decay():
     model = build_model("swin_mini", channels=1, classes=10)
     options = AdamW(lr=0.1, weight_decay=0.03, decay_all=False, warmup_steps=0)
-    decayed, spared = build_optimizer(options, model, 10)[0].param_groups
+    decayed, spared = build_optimizer(options, model, 0.1, 0, 10)[0].param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.03, 0)
     weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     assert {id(parameter) for parameter in decayed["params"]} == weights
@@ -240,6 +267,7 @@ def trainer(count, nodes) -> Trainer:
         precision="32-true",
         accumulate_grad_batches=1,
         deterministic=True,
+        checkpoint_every_n_epochs=5,
         log_every_n_steps=1,
         enable_progress_bar=False,
     )

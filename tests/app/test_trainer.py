@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning_gradcomp.app.callbacks import ProgressBar
 from lightning_gradcomp.app.options import logger
 from lightning_gradcomp.app.trainer import build_trainer
-from lightning_gradcomp.plugin import CommunicationMonitor
+from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
 from tests.app.test_compose import run_of
 
 
@@ -31,6 +31,16 @@ def test_options_reach_the_trainer(tmp_path):
     assert isinstance(trainer.profiler, SimpleProfiler) and trainer.profiler.dirpath == tmp_path
     assert (trainer.gradient_clip_val, trainer.precision) == (2, "bf16-mixed")
     assert [type(logger) for logger in trainer.loggers] == [CSVLogger]
+
+
+def test_a_warm_up_and_saving_reach_the_trainer(tmp_path):
+    words = ("sparsity_warmup.schedule=[0.5,0.9]", "sparsity_warmup.by=step", "sparsity_warmup.dense=3")
+    often = ("trainer.checkpoint_every_n_epochs=null", "trainer.checkpoint_every_n_steps=7")
+    trainer = trainer_of(tmp_path, *words, *often)
+    [warmup] = [callback for callback in trainer.callbacks if isinstance(callback, SparsityWarmup)]
+    assert (list(warmup.schedule), warmup.by, warmup.dense) == ([0.5, 0.9], "step", 3)
+    assert trainer.checkpoint_callbacks[1]._every_n_train_steps == 7
+    assert not any(isinstance(callback, SparsityWarmup) for callback in trainer_of(tmp_path).callbacks)
 
 
 def test_without_them_there_is_none_of_it(tmp_path):

@@ -69,14 +69,20 @@ class SharedImages(L.LightningDataModule):
             self.own = dirichlet_split(self.train.tensors[1], self.ranks, alpha, self.rank_batch, self.seed)
 
     @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run. Lightning's `estimated_stepping_batches` would build the loader before the
+    def epoch_steps(self) -> int:
+        """Optimizer steps of an epoch. Lightning's `estimated_stepping_batches` would build the loader before the
         checkpoint's position is known."""
         assert self.trainer is not None
         batches = len(self.train) // self.batch_size  # pyrefly: ignore[bad-argument-type]
         if isinstance(limit := self.trainer.limit_train_batches, int):
             batches = min(batches, limit)
-        return math.ceil(batches / self.trainer.accumulate_grad_batches) * (self.trainer.max_epochs or 1)
+        return math.ceil(batches / self.trainer.accumulate_grad_batches)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        assert self.trainer is not None
+        return self.epoch_steps * (self.trainer.max_epochs or 1)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Without the last images of an epoch, which don't fill a batch on every rank."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import inf
 from typing import Any
 
 from lightning_gradcomp.app.options.limits import number, one_of, whole
+from lightning_gradcomp.compressors.schedules import Ramp, as_levels
 from lightning_gradcomp.errors import refusal
 
 MOST_PROCESSES = 65536
@@ -15,32 +18,82 @@ MOST_PROCESSES = 65536
 MODELS = ("resnet18", "resnet50", "swin_mini", "swin_t")
 
 
+LIBRARIES = ("torchvision", "timm", "custom")
+
+
 @dataclass(kw_only=True)
 class Model:
-    """The network. Images of up to 64 pixels get a stem for small images."""
+    """The network.
+
+    Args:
+        name: one of `MODELS`, which have stems for images of up to 64 pixels; with a library, its name there.
+        library: "torchvision" or "timm": any of its classifiers, as it is; "custom": `target`. None: `MODELS`.
+        target: "module:Name" of what makes the network.
+        options: keyword arguments for the library's function, or for `target`.
+    """
 
     name: str
+    library: str | None = None
+    target: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, MODELS)
+        if self.library is None:
+            one_of("model.name", self.name, MODELS)
+            if self.options:
+                raise refusal(f"model.options with model={self.name}", self.options, "{}; others have options")
+        else:
+            one_of("model.library", self.library, LIBRARIES)
+        if self.library == "timm" and not find_spec("timm"):
+            raise ValueError("needs a package for model=timm: pip install timm (missing: timm)")
+        if self.library == "custom" and not re.fullmatch(r"[\w.]+:\w+", self.target or ""):
+            raise refusal("model.target", self.target, "module:Name, of a class or function")
 
 
 @dataclass(kw_only=True)
 class Optimizer:
-    """Peak learning rate, reached after `warmup_steps` and followed by a cosine to 0; both per optimizer step.
+    """Peak learning rate, reached after the warm-up and followed by a cosine to 0; per optimizer step.
 
-    `decay_all: false`: no weight decay for biases, norm weights and Swin's position biases.
+    Args:
+        lr: the peak; None where `lr_per_256` says it.
+        lr_per_256: the peak for 256 images a step: the linear scaling rule (Goyal et al. 2017, arXiv 1706.02677, 2.1).
+        warmup_steps: optimizer steps of linear warm-up; None where `warmup_epochs` says it.
+        warmup_epochs: the same in epochs, which may be broken.
+        decay_all: false: no weight decay for biases, norm weights and Swin's position biases.
     """
 
-    lr: float
+    lr: float | None
+    lr_per_256: float | None = None
     weight_decay: float
     decay_all: bool
-    warmup_steps: int
+    warmup_steps: int | None
+    warmup_epochs: float | None = None
 
     def __post_init__(self) -> None:
-        number("optimizer.lr", self.lr, 0)
+        for option, other in (("lr", "lr_per_256"), ("warmup_steps", "warmup_epochs")):
+            got, instead = getattr(self, option), getattr(self, other)
+            if (got is None) == (instead is None):
+                raise refusal(f"optimizer.{option} with {other}={instead}", got, "one of the two, the other null")
+        for option in ("lr", "lr_per_256", "warmup_epochs"):
+            if (got := getattr(self, option)) is not None:
+                number(f"optimizer.{option}", got, 0)
         number("optimizer.weight_decay", self.weight_decay, 0)
-        whole("optimizer.warmup_steps", self.warmup_steps, 0)
+        if self.warmup_steps is not None:
+            whole("optimizer.warmup_steps", self.warmup_steps, 0)
+
+    def peak(self, images: int) -> float:
+        """The peak learning rate with `images` in an optimizer step, over all ranks."""
+        if self.lr is not None:
+            return self.lr
+        assert self.lr_per_256 is not None
+        return self.lr_per_256 * images / 256
+
+    def warmup(self, epoch_steps: int) -> int:
+        """Optimizer steps of warm-up, where an epoch has `epoch_steps`."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        assert self.warmup_epochs is not None
+        return round(self.warmup_epochs * epoch_steps)
 
 
 @dataclass(kw_only=True)
@@ -67,12 +120,37 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW}
 
 
 @dataclass(kw_only=True)
+class Warmup:
+    """A warm-up of the sparsity in place of the compressor's own: `SparsityWarmup`.
+
+    Args:
+        schedule: "exponential", "linear", or a list of sparsities; None: the compressor's own warm-up.
+        periods: number of levels of "exponential" and "linear".
+        by: "epoch" or "step": what a level lasts.
+        dense: periods of dense training before the first level.
+    """
+
+    schedule: Any  # a union of str and list is none of OmegaConf's
+    periods: int
+    by: str
+    dense: int
+
+    def __post_init__(self) -> None:
+        whole("sparsity_warmup.periods", self.periods, 0)
+        whole("sparsity_warmup.dense", self.dense, 0)
+        one_of("sparsity_warmup.by", self.by, ("epoch", "step"))
+        if self.schedule is not None:
+            Ramp(as_levels(self.schedule, 0.999, self.periods), 0.999, self.dense, self.by)  # refuses
+
+
+@dataclass(kw_only=True)
 class Trainer:
     """Lightning's Trainer options of the same names. `limit_*`: batches in an epoch; null for all of them.
 
     `devices: auto` is every GPU, else 2 processes on the CPU. Where torchrun or SLURM has started the ranks, "auto" is
     their number. `patience`: the run ends after so many epochs without a better validation accuracy (EarlyStopping);
-    null for all epochs.
+    null for all epochs. `checkpoint_every_n_epochs`, `checkpoint_every_n_steps`: how often last.ckpt is written besides
+    at the end; one of the two, the other null.
     """
 
     max_epochs: int
@@ -87,6 +165,8 @@ class Trainer:
     profiler: str | None = None
     limit_train_batches: int | None = None
     limit_val_batches: int | None = None
+    checkpoint_every_n_epochs: int | None
+    checkpoint_every_n_steps: int | None = None
     log_every_n_steps: int
     enable_progress_bar: bool
 
@@ -100,7 +180,12 @@ class Trainer:
                 whole(f"trainer.{option}", got, 1, MOST_PROCESSES, also="auto, or ")
         for option in ("max_epochs", "accumulate_grad_batches", "log_every_n_steps"):
             whole(f"trainer.{option}", getattr(self, option), 1)
-        for option in ("patience", "limit_train_batches", "limit_val_batches"):
+        steps = self.checkpoint_every_n_steps
+        if (self.checkpoint_every_n_epochs is None) == (steps is None):
+            what = f"trainer.checkpoint_every_n_epochs with checkpoint_every_n_steps={steps}"
+            raise refusal(what, self.checkpoint_every_n_epochs, "one of the two, the other null")
+        often = ("checkpoint_every_n_epochs", "checkpoint_every_n_steps")
+        for option in ("patience", "limit_train_batches", "limit_val_batches", *often):
             if (got := getattr(self, option)) is not None:
                 whole(f"trainer.{option}", got, 1, also="null, or ")
         if (clip := self.gradient_clip_val) is not None and not 0 < clip < inf:
