@@ -69,7 +69,7 @@ def checked(config: DictConfig) -> Run:
                 _refuse_extra(f"{field.name}.", node)
         run = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
-        raise refusal(error.full_key, None, "a value of yours: there is no default") from error
+        raise refusal(str(error.full_key), None, "a value of yours: there is no default") from error
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(run, Run)
