@@ -8,23 +8,37 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.app.sizes import human
+from lightning_gradcomp.app.sizes import digits, human
+
+SHORT = {"train_loss": "loss", "val_acc": "acc"}
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar, with CommunicationMonitor's two metrics as one: `sent=101 kB/step (441x, N=2)`."""
+    """Lightning's bar in 100 columns: one for training, and its metrics short.
+
+    CommunicationMonitor's two metrics are one, bytes a step and how many times fewer than dense: `sent=101 kB (441x)`.
+    """
+
+    BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt}, {remaining} left, {rate_noinv_fmt}{postfix}"
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """A bar of its own only where nothing is trained."""
+        return super().init_validation_tqdm() if self.trainer.state.fn == TrainerFn.VALIDATING else Tqdm(disable=True)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics: dict[str, Any] = {**super().get_metrics(trainer, pl_module)}
-        metrics.pop("v_num", None)  # a run's folder has no version
+        for name in ("v_num", "val_loss"):  # a run's folder has no version; the validation loss is in metrics.csv
+            metrics.pop(name, None)
+        metrics = {SHORT.get(name, name): value for name, value in metrics.items()}
         ratio = next((name for name in metrics if name.startswith("ratio(N=")), None)
         if ratio is None or "sent_MB" not in metrics:
             return metrics
         sent, times = human(1e6 * float(metrics.pop("sent_MB"))), float(metrics.pop(ratio))
-        world = ratio.removeprefix("ratio(").removesuffix(")")
-        return {**metrics, "sent": f"{sent}/step ({times:.3g}x, {world})"}
+        return {**metrics, "sent": f"{sent} ({digits(times)}x)"}
 
 
 class RandomState(Callback):

@@ -94,6 +94,11 @@ def run(process: str, *words: str, environment: Mapping[str, str] | None = None)
 
 
 LOGGED = (
+    "Initializing distributed: ",  # the strategy's own line says how many ranks there are
+    f"{'-' * 100}\ndistributed_backend=",
+    "Restored all states from ",  # after "Restoring states from"
+    "`Trainer(limit_val_batches=",  # was asked for too
+    "`Trainer.fit` stopped: ",  # by max_epochs, which was asked for
     "GPU available: ",  # the summary names the device
     "TPU available: ",
     "HPU available: ",
@@ -106,13 +111,17 @@ WARNED = (
     r"Experiment logs directory .* exists and is not empty",  # holds our config.yaml; at most a metrics.csv is replaced
     r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips what was seen
     r"The dirpath has changed from",  # a resumed run writes into a folder of its own
+    r"Be aware that when using `ckpt_path`, callbacks",  # evaluate=true needs none of them
     r"GPU available but not used",  # trainer.accelerator=cpu was asked for
 )
+
+
+DISTRIBUTED = "lightning.fabric.utilities.distributed"
 
 
 def hide_known_messages() -> None:
     """Drop messages of Lightning and torch that are of no use to users of `gradcomp`; others are shown."""
     for message in WARNED:
         warnings.filterwarnings("ignore", message=message)
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+    for name in (*(f"lightning.{part}.utilities.rank_zero" for part in ("pytorch", "fabric")), DISTRIBUTED):
         logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(LOGGED))

@@ -68,35 +68,34 @@ def table(result: dict[str, Any], folder: Path) -> str:
     """Lines to print: accuracy, bytes, time, files."""
     config, communication = result["config"], result["communication"]
     epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] > 1)}"
+    model = config["model"]["target"] or config["model"]["name"]
     title = (
-        f"{config['model']['name']} on {DRY if config['dry_run'] else config['data']['name']}, "
+        f"{model} on {DRY if config['dry_run'] else config['data']['name']}, "
         f"compressor {config['compressor']['name']}, "
         f"{epochs} in {result['wall_seconds']:.0f} s on {result['device']}"
     )
     phases = communication["milliseconds"]
     rows = {
         "validation accuracy": accuracy(result["val_correct"], result["val_images"]),
-        "bytes sent": _sent(communication),
-        "time per step": f"{sum(phases.values()):.0f} ms (medians): "
-        + ", ".join(f"{name} {ms:.1f}" for name, ms in phases.items()),
+        **_sent(communication),
+        "time per step": f"{sum(phases.values()):.0f} ms: "
+        + ", ".join(f"{name} {ms:.1f}" for name, ms in phases.items())
+        + " (medians)",
         "files": f"{folder}{os.sep}",
     }
     return "\n".join(["", title, *(f"  {name:<21}{text}" for name, text in rows.items())])
 
 
-def _sent(communication: dict[str, Any]) -> str:
+def _sent(communication: dict[str, Any]) -> dict[str, str]:
+    """Two rows: what a rank sent in the last step (of rounds: on average), and in all."""
     world, sent, dense = (communication[key] for key in ("world_size", "bytes_sent", "dense_bytes"))
     if world == 1:
-        return "none: there is one process"
+        return {"sent": "nothing: there is one process"}
+    in_all = {"sent in all": f"{human(sent)}; uncompressed {human(dense)}, {communication['ratio']:.1f}x as much"}
     if rounds := communication.get("rounds"):
-        return (
-            f"{human(sent)} in all, {human(sent / communication['steps'])} a step, dense {human(dense)}, ratio "
-            f"{communication['ratio']:.1f} (a rank; N = {world}, {rounds['rounds']} rounds of {rounds['period']} steps "
-            f"applied {rounds['delay']} steps late, drains included)"
-        )
-    how = f"N = {world}, {communication['topology']}"
+        each = f"{human(sent / communication['steps'])} by each of {world} processes, on average"
+        late = f"{rounds['rounds']} of {rounds['period']} steps, applied {rounds['delay']} steps late"
+        return {"sent per step": each, "rounds": late, **in_all}
     last = communication["last_step"]
-    return (
-        f"{human(last['bytes_sent'])} in the last step, ratio {last['ratio']:.0f} to dense; "
-        f"{human(sent)} in all, dense {human(dense)}, ratio {communication['ratio']:.1f} (a rank; {how})"
-    )
+    each = f"{human(last['bytes_sent'])} by each of {world} processes ({communication['topology']})"
+    return {"sent per step": f"{each}; uncompressed {last['ratio']:.0f}x as much", **in_all}

@@ -1,10 +1,12 @@
 """The Trainer has what the options ask for; the bar speaks of bytes as people do."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
@@ -63,10 +65,25 @@ def test_a_logger_whose_package_is_missing_is_refused(monkeypatch):
     logger.check_installed(run_of("logger=csv").logger)
 
 
+def test_the_bar_fits_into_100_columns():
+    bar = ProgressBar()
+    sent = {"sent_MB": 123.456, "ratio(N=1024)": 1234.5}
+    shown = {"train_loss": 12.345, "val_acc": 0.98765, "val_loss": 1.0, **sent}
+    trainer = SimpleNamespace(progress_bar_metrics=shown, loggers=[])
+    drawn = io.StringIO()
+    line = Tqdm(desc="Epoch 299", total=5004, file=drawn, bar_format=bar.BAR_FORMAT, ncols=100, smoothing=0)
+    line.start_t -= 40_000
+    line.n = 2500
+    line.set_postfix(bar.get_metrics(trainer, None))
+    last = drawn.getvalue().split("\r")[-1]
+    assert "loss=12.30, acc=0.988, sent=123 MB (1,234x)" in last and len(last) <= 100
+    line.close()
+
+
 def test_the_bar_tells_bytes_and_ratio_in_one_word():
     bar = ProgressBar()
     shown = {"train_loss": torch.tensor(0.5), "sent_MB": 0.102128, "ratio(N=2)": 437.6}
     trainer = SimpleNamespace(progress_bar_metrics=shown, loggers=[])
-    assert bar.get_metrics(trainer, None) == {"train_loss": shown["train_loss"], "sent": "102 kB/step (438x, N=2)"}
+    assert bar.get_metrics(trainer, None) == {"loss": shown["train_loss"], "sent": "102 kB (438x)"}
     trainer.progress_bar_metrics = {"train_loss": 0.5}  # before the first step
-    assert bar.get_metrics(trainer, None) == {"train_loss": 0.5}
+    assert bar.get_metrics(trainer, None) == {"loss": 0.5}
