@@ -18,7 +18,9 @@ from tests.averaging.workers import Table, backward, bowl_loss, weights
 
 lighthouse, number, rounds, dies_at = sys.argv[1], *map(int, sys.argv[2:5])
 torch.set_num_threads(1)
-while not Path(sys.argv[5]).exists():
+begin = Path(sys.argv[5])
+(begin.parent / f"ready{number}").touch()
+while not begin.exists():
     time.sleep(0.01)
 model = Table()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

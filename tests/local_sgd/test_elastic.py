@@ -31,7 +31,9 @@ def lines(tmp_path_factory):
 
     ranks = [start(0), start(1), start(2, dies_at=8), start(3, begin="second")]
     try:
-        time.sleep(5)  # for imports
+        deadline = time.monotonic() + 90
+        while not all((folder / f"ready{number}").exists() for number in range(4)) and time.monotonic() < deadline:
+            time.sleep(0.05)
         (folder / "first").touch()
         ranks[2].wait(60)
         (folder / "second").touch()
