@@ -14,15 +14,6 @@ if [[ ! $GPUS =~ ^[0-9]{1,4}$ ]]; then
     exit 1
 fi
 GPUS=$((10#$GPUS))
-# The ranks of a node average densely first, and one payload a node travels. Not for strategies that take no such option.
-inside=()
-if ((GPUS > 1)); then inside=(inside=dense); fi
-for word in "$@"; do
-    case $word in
-    inside=* | topology=d* | strategy=dga | strategy=dist_async | strategy=sparseloco | recipe=digits_*) inside=() ;;
-    plan | report | recipes | compressors | env) inside=() ;;
-    esac
-done
 export PYTHONSAFEPATH=1 # from Python 3.11 on: modules of the working folder replace no others
 exec torchrun --nnodes=2 --node-rank="$NODE" --nproc-per-node="$((GPUS > 0 ? GPUS : 1))" \
-    --master-addr="$MASTER" --master-port="${PORT:-29500}" -m lightning_gradcomp "$@" "${inside[@]}"
+    --master-addr="$MASTER" --master-port="${PORT:-29500}" -m lightning_gradcomp "$@"

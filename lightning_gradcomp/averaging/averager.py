@@ -72,11 +72,12 @@ class GradientAverager:
             on, compressed again; for many ranks. "server": the same with dense means. "auto": what a trial in the first
             steps finds quickest: dense steps, or one of the first two. Or a kvstore's name: "device", "dist_sync",
             "dist_sync_device" (docs/topologies.md).
-        inside: "compressed" (default): every rank compresses its own gradient. "dense": ranks of a node average theirs
-            first, and only nodes exchange payloads.
+        inside: "compressed": every rank compresses its own gradient. "dense": ranks of a node average theirs first, and
+            only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" where there are several
+            nodes of several ranks (`ranks_per_node`).
         residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
             "cpu" memory.
-        ranks_per_node: for inside="dense"; default: what torchrun has started on this node.
+        ranks_per_node: for inside="dense", whose default is what torchrun has started on this node.
         steps_per_epoch: lets a schedule that counts epochs count them.
         epoch: the epoch to begin with, for a caller that counts epochs itself, in `averager.epoch`.
 

@@ -289,7 +289,7 @@ def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: Topol
         raise refusal(what, "ranks that hold other shards of the same replica", allowed)
     if topology.name != "all_gather":
         raise refusal("topology with a sharded model", topology.name, "'all_gather'")
-    if topology.inside != "compressed":
+    if topology.inside == "dense":
         raise refusal("inside with a sharded model", topology.inside, "'compressed': FSDP averages inside a replica")
 
 

@@ -25,12 +25,13 @@ class Topology:
         name: "all_gather": every worker's payload goes to every worker. "two_phase": the gradient is divided into
             shards; payloads go to the shards' owners, which send the means back, compressed again. "server": the same
             with dense means. "auto": what a trial in the first steps finds quickest of these, or dense.
-        inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely, and are one.
+        inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely, and are one. None:
+            dense where there are several nodes of several ranks, else compressed.
         residual_device: where what was not sent is kept between steps: on the gradients' "device", or in "cpu" memory.
     """
 
     name: str = "all_gather"
-    inside: str = "compressed"
+    inside: str | None = "compressed"
     residual_device: str = "device"
 
 
@@ -43,7 +44,7 @@ KVSTORES: dict[str, Topology] = {
 
 
 def resolve(topology: str, inside: str | None, residual_device: str | None, compressor: Compressor) -> Topology:
-    """The options as a `Topology`; None is the default, or what a kvstore's name says.
+    """The options as a `Topology`; None is the default, or what a kvstore's name says. "auto" leaves `inside` open.
 
     Raises:
         ValueError: an unknown word, a kvstore's name beside an option that it stands for, or a topology that can't
@@ -61,7 +62,8 @@ def resolve(topology: str, inside: str | None, residual_device: str | None, comp
         )
     if topology not in (*TOPOLOGIES, *KVSTORES):
         raise refusal("topology", topology, _listed((*TOPOLOGIES, *KVSTORES)))
-    chosen = KVSTORES.get(topology) or Topology(topology, inside or "compressed", residual_device or "device")
+    inside = inside or (None if topology == "auto" else "compressed")
+    chosen = KVSTORES.get(topology) or Topology(topology, inside, residual_device or "device")
     if chosen.name in SHARDED and (why := not_sharded_because(compressor)):
         raise refusal(f"topology with {type(compressor).__name__}", topology, f"'auto' or 'all_gather': {why}")
     return chosen

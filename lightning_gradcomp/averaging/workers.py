@@ -313,25 +313,35 @@ class Nodes(Ranks):
 
 
 def workers(
-    group: dist.ProcessGroup | None, inside: str, ranks_per_node: int | None, shards: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None,
+    inside: str | None,
+    ranks_per_node: int | None,
+    shards: dist.ProcessGroup | None = None,
 ) -> Ranks:
     """The ranks of `group` as workers: each by itself, or those of a node together.
 
     Args:
         group: None is a world of one.
-        inside: as in `Route`.
+        inside: as in `Topology`.
         ranks_per_node: default: what torchrun has started on this node (`LOCAL_WORLD_SIZE`).
         shards: as for `Ranks`.
 
     Raises:
         ValueError: inside="dense" where nobody says how many ranks a node has, or nodes differ in that.
     """
+    if inside is None:
+        inside = "dense" if shards is None and _several_nodes(group, ranks_per_node) else "compressed"
     if inside == "compressed" or group is None:
         return Ranks(group, shards=shards)
     per_node = ranks_per_node or _started_here(os.environ)
     if per_node is None:
         raise refusal("ranks_per_node with inside='dense'", None, "the number of ranks on each node")
     return Ranks(group) if per_node == 1 else Nodes(group, per_node)
+
+
+def _several_nodes(group: dist.ProcessGroup | None, ranks_per_node: int | None) -> bool:
+    """Whether there are several nodes, known to have several ranks each."""
+    return group is not None and ranks_per_node is not None and 1 < ranks_per_node < dist.get_world_size(group)
 
 
 def _started_here(environment: Mapping[str, str]) -> int | None:

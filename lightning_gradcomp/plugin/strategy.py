@@ -53,8 +53,9 @@ class CompressedDDPStrategy(BaseStrategy):
             first steps finds quickest: dense steps, or one of the first two. The decision depends on the clock: choose
             another where runs must repeat to the bit. Or a kvstore's name: "device", "dist_sync", "dist_sync_device"
             (docs/topologies.md).
-        inside: "compressed" (default): every rank compresses its own gradient. "dense": ranks of a node average theirs
-            first, and only nodes exchange payloads.
+        inside: "compressed": every rank compresses its own gradient. "dense": ranks of a node average theirs first, and
+            only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" where there are several
+            nodes of several ranks.
         residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
             "cpu" memory.
         checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint, up to

@@ -107,26 +107,3 @@ def test_the_scripts_for_two_nodes_check_their_input(tmp_path):
     asked = subprocess.run(["bash", torchrun], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert asked.returncode == 1 and "GPUS: got 'a[$(touch evaluated)]', allowed: a whole number" in asked.stderr
     assert not (tmp_path / "evaluated").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "passed"),
-    [
-        (["recipe=resnet50_imagenet"], ["recipe=resnet50_imagenet", "inside=dense"]),
-        (["strategy=dgc", "inside=compressed"], ["strategy=dgc", "inside=compressed"]),
-        (["strategy=dga"], ["strategy=dga"]),
-        (["plan", "resnet50"], ["plan", "resnet50"]),
-        ([], ["inside=dense"]),
-    ],
-)
-@pytest.mark.parametrize("script", ["two_nodes.slurm", "two_nodes_torchrun.sh"])
-def test_ranks_of_a_node_average_first_where_they_can(tmp_path, script, words, passed):
-    for launcher in ("srun", "torchrun"):
-        (tmp_path / launcher).write_text('#!/bin/sh\necho "$@"\n')
-        (tmp_path / launcher).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "MASTER": "host", "NODE": "0", "GPUS": "4"}
-    command = ["bash", shipped("recipes") / script, *words]
-    told = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
-    assert told.partition("-m lightning_gradcomp")[2].split() == passed
-    alone = subprocess.run(command, capture_output=True, text=True, env={**environment, "GPUS": "1"}, check=True).stdout
-    assert script == "two_nodes.slurm" or alone.partition("-m lightning_gradcomp")[2].split() == words

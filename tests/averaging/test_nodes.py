@@ -277,6 +277,25 @@ def test_nodes_of_unequal_size_and_unknown_size_are_refused(monkeypatch):
     assert [averager.ranks.workers for averager in run_ranks(4, averager_of)] == [2] * 4
 
 
+@pytest.mark.parametrize(
+    ("per_node", "options", "expected"),
+    [
+        (2, {"topology": "auto"}, 2),
+        (2, {"topology": "auto", "inside": "compressed"}, 4),
+        (2, {"topology": "all_gather"}, 4),
+        (4, {"topology": "auto"}, 4),
+        (1, {"topology": "auto"}, 4),
+        (None, {"topology": "auto"}, 4),
+    ],
+)
+def test_auto_is_dense_inside_several_nodes(per_node, options, expected):
+    def work(rank, group):
+        averager = lgc.GradientAverager(Table(), "onebit", process_group=group, ranks_per_node=per_node, **options)
+        return averager.ranks.workers
+
+    assert run_ranks(4, work) == [expected] * 4
+
+
 KVSTORES = {
     "device": ("server", "compressed", "device"),
     "dist_sync": ("server", "dense", "cpu"),
