@@ -42,7 +42,8 @@ def averager_of(trainer: Trainer) -> Averager:
 class CommunicationMonitor(Callback):
     """Bytes, ratio, sparsity and milliseconds of every step, in the progress bar and in every logger.
 
-    Everything is rank-local: nothing is exchanged to show it. Logged each step, as this rank saw it:
+    Everything is rank-local: nothing is exchanged to show it. Logged at the steps that go to a logger
+    (`Trainer(log_every_n_steps=...)`), as this rank saw them:
     `comm/bytes_sent`, `comm/bytes_received` (traffic, which for all_gather grows with N), `comm/ratio_N<N>` (dense ring
     all-reduce traffic over it), `comm/sparsity`, and `time/<phase>_ms` for compute, compress, exchange and decompress.
     In a dense step, exchange is the part that backward did not hide. On a GPU the clock sees what the host waits for,
@@ -144,17 +145,18 @@ class CommunicationMonitor(Callback):
             times.append(phases[phase])
         self._elapsed = 0.0
         world, ratio = averager.world, averager.stats.ratio
-        pl_module.log_dict(
-            {
-                "comm/bytes_sent": float(stats.bytes_sent),
-                "comm/bytes_received": float(stats.bytes_received),
-                f"comm/ratio_N{world}": ratio,
-                "comm/sparsity": stats.sparsity,
-                **{f"time/{phase}_ms": 1e3 * seconds for phase, seconds in phases.items()},
-                **self._so_far(),
-                **more,
-            }
-        )
+        if trainer._logger_connector.should_update_logs:  # at other steps it would take milliseconds, and go nowhere
+            pl_module.log_dict(
+                {
+                    "comm/bytes_sent": float(stats.bytes_sent),
+                    "comm/bytes_received": float(stats.bytes_received),
+                    f"comm/ratio_N{world}": ratio,
+                    "comm/sparsity": stats.sparsity,
+                    **{f"time/{phase}_ms": 1e3 * seconds for phase, seconds in phases.items()},
+                    **self._so_far(),
+                    **more,
+                }
+            )
         bar = {"sent_MB": stats.bytes_sent / 1e6, f"ratio(N={world})": ratio}
         pl_module.log_dict(bar, prog_bar=True, logger=False)
 

@@ -93,6 +93,7 @@ def fit(strategy, *, resume=None, callbacks=(), net=None, every=6):
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, val_check_interval=every, logger=False,
         callbacks=list(callbacks), enable_checkpointing=bool(callbacks), use_distributed_sampler=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER, num_sanity_val_steps=0,
+        log_every_n_steps=1,
     )  # fmt: skip
     loaders = torch.utils.data.DataLoader(range(10)), torch.utils.data.DataLoader(range(2))
     trainer.fit(net, *loaders, ckpt_path=resume)

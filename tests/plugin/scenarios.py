@@ -115,7 +115,7 @@ def dense_limit():
 
 def sparse_training():
     monitor, keep = lgc.CommunicationMonitor(), Keep()
-    trainer, after = fit(sparse(), accumulate_grad_batches=2, callbacks=[monitor, keep])
+    trainer, after = fit(sparse(), accumulate_grad_batches=2, log_every_n_steps=1, callbacks=[monitor, keep])
     first = everyones_first(after)
     return {
         "groups_seen": sorted(trainer.lightning_module.seen),
