@@ -203,7 +203,8 @@ class GradientAverager:
 
     @contextmanager
     def local_weights(self) -> Iterator[None]:
-        """For forward and backward: with Adam and AdamW, let the weights be without what this rank has not sent yet.
+        """For forward and backward, with an optimizer that the compressor corrects (DGC's SGD, Adam, AdamW): let the
+        weights be without what this rank has not sent yet.
 
             with averager.local_weights():
                 loss(model(x), y).backward()

@@ -5,7 +5,7 @@ weights, an update of 1 % of the elements a step is missing for some hundred ste
 the other ranks are missing. CSER (Xie et al., NeurIPS 2020, arXiv 2007.13221) keeps such local models all the time.
 Here the weights are local in forward and backward passes alone: wherever else one looks, all ranks hold the same.
 
-A rank's own steps are longer than the mean of all ranks' where gradients are mostly noise; `scale` makes up for it.
+A rank's own steps are longer than the mean of all ranks' where gradients are mostly noise; `scales` make up for it.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class LocalWeights:
         """The data of the parameters while their local weights are in use."""
 
     @torch.no_grad()
-    def use(self, unsent: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-        """Let the parameters be the shared weights minus scale (0-d) · `unsent` (fp32 [n]), unless they are already.
+    def use(self, unsent: torch.Tensor, scales: Sequence[torch.Tensor | float], out: torch.Tensor) -> None:
+        """Let the parameters be the shared weights minus scale · `unsent` (fp32 [n]), unless they are already.
 
-        `out` (fp32 [n]) holds them, or `in_place` the shared ones, until `restore`; parameters of another type or
-        layout have memory of their own.
+        There is a scale for each parameter, a number or 0-d. `out` (fp32 [n]) holds the local weights, or `in_place` the
+        shared ones, until `restore`; parameters of another type or layout have memory of their own.
         """
         if self._shared:
             return
-        views = zip(self._parameters, self._layout.views(unsent), self._layout.bounds, strict=True)
-        for parameter, view, (start, _) in views:
+        views = zip(self._parameters, self._layout.views(unsent), scales, self._layout.bounds, strict=True)
+        for parameter, view, scale, (start, _) in views:
             other = _like(parameter, out, start)
             if self._in_place:
                 other.copy_(parameter)
-                torch.addcmul(parameter, view, scale, value=-1, out=parameter.data)
+                _subtract(parameter, view, scale, parameter.data)
                 self._shared.append(other)
                 continue
-            torch.addcmul(parameter, view, scale, value=-1, out=other)
+            _subtract(parameter, view, scale, other)
             self._shared.append(parameter.data)
             parameter.data = other
 
@@ -72,6 +72,14 @@ class LocalWeights:
             else:
                 parameter.data = shared
         self._shared = []
+
+
+def _subtract(weights: torch.Tensor, unsent: torch.Tensor, scale: torch.Tensor | float, out: torch.Tensor) -> None:
+    """out = weights - scale · unsent."""
+    if isinstance(scale, torch.Tensor):
+        torch.addcmul(weights, unsent, scale, value=-1, out=out)
+    else:
+        torch.add(weights, unsent, alpha=-scale, out=out)
 
 
 def _like(parameter: torch.Tensor, out: torch.Tensor, start: int) -> torch.Tensor:

@@ -88,9 +88,10 @@ class CompressedStep:
     def use_local_weights(self) -> None:
         """Let the weights be without the steps that this worker has not sent, until `local_weights.restore`."""
         state = self.state.compressed
-        if state.makes_step and not state.empty and state.unsent is not None:
+        scales = state.local_scales(self.ranks.workers)
+        if scales is not None and not state.empty and state.unsent is not None:
             unsent = state.unsent.to(self.gradients.device)
-            self.local_weights.use(unsent, state.local_scale, self.gradients.compressed_flat)
+            self.local_weights.use(unsent, scales, self.gradients.compressed_flat)
 
     def compressed(
         self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flag: bool

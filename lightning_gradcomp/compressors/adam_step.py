@@ -163,6 +163,10 @@ class AdamStep(State):
         own, mean = self._squares
         return torch.where(own > 0, mean / own, 1.0).sqrt()
 
+    def local_scales(self, workers: int) -> list[torch.Tensor]:
+        """√ρ for all."""
+        return [self.local_scale] * len(self._parameters)
+
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         beta2 = next((rule.betas[1] for rule in self._rules() if rule), 0.0)
         self._squares = beta2 * self._squares + torch.stack([own, mean])

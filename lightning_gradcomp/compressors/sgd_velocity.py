@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,14 @@ class SGDVelocity(State):
     def unsent(self) -> torch.Tensor:
         """The accumulated velocity v."""
         return self.v
+
+    def local_scales(self, workers: int) -> list[float]:
+        """Learning rate / √workers: a worker's own velocity is so many times longer than the mean of all workers',
+        where gradients are mostly noise.
+        """
+        groups = self._optimizer.param_groups if self._optimizer else []
+        rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+        return [rates.get(id(parameter), 0.0) / math.sqrt(workers) for parameter in self._parameters]
 
     def _rules(self) -> list[SGDRule]:
         """What the optimizer's groups say of each parameter at this moment."""

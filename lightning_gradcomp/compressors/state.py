@@ -61,10 +61,12 @@ class State:
         """What is left to be sent, flat fp32 [n]; None for a state without such a thing."""
         return None
 
-    @property
-    def local_scale(self) -> torch.Tensor:
-        """With `makes_step`: how much of `unsent` is taken from the weights where gradients are computed, 0-d."""
-        return torch.ones((), device=self.device)
+    def local_scales(self, workers: int) -> Sequence[torch.Tensor | float] | None:
+        """How much of `unsent` is taken from each parameter, of `workers`, where this worker computes its gradient.
+
+        None: it is computed at the weights that all ranks share.
+        """
+        return None
 
     def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
         """Write into `out` (fp32 [n]) what to send for this step's gradient."""

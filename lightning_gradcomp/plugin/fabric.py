@@ -78,7 +78,7 @@ class CompressedFabricStrategy(DDPStrategy):
         self._epoch = epoch
 
     def local_weights(self) -> AbstractContextManager[None]:
-        """`GradientAverager.local_weights`: around forward and backward, where DGC corrects Adam or AdamW."""
+        """`GradientAverager.local_weights`: around forward and backward, where DGC corrects the momentum."""
         return self._averager().local_weights()
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
