@@ -71,8 +71,6 @@ TAKES_FOR_GRANTED = ("README.md", "docs/federated.md", "docs/latency.md", "docs/
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice on Trainers that are made here, and not used
 def test_python_of_a_page_runs(page, tmp_path):
     names = {"__name__": "page", **(provided(tmp_path) if page in TAKES_FOR_GRANTED else {})}
-    if page == "README.md":
-        names["loss"] = names["loss"](names["model"], names["loader"][0])
     if page == "docs/federated.md":
         server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
         names["lighthouse"] = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"

@@ -39,7 +39,8 @@ if __name__ == "__main__":
         sampler.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images), labels).backward()
+            with averager.local_weights():  # with what this rank has not sent yet
+                nn.functional.cross_entropy(model(images), labels).backward()
             averager.step()  # averages the gradients, then steps the optimizer
     if dist.get_rank() == 0:  # all ranks hold the same weights
         images, labels = next(iter(DataLoader(val, len(val))))

@@ -41,8 +41,8 @@ class LocalWeights:
     def use(self, unsent: torch.Tensor, scales: Sequence[torch.Tensor | float], out: torch.Tensor) -> None:
         """Let the parameters be the shared weights minus scale · `unsent` (fp32 [n]), unless they are already.
 
-        There is a scale for each parameter, a number or 0-d. `out` (fp32 [n]) holds the local weights, or `in_place` the
-        shared ones, until `restore`; parameters of another type or layout have memory of their own.
+        There is a scale for each parameter, a number or 0-d. `out` (fp32 [n]) holds the local weights, or `in_place`
+        the shared ones, until `restore`; parameters of another type or layout have memory of their own.
         """
         if self._shared:
             return

@@ -290,8 +290,8 @@ def test_nodes_of_unequal_size_and_unknown_size_are_refused(monkeypatch):
 )
 def test_auto_is_dense_inside_several_nodes(per_node, options, expected):
     def work(rank, group):
-        averager = lgc.GradientAverager(Table(), "onebit", process_group=group, ranks_per_node=per_node, **options)
-        return averager.ranks.workers
+        model, travel = Table(), {"ranks_per_node": per_node, **options}
+        return averaged(model, group, LOSSLESS["twobit"](), **travel)[1].ranks.workers
 
     assert run_ranks(4, work) == [expected] * 4
 

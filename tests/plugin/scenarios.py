@@ -34,8 +34,10 @@ class Net(L.LightningModule):
         self.head = nn.Linear(8 * 36, 10)
         self.nesterov = nesterov
         self.seen: set[tuple] = set()
+        self.at_local_weights = 0
 
     def training_step(self, batch, index):
+        self.at_local_weights += not torch.equal(self.head.weight, self.shared)
         images, labels = batch
         loss = nn.functional.cross_entropy(self.head(self.features(images)), labels)
         self.log("loss", loss)
@@ -56,6 +58,7 @@ class Net(L.LightningModule):
 
     def on_train_batch_start(self, *args):
         self._look()
+        self.shared = self.head.weight.detach().clone()
 
     def on_train_batch_end(self, *args):
         self._look()
@@ -119,6 +122,7 @@ def sparse_training():
     first = everyones_first(after)
     return {
         "groups_seen": sorted(trainer.lightning_module.seen),
+        "at_local_weights": trainer.lightning_module.at_local_weights,
         "replicas_apart": apart(after, first),
         "logged": {key: float(value) for key, value in keep.logged.items()},
         "summary": monitor.summary(),

@@ -27,8 +27,9 @@ def test_optimizer_groups_are_the_users_around_batches(outcome):
     assert outcome["sparse_training"]["groups_seen"] == [[[0.9, 0.01, 4], [0.8, 0, 2]]]
 
 
-def test_replicas_are_bitwise_equal(outcome):
+def test_replicas_are_bitwise_equal_though_gradients_are_at_local_weights(outcome):
     assert outcome["sparse_training"]["replicas_apart"] == 0
+    assert outcome["sparse_training"]["at_local_weights"] > 10
 
 
 def test_monitor_logs_bytes_ratio_sparsity_and_phases(outcome):
