@@ -1,0 +1,192 @@
+"""Draws the pictures of the pages, docs/pictures/*.svg: `python -m docs.pictures`, after data or methods have changed.
+
+Bars and points come from results.csv and from the byte formulas of the registered compressors; nothing is typed in but
+the step times of the timelines, which are those of docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable
+from math import cos, pi, sin
+from pathlib import Path
+from statistics import mean, stdev
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import lightning_gradcomp as lgc
+from docs.tables import MODELS, step
+from lightning_gradcomp.app.models import build
+
+FOLDER = Path(__file__).with_name("pictures")
+GREY, BLUE, ORANGE, GREEN, RED = "#7f868f", "#3f88c5", "#e08e45", "#4a9d5b", "#c8553d"
+"""Legible on white and on black; the ground is transparent."""
+
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "gradcomp", "font.size": 10, "font.family": "sans-serif",
+    "text.color": GREY, "axes.edgecolor": GREY, "axes.labelcolor": GREY, "xtick.color": GREY, "ytick.color": GREY,
+    "axes.spines.top": False, "axes.spines.right": False, "savefig.transparent": True,
+}  # fmt: skip
+
+
+def bytes_by_method(axes: Axes) -> None:
+    """Bytes of a step of ResNet-18, by the formulas, two ranks."""
+    model = build(MODELS["ResNet-18"], channels=1, classes=10)
+    dense = 4 * sum(parameter.numel() for parameter in model.parameters())
+    known = sorted((dense / step(entry.cls(), model)[1], entry.name) for entry in lgc.entries())
+    names = [name for _, name in known]
+    axes.barh(names, [size for size, _ in known], color=[BLUE if name == "dgc" else GREY for name in names])
+    for place, (size, _) in enumerate(known):
+        axes.text(size * 1.1, place, f"{size / 1e6:.3g} MB, {dense / size:.0f}x", va="center")
+    axes.set(xscale="log", xlabel="bytes that a rank sends in a step", xlim=(3e4, 6e8))
+
+
+def accuracy_over_bytes(axes: Axes) -> None:
+    """Whole runs of ResNet-18 on the digits, seeds of the fixed split: mean and standard deviation."""
+    runs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    with Path(__file__).with_name("results.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["model"] == "resnet18" and not row["fold"]:
+                accuracy = 100 * int(row["correct"]) / int(row["images"])
+                runs[row["method"]].append((int(row["bytes_sent"]) / 1e6, accuracy))
+    known = sorted((mean(size for size, _ in points), method) for method, points in runs.items())
+    names = [method for _, method in known]
+    axes.barh(names, [size for size, _ in known], color=[BLUE if name == "dgc" else GREY for name in names])
+    for place, (size, method) in enumerate(known):
+        accuracies = [accuracy for _, accuracy in runs[method]]
+        axes.text(size * 1.1, place, f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f} %", va="center")
+    axes.set(xscale="log", xlabel="MB that a rank sends in ten epochs; beside it the accuracy", xlim=(10, 1e5))
+
+
+def warm_up(axes: Axes) -> None:
+    """Density by epoch: the default, and the paper's warm-up after a dense epoch."""
+    paper = lgc.DGC(sparsity=0.999, values="fp32", dense_epochs=1, warmup_epochs=4)
+    for label, compressor, color in (("DGC()", lgc.DGC(), BLUE), ("the paper's", paper, ORANGE)):
+        schedule, final = compressor.schedule(), compressor.final_sparsity
+        dense = [100 * (1 - (schedule(epoch, 0) if schedule else final)) for epoch in range(10)]
+        axes.step(range(11), [*dense, dense[-1]], where="post", color=color)
+        axes.text(10.1, dense[-1], f"{label}: {dense[-1]:.3g} %", color=color, va="center")
+    axes.set(yscale="log", xlabel="epoch", ylabel="elements sent, %", xlim=(0, 13), xticks=range(0, 11, 2))
+
+
+Span = tuple[str, float, float, str]
+"""Row, begin, length, colour."""
+
+STEP = {"forward": 35.0, "backward": 87.0, "encode": 39.0, "exchange": 5.0, "decode": 17.0, "dense": 409.0}
+"""ms, ResNet-18 over 1 Gbit/s."""
+
+
+def timelines(axes: Axes) -> None:
+    """Two steps dense and compressed; delayed and asynchronous ones, where exchange and computation overlap."""
+    compute = STEP["forward"] + STEP["backward"]
+    spans: list[Span] = []
+    for number in range(2):
+        begin = number * (compute + 322)
+        spans += [("DDP", begin, compute, BLUE), ("  link", begin + compute - 87, STEP["dense"], ORANGE)]
+        begin = number * (compute + 61)
+        spans += [("compressed", begin, compute, BLUE), ("compressed", begin + compute, STEP["encode"], GREEN)]
+        spans += [("link ", begin + compute + 39, 5, ORANGE), ("compressed", begin + compute + 44, 17, GREEN)]
+    for number in range(6):
+        spans += [("delayed", number * compute, compute - 3, BLUE)]
+        if number % 2 == 1:
+            spans += [(" link", (number + 1) * compute, 1.6 * compute, ORANGE)]
+    for number in range(4):
+        spans += [("asynchronous, fast", number * (compute + 40), compute, BLUE)]
+        spans += [("asynchronous, fast", number * (compute + 40) + compute, 37, ORANGE)]
+    spans += [("asynchronous, slow", 0, 4 * compute, BLUE), ("asynchronous, slow", 4 * compute, 37, ORANGE)]
+    rows = list(dict.fromkeys(row for row, *_ in spans))
+    for row, begin, length, color in spans:
+        axes.barh(rows.index(row), length, left=begin, color=color, height=0.6, edgecolor="none")
+    for color, label in ((BLUE, "computation"), (GREEN, "encode, decode"), (ORANGE, "exchange")):
+        axes.barh(0, 0, color=color, label=label)
+    axes.set_yticks(range(len(rows)), [row.strip() for row in rows])
+    axes.invert_yaxis()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
+    axes.set(xlabel="ms", xlim=(0, 900))
+
+
+def _box(axes: Axes, x: float, y: float, text: str, color: str = GREY) -> None:
+    axes.text(
+        x, y, text, ha="center", va="center", color=color,
+        bbox={"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": color},
+    )  # fmt: skip
+
+
+Point = tuple[float, float]
+
+
+def _arrow(axes: Axes, start: Point, stop: Point, color: str = GREY, *, bend: float = 0, shrink: float = 0) -> None:
+    style = {"arrowstyle": "->", "color": color, "shrinkA": shrink, "shrinkB": shrink}
+    axes.annotate("", stop, start, arrowprops={**style, "connectionstyle": f"arc3,rad={bend}"})
+
+
+def step_of_dgc(axes: Axes) -> None:
+    """What happens on a rank: gradient, momentum, velocity; the largest are sent, the rest is remembered."""
+    axes.set(xlim=(0, 10), ylim=(0.2, 3.6))
+    axes.axis("off")
+    for text, x in (("gradient", 1), ("momentum u", 3.4), ("velocity v", 5.8)):
+        _box(axes, x, 3, text)
+    _box(axes, 8.5, 3, "largest 0.4 %", BLUE)
+    for start, stop in ((1.7, 2.5), (4.3, 5), (6.6, 7.5)):
+        _arrow(axes, (start, 3), (stop, 3))
+    _box(axes, 8.5, 1, "2 bits and a place each,\nto all ranks", BLUE)
+    _arrow(axes, (8.5, 2.7), (8.5, 1.5), BLUE)
+    _box(axes, 5.2, 1, "the rest waits", ORANGE)
+    _arrow(axes, (5.9, 2.7), (5.4, 1.3), ORANGE)
+    _arrow(axes, (5, 1.3), (5.5, 2.7), ORANGE, bend=-0.3)
+    _box(axes, 1.9, 1, "weights less the mean\nof what arrives", GREEN)
+    _arrow(axes, (7, 0.8), (3.4, 0.8), GREEN, bend=-0.25)
+    _arrow(axes, (4.3, 1.1), (3.4, 1.1), ORANGE)
+    _arrow(axes, (1.6, 1.5), (1.1, 2.7), GREEN)
+
+
+def topologies(axes: Axes) -> None:
+    """Who sends what to whom: four ranks."""
+    axes.set(xlim=(0, 16), ylim=(0, 5), aspect="equal")
+    axes.axis("off")
+    corners = [(1.2 * cos(pi / 4 + k * pi / 2), 1.2 * sin(pi / 4 + k * pi / 2)) for k in range(4)]
+    for number, name in enumerate(("all_gather", "two_phase", "server", 'inside="dense"')):
+        at = [(2 + 4 * number + x, 2 + y) for x, y in corners]
+        for i, start in enumerate(at):
+            for j, stop in enumerate(at):
+                across = name != 'inside="dense"' or (i in (0, 3)) != (j in (0, 3))
+                if i != j and (name != 'inside="dense"' or not across or (i, j) in ((0, 1), (1, 0), (2, 3), (3, 2))):
+                    back = name == "server" and i > j
+                    color = GREY if not across else ORANGE if back else BLUE
+                    _arrow(axes, start, stop, color, bend=0.12, shrink=6)
+        for x, y in at:
+            axes.plot(x, y, "o", color=GREY, markersize=9)
+        notes = {
+            "all_gather": "payloads to all",
+            "two_phase": "shards to owners,\nmeans back compressed",
+            "server": "shards to owners,\nmeans back dense",
+        }
+        axes.text(2 + 4 * number, 4.3, name, ha="center", weight="bold")
+        axes.text(2 + 4 * number, 0, notes.get(name, "dense in a node,\npayloads between nodes"), ha="center")
+
+
+PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
+    "bytes_by_method": (bytes_by_method, (7, 3.2)),
+    "accuracy_over_bytes": (accuracy_over_bytes, (7, 3.6)),
+    "warm_up": (warm_up, (7, 3)),
+    "timelines": (timelines, (7, 3.2)),
+    "step_of_dgc": (step_of_dgc, (7, 2.8)),
+    "topologies": (topologies, (7.5, 2.6)),
+}
+
+
+def draw(folder: Path) -> None:
+    """Write every picture into `folder`."""
+    folder.mkdir(exist_ok=True)
+    for name, (on, size) in PICTURES.items():
+        with mpl.rc_context(STYLE):
+            figure = Figure(figsize=size, layout="constrained")
+            on(figure.subplots())
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(FOLDER)
