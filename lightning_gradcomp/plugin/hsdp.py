@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp import is_sharded, local, reshard
+from lightning_gradcomp.averaging.mesh import MESH, mesh_shape
 from lightning_gradcomp.averaging.replicas import compare_replicas
 from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
 from lightning_gradcomp.averaging.workers import Ranks
@@ -56,29 +57,6 @@ from lightning_gradcomp.plugin.validation import (
     corrected,
 )
 from lightning_gradcomp.registry import build
-
-MESH = ("replicate", "shard")
-"""The dimensions of `self.device_mesh`."""
-
-
-def mesh_shape(replicate: int | str, shard: int | str, nodes: int, per_node: int) -> tuple[int, int]:
-    """(replicas, shards of each). "auto" is what the other leaves; both: a replica a node.
-
-    Raises:
-        ValueError: sizes that are not those of a mesh of all ranks.
-    """
-    world = nodes * per_node
-    if isinstance(replicate, str) and isinstance(shard, str):
-        return nodes, per_node
-    if isinstance(replicate, str):
-        replicate = max(world // int(shard), 1)
-    elif isinstance(shard, str):
-        shard = max(world // replicate, 1)
-    if replicate * int(shard) != world:
-        got = f"replicate={replicate} x shard={shard}"
-        raise refusal(f"the mesh of {nodes} nodes with {per_node} ranks each", got, f"a product of {world}")
-    return replicate, int(shard)
-
 
 class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     """FSDP2 inside a replica, compressed averages between replicas: for models that don't fit one GPU.
