@@ -31,7 +31,7 @@ CHECKPOINT_STATES = ("gather", "sidecar", "mean", "drop")
 
 @dataclass(kw_only=True)
 class Strategy:
-    """What the ranks average, and when. `timeout`: seconds that a rank waits for the others before it ends with an error."""
+    """What the ranks average, and when. `timeout`: seconds that a rank waits for the others, then it ends."""
 
     timeout: float
 
@@ -242,8 +242,12 @@ class Run:
                     raise refusal(f"{option} with strategy={name}", got, f"null: {why[type(self.strategy)]}")
         if isinstance(self.strategy, DistAsync):
             check_compressor(self.compressor)
-        if isinstance(self.strategy, HSDP) and (decay := self.trainer.ema_decay) is not None:
-            raise refusal("trainer.ema_decay with strategy=hsdp", decay, "null: Lightning's moving average knows no shards")
+        if isinstance(self.strategy, HSDP):
+            what = "trainer.{} with strategy=hsdp"
+            if (decay := self.trainer.ema_decay) is not None:
+                raise refusal(what.format("ema_decay"), decay, "null: Lightning's moving average keeps whole weights")
+            if self.trainer.channels_last:
+                raise refusal(what.format("channels_last"), True, "false: FSDP2 refuses such weights")
         if self.sparsity_warmup.schedule is not None:
             one_of("strategy with sparsity_warmup", name_of("strategy", self.strategy), ("ddp", "hsdp"))
             sparse = tuple(entry.name for entry in entries() if hasattr(entry.cls, "sparsity"))

@@ -115,7 +115,7 @@ def resolve_checkpoint(run: Run, folder: Path, *, sweep: bool) -> None:
     if is_distributed(path):
         if not isinstance(run.strategy, HSDP):
             name = name_of("strategy", run.strategy)
-            allowed = "a file; strategy.save_distributed_checkpoint=false writes one, strategy=hsdp alone reads a folder"
+            allowed = "a file, which strategy=hsdp writes with strategy.save_distributed_checkpoint=false"
             raise refusal(f"ckpt with strategy={name}", f"{path}, a distributed checkpoint", allowed)
     elif not path.is_file():
         raise refusal("ckpt", run.ckpt, "last, best, the folder of a run that has saved a checkpoint, or a .ckpt file")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -14,22 +15,19 @@ from lightning_gradcomp.averaging.gradients import check_shards
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 
-SMALLEST = 10_000
-"""Parameters of a block that is sharded by itself. The weights of a smaller one are gathered with the rest."""
+LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """The blocks of a network: what is in an `nn.Sequential` or an `nn.ModuleList`, and is none itself.
+    """The blocks of a network: modules in an `nn.Sequential` or `nn.ModuleList` that have layers, and are no such list.
 
-    They are Swin's and ViT's transformer blocks, and the residual blocks of ResNets. What a block is made of is not
-    looked at. A network without such lists has no blocks.
+    They are the transformer blocks of Swin and ViT, the residual blocks of ResNet. There may be none.
     """
     for child in network.children():
-        if isinstance(network, (nn.Sequential, nn.ModuleList)) and not isinstance(child, (nn.Sequential, nn.ModuleList)):
-            if sum(parameter.numel() for parameter in child.parameters()) >= SMALLEST:
-                yield child
-        else:
+        if not isinstance(network, LISTS) or isinstance(child, LISTS):
             yield from blocks(child)
+        elif list(child.children()) and list(child.parameters()):
+            yield child
 
 
 class ShardedClassifier(Classifier):
@@ -48,16 +46,19 @@ class ShardedClassifier(Classifier):
             return  # Lightning calls this again for another fit
         assert self.device_mesh is not None
         mesh, own = self.device_mesh["shard"], list(blocks(self.model))
-        for module in own or [self.model]:
-            if self.compiled:
+        if self.compiled:
+            # Blocks of one class are one function to dynamo, with a graph for each of them to train and to validate.
+            config = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, 2 * len(own))
+            for module in own or [self.model]:
                 module.compile()
         for module in [*own, self.model]:
             fully_shard(module, mesh=mesh)
 
 
-def check(network: nn.Module, compressor: Compressor, shards: int) -> None:
-    """ValueError for a network that can't be divided among so many ranks, or whose shards the compressor can't take."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+def check(module: Classifier, compressor: Compressor, shards: int) -> None:
+    """ValueError for a model that can't be divided into so many shards, or whose shards the compressor can't take."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     for name, shape in shapes.items():
         if not shape:
             raise refusal(f"the shape of parameter {name!r} with strategy=hsdp", shape, "one dimension or more")

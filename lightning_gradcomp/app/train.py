@@ -85,8 +85,8 @@ def build(run: Run, folder: Path) -> Parts:
     smoothing, channels_last = run.augment.label_smoothing, run.trainer.channels_last
     options = (network, run.optimizer, mix, smoothing, channels_last)
     if isinstance(run.strategy, HSDP):
-        sharding.check(network, run.compressor, run.strategy.mesh(placed[2], placed[1])[1])
         classifier = sharding.ShardedClassifier(*options, compiled=run.trainer.compile)
+        sharding.check(classifier, run.compressor, run.strategy.mesh(placed[2], placed[1])[1])
     else:
         if run.trainer.compile:
             network.compile()

@@ -223,9 +223,9 @@ class CommunicationMonitor(Callback):
         bytes are of gradients; `ratio` is dense bytes over bytes sent. `milliseconds` has a median a phase, over the
         most recent 1,000 steps. `totals` has bytes, ratio and seconds with those of the fits that this one continues.
         With topology="auto", `auto` says what was chosen and why. Of a sharded model, `shards` is the number of ranks
-        that have a replica together, and `world_size` that of the replicas. With delayed averages, `rounds` has period, delay,
-        and what they have cost until the end of the fit. With dist_async, `async` has how often each
-        staleness was seen.
+        that have a replica together, and `world_size` that of the replicas. With delayed averages, `rounds` has period,
+        delay, and what they have cost until the end of the fit. With dist_async, `async` has how often each staleness
+        was seen.
 
         Raises:
             RuntimeError: no fit has ended.

@@ -10,8 +10,9 @@ Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ from lightning_gradcomp.plugin.validation import (
     corrected,
 )
 from lightning_gradcomp.registry import build
+
 
 class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     """FSDP2 inside a replica, compressed averages between replicas: for models that don't fit one GPU.
@@ -305,9 +307,14 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
                     mean = mean_over_ranks(averager.state_dict(), averager)
                     saved["mean"] = {**mean, "memory": whole_memory(averager, mean["memory"])}
         with self.explained("saving a checkpoint"):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            if folder is not None and averager is not None:
-                save_sharded_state(averager, Path(self.broadcast(filepath)) / folder)
+            if not self._save_distributed_checkpoint:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                return
+            path = Path(self.broadcast(filepath))
+            with _replaced(path, self.barrier) as part:
+                super().save_checkpoint(checkpoint, part, storage_options)
+                if folder is not None and averager is not None:
+                    save_sharded_state(averager, part / folder)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As `ModelParallelStrategy`'s, of a folder or a file. No code in it is run, unless weights_only=False is
@@ -329,3 +336,23 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: it is built with its mesh."""
+
+
+@contextmanager
+def _replaced(path: Path, barrier: Callable[[], None]) -> Iterator[Path]:
+    """A new folder for all ranks to write into, which then takes the place of `path`: until it is whole, the one before
+    it stays. A collective call."""
+    part, old = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.old")
+    first = torch.distributed.get_rank() == 0
+    if first:
+        shutil.rmtree(part, ignore_errors=True)  # of a run that has not ended its writing
+    barrier()
+    yield part
+    barrier()
+    if first:
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        part.rename(path)
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+    barrier()

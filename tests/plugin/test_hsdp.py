@@ -100,7 +100,7 @@ class Manual(Net):
 @pytest.mark.parametrize(
     ("mesh", "net", "options", "message"),
     [
-        ({"shard": 3}, Net(), {}, "the mesh of 1 nodes with 4 ranks each: got 'replicate=1 x shard=3', allowed: .* 4"),
+        ({"shard": 3}, Net(), {}, "the mesh of 1 node with 4 ranks each: got 'replicate=1 x shard=3', allowed: .* 4"),
         ({"replicate": 3, "shard": 2}, Net(), {}, "got 'replicate=3 x shard=2'"),
         ({}, WithoutConfigureModel(), {}, "got 'no configure_model"),
         ({}, Manual(), {}, "automatic_optimization with CompressedHSDPStrategy: got False, allowed: True"),
