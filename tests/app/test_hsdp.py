@@ -39,7 +39,7 @@ def runs(tmp_path_factory):
         run = run_of(*RUN, *overrides)
         run_folder.resolve_checkpoint(run, folder / name, sweep=False)
         run_folder.save(run, folder / name)
-        ended = [rank.end() for rank in start_world(world, SCRIPT, str(folder / name))]
+        ended = [rank.end() for rank in start_world(world, SCRIPT, str(folder / name), timeout=150)]
         assert [rank.returncode for rank in ended] == [0] * world, [rank.stdout for rank in ended]
         return ended[0].stdout
 

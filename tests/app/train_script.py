@@ -2,6 +2,9 @@
 
 import signal
 import sys
+from functools import partialmethod
+
+from torch import nn
 
 from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.train import main
@@ -16,4 +19,5 @@ if __name__ == "__main__":
         return of_step(self, batch, batch_idx)
 
     Classifier.training_step = training_step
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # a C++ compiler takes a minute
     main()
