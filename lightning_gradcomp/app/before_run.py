@@ -22,9 +22,9 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_gradcomp.app import run_folder
+from lightning_gradcomp.app import processes, run_folder
 from lightning_gradcomp.app.compose import checked
-from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.config import HSDP, Run
 from lightning_gradcomp.app.data import missing
 from lightning_gradcomp.app.options.logger import check_installed
 from lightning_gradcomp.app.redaction import redacted
@@ -45,6 +45,9 @@ def prepare(config: DictConfig, folder: Path, *, sweep: bool) -> Run:
     """
     run = checked(config)
     check_installed(run.logger)
+    if isinstance(run.strategy, HSDP):
+        _, per_node, nodes = processes.devices(run.trainer)
+        run.strategy.mesh(nodes, per_node)  # raises
     if not run.dry_run:
         missing.check(run.data)
     run_folder.resolve_checkpoint(run, folder, sweep=sweep)

@@ -60,8 +60,8 @@ class Classifier(L.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        # DDP copies rank 0's batch-norm statistics before a forward pass, so they differ after the last one. Rank 0's
-        # are the ones that a checkpoint holds, so the accuracy is theirs.
+        # DDP copies rank 0's batch-norm statistics before a forward pass, so they differ after the last one; with FSDP2
+        # they are each rank's own. Rank 0's are the ones that a checkpoint holds, so the accuracy is theirs.
         for buffer in self.buffers():
             dist.broadcast(buffer, src=0)
         self.counts = torch.zeros(3, dtype=torch.float64, device=self.device)  # correct, images, sum of the losses

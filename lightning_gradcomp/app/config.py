@@ -15,6 +15,7 @@ from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files
 from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
 from lightning_gradcomp.app.options.training import OPTIMIZERS, Model, Optimizer, Trainer, Warmup
+from lightning_gradcomp.averaging.mesh import mesh_shape
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
@@ -30,36 +31,66 @@ CHECKPOINT_STATES = ("gather", "sidecar", "mean", "drop")
 
 @dataclass(kw_only=True)
 class Strategy:
-    """What the ranks average, and when.
+    """What the ranks average, and when. `timeout`: seconds that a rank waits for the others, then it ends."""
 
-    Args:
-        checkpoint_state: where a checkpoint has what the ranks have not sent.
-        timeout: seconds that a rank waits for the others before it ends with an error.
-    """
-
-    checkpoint_state: str
     timeout: float
 
     def __post_init__(self) -> None:
-        one_of("strategy.checkpoint_state", self.checkpoint_state, CHECKPOINT_STATES)
         if type(self.timeout) not in (int, float) or not 0 < self.timeout < math.inf:
             raise refusal("strategy.timeout", self.timeout, "a finite number of seconds above 0")
 
 
 @dataclass(kw_only=True)
-class DDP(Strategy):
+class WholeModels(Strategy):
+    """Every rank has the whole model. `checkpoint_state`: where a checkpoint has what the ranks have not sent."""
+
+    checkpoint_state: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("strategy.checkpoint_state", self.checkpoint_state, CHECKPOINT_STATES)
+
+
+def check_verification(every_n_steps: int | None) -> None:
+    """ValueError for a number of steps between two comparisons of replicas that is none; None is never."""
+    if every_n_steps is not None:
+        whole("strategy.verify_replicas_every_n_steps", every_n_steps, 1, also="null, or ")
+
+
+@dataclass(kw_only=True)
+class DDP(WholeModels):
     """Gradients, at every step. `verify_replicas_every_n_steps`: how often parameters are compared; None: never."""
 
     verify_replicas_every_n_steps: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (every := self.verify_replicas_every_n_steps) is not None:
-            whole("strategy.verify_replicas_every_n_steps", every, 1, also="null, or ")
+        check_verification(self.verify_replicas_every_n_steps)
 
 
 @dataclass(kw_only=True)
-class DGA(Strategy):
+class HSDP(Strategy):
+    """Gradients, at every step, of models that are sharded inside each replica: `CompressedHSDPStrategy`."""
+
+    replicate: Any  # int or "auto"
+    shard: Any
+    save_distributed_checkpoint: bool
+    verify_replicas_every_n_steps: int | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in ("replicate", "shard"):
+            if (got := getattr(self, option)) != "auto":
+                whole(f"strategy.{option}", got, 1, also="auto, or ")
+        check_verification(self.verify_replicas_every_n_steps)
+
+    def mesh(self, nodes: int, per_node: int) -> tuple[int, int]:
+        """(replicas, shards of each) on these nodes, with so many ranks each; ValueError where they don't fit."""
+        return mesh_shape(self.replicate, self.shard, nodes, per_node)
+
+
+@dataclass(kw_only=True)
+class DGA(WholeModels):
     """Updates of `period` steps, applied `delay` steps late: `DelayedStrategy`.
 
     An `outer_lr` makes it DiLoCo, an `error_decay` SparseLoCo.
@@ -95,7 +126,7 @@ class DGA(Strategy):
 
 
 @dataclass(kw_only=True)
-class DistAsync(Strategy):
+class DistAsync(WholeModels):
     """Pushes and pulls without waiting: `AsyncStrategy`."""
 
     staleness: Any  # int or "any"
@@ -128,7 +159,7 @@ class DistAsync(Strategy):
         return replace(made, warmup_epochs=0) if isinstance(made, Lossy) else made
 
 
-STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "dga": DGA, "dist_async": DistAsync}
+STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "dga": DGA, "dist_async": DistAsync, "hsdp": HSDP}
 
 ONE_CLASS: dict[str, type] = {"model": Model, "augment": Augment, "sparsity_warmup": Warmup, "trainer": Trainer}
 """Groups whose choices are values of one class."""
@@ -198,16 +229,26 @@ class Run:
 
     def _check_exchange(self) -> None:
         resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises
-        why: dict[type, str] = {DGA: "payloads of rounds go to every rank", DistAsync: "payloads go to the servers"}
+        why: dict[type, str] = {
+            DGA: "payloads of rounds go to every rank",
+            DistAsync: "payloads go to the servers",
+            HSDP: "FSDP averages inside a replica",
+        }
         if type(self.strategy) in why:
             name = name_of("strategy", self.strategy)
             one_of(f"topology with strategy={name}", self.topology, ("auto", "all_gather"))
-            for option in ("inside", "residual_device"):
+            for option in ("inside",) if isinstance(self.strategy, HSDP) else ("inside", "residual_device"):
                 if (got := getattr(self, option)) is not None:
                     raise refusal(f"{option} with strategy={name}", got, f"null: {why[type(self.strategy)]}")
         if isinstance(self.strategy, DistAsync):
             check_compressor(self.compressor)
+        if isinstance(self.strategy, HSDP):
+            what = "trainer.{} with strategy=hsdp"
+            if (decay := self.trainer.ema_decay) is not None:
+                raise refusal(what.format("ema_decay"), decay, "null: Lightning's moving average keeps whole weights")
+            if self.trainer.channels_last:
+                raise refusal(what.format("channels_last"), True, "false: FSDP2 refuses such weights")
         if self.sparsity_warmup.schedule is not None:
-            one_of("strategy with sparsity_warmup", name_of("strategy", self.strategy), ("ddp",))
+            one_of("strategy with sparsity_warmup", name_of("strategy", self.strategy), ("ddp", "hsdp"))
             sparse = tuple(entry.name for entry in entries() if hasattr(entry.cls, "sparsity"))
             one_of("compressor with sparsity_warmup", name_of("compressor", self.compressor), sparse)

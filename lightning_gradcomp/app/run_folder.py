@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lightning_gradcomp.app import processes
-from lightning_gradcomp.app.config import ONE_CLASS, Run, classes, name_of
+from lightning_gradcomp.app.config import HSDP, ONE_CLASS, Run, classes, name_of
 from lightning_gradcomp.app.redaction import redacted_options
 from lightning_gradcomp.errors import refusal
 
@@ -104,7 +104,7 @@ def load(folder: Path) -> Run:
 
 
 def resolve_checkpoint(run: Run, folder: Path, *, sweep: bool) -> None:
-    """Replace `run.ckpt` by the path of a file, for a run that writes to `folder`.
+    """Replace `run.ckpt` by the path of a checkpoint, for a run that writes to `folder`.
 
     Raises:
         ValueError: there is no such checkpoint, or it doesn't fit the run.
@@ -112,7 +112,12 @@ def resolve_checkpoint(run: Run, folder: Path, *, sweep: bool) -> None:
     if run.ckpt is None:
         return
     path = _newest(run, folder, sweep) if run.ckpt in ("last", "best") else _given(run)
-    if not path.is_file():
+    if is_distributed(path):
+        if not isinstance(run.strategy, HSDP):
+            name = name_of("strategy", run.strategy)
+            allowed = "a file, which strategy=hsdp writes with strategy.save_distributed_checkpoint=false"
+            raise refusal(f"ckpt with strategy={name}", f"{path}, a distributed checkpoint", allowed)
+    elif not path.is_file():
         raise refusal("ckpt", run.ckpt, "last, best, the folder of a run that has saved a checkpoint, or a .ckpt file")
     _check_fits(run, path, folder)
     run.ckpt = str(path.resolve())
@@ -133,7 +138,14 @@ def _newest(run: Run, folder: Path, sweep: bool) -> Path:
 
 def _given(run: Run) -> Path:
     path = Path(str(run.ckpt)).expanduser()
-    return path / "checkpoints" / ("best.ckpt" if run.evaluate else "last.ckpt") if path.is_dir() else path
+    if not path.is_dir() or is_distributed(path):
+        return path
+    return path / "checkpoints" / ("best.ckpt" if run.evaluate else "last.ckpt")
+
+
+def is_distributed(path: Path) -> bool:
+    """Whether `path` is a folder that torch.distributed.checkpoint has written."""
+    return (path / ".metadata").is_file()
 
 
 def _check_fits(run: Run, path: Path, folder: Path) -> None:

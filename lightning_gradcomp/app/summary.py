@@ -89,13 +89,15 @@ def table(result: dict[str, Any], folder: Path) -> str:
 def _sent(communication: dict[str, Any]) -> dict[str, str]:
     """Two rows: what a rank sent in the last step (of rounds: on average), and in all."""
     world, sent, dense = (communication[key] for key in ("world_size", "bytes_sent", "dense_bytes"))
+    shards = communication.get("shards")
     if world == 1:
-        return {"sent": "nothing: there is one process"}
+        return {"sent": "nothing: there is one replica" if shards else "nothing: there is one process"}
     in_all = {"sent in all": f"{human(sent)}; uncompressed {human(dense)}, {communication['ratio']:.1f}x as much"}
     if rounds := communication.get("rounds"):
         each = f"{human(sent / communication['steps'])} by each of {world} processes, on average"
         late = f"{rounds['rounds']} of {rounds['period']} steps, applied {rounds['delay']} steps late"
         return {"sent per step": each, "rounds": late, **in_all}
     last = communication["last_step"]
-    each = f"{human(last['bytes_sent'])} by each of {world} processes ({communication['topology']})"
+    ranks = f"{world * shards} processes, between {world} replicas" if shards else f"{world} processes"
+    each = f"{human(last['bytes_sent'])} by each of {ranks} ({communication['topology']})"
     return {"sent per step": f"{each}; uncompressed {last['ratio']:.0f}x as much", **in_all}

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.app import run_folder, summary
+from lightning_gradcomp.app import run_folder, sharding, summary
 from lightning_gradcomp.app.classifier import Classifier
-from lightning_gradcomp.app.config import Run
+from lightning_gradcomp.app.config import HSDP, Run
 from lightning_gradcomp.app.data.choose import choose, stand_in
 from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.data.shared import SharedImages
@@ -81,11 +81,16 @@ def build(run: Run, folder: Path) -> Parts:
     network = build_model(run.model, channels=source.channels, classes=source.classes, size=source.size)
     if run.trainer.channels_last:
         network.to(memory_format=torch.channels_last)
-    if run.trainer.compile:
-        network.compile()
     mix = mixer(run.augment, source.classes)
     smoothing, channels_last = run.augment.label_smoothing, run.trainer.channels_last
-    classifier = Classifier(network, run.optimizer, mix, smoothing, channels_last)
+    options = (network, run.optimizer, mix, smoothing, channels_last)
+    if isinstance(run.strategy, HSDP):
+        classifier = sharding.ShardedClassifier(*options, compiled=run.trainer.compile)
+        sharding.check(classifier, run.compressor, run.strategy.mesh(placed[2], placed[1])[1])
+    else:
+        if run.trainer.compile:
+            network.compile()
+        classifier = Classifier(*options)
     return Parts(classifier, data, build_trainer(run, folder, monitor, placed), monitor)
 
 

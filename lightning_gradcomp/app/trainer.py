@@ -15,12 +15,13 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from lightning_gradcomp.app.callbacks import Draws, ProgressBar, SaveOnSigterm
-from lightning_gradcomp.app.config import DDP, DGA, DistAsync, Run
+from lightning_gradcomp.app.config import DDP, DGA, HSDP, DistAsync, Run, WholeModels
 from lightning_gradcomp.app.options.logger import Logger, MLflow, TensorBoard, WandB
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
+from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
 LAST = Path("checkpoints") / "last.ckpt"
@@ -68,12 +69,15 @@ def keeps(run: Run) -> bool:
     return not (run.dry_run or run.evaluate)
 
 
-def strategy(run: Run) -> CompressedDDPStrategy | DelayedStrategy | AsyncStrategy:
+def strategy(run: Run) -> CompressedDDPStrategy | CompressedHSDPStrategy | DelayedStrategy | AsyncStrategy:
     """The strategy of `run`."""
-    common = {
-        "checkpoint_state": run.strategy.checkpoint_state,
-        "timeout": timedelta(seconds=run.strategy.timeout),
-    }
+    timeout = timedelta(seconds=run.strategy.timeout)
+    if isinstance(sharded := run.strategy, HSDP):
+        names = ("replicate", "shard", "save_distributed_checkpoint", "verify_replicas_every_n_steps")
+        options = {name: getattr(sharded, name) for name in names}
+        return CompressedHSDPStrategy(run.compressor, residual_device=run.residual_device, timeout=timeout, **options)
+    assert isinstance(run.strategy, WholeModels)
+    common = {"checkpoint_state": run.strategy.checkpoint_state, "timeout": timeout}
     if isinstance(rounds := run.strategy, DGA):
         names = ("period", "delay", "stale_only", "pending_share", "participation", "error_decay")
         options = {name: getattr(rounds, name) for name in names}

@@ -60,7 +60,7 @@ class Gradients:
         shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in self._every}
         names = compressor.choose(shapes)
         if shards:
-            _check_shards(compressor, names, shards.shapes_on(shards.number - 1))
+            check_shards(compressor, names, shards.shapes_on(shards.number - 1))
         self.chosen = {name: shape for name, shape in shapes.items() if name in names}
         """Shape of every parameter that is compressed when it trains."""
         self.left_dense = {name: shape for name, shape in shapes.items() if name not in names}
@@ -181,8 +181,13 @@ class Gradients:
                 parameter.grad = torch.full_like(parameter, value)
 
 
-def _check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str, tuple[int, ...]]) -> None:
-    """ValueError where the last shard, of these shapes, has nothing to compress, or what the compressor can't."""
+def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError where the last rank of a replica has nothing to compress, or shards that the compressor can't.
+
+    Args:
+        names: of the tensors that are compressed.
+        smallest: name -> shape of that rank's shard, of every parameter.
+    """
     taken = {name: shape for name, shape in smallest.items() if name in names}
     if taken and not any(prod(shape) for shape in taken.values()):
         allowed = "a mesh with fewer ranks in a replica, or larger tensors: each rank needs a part of some tensor"

@@ -202,6 +202,8 @@ class CommunicationMonitor(Callback):
         else:
             topology = "all_reduce" if averager.dense_step else averager.topology
             how = {"topology": topology, "auto": averager.autotune.outcome if averager.autotune else ""}
+            if averager.shards:
+                how["shards"] = averager.shards.number
         self._summary = {
             "world_size": averager.world,
             **how,
@@ -220,9 +222,10 @@ class CommunicationMonitor(Callback):
         Call it after the fit. With start_method "spawn", "fork" or "forkserver", the main process has rank 0's. All
         bytes are of gradients; `ratio` is dense bytes over bytes sent. `milliseconds` has a median a phase, over the
         most recent 1,000 steps. `totals` has bytes, ratio and seconds with those of the fits that this one continues.
-        With topology="auto", `auto` says what was chosen and why. With delayed averages, `rounds` has period, delay,
-        and what they have cost until the end of the fit. With dist_async, `async` has how often each
-        staleness was seen.
+        With topology="auto", `auto` says what was chosen and why. Of a sharded model, `shards` is the number of ranks
+        that have a replica together, and `world_size` that of the replicas. With delayed averages, `rounds` has period,
+        delay, and what they have cost until the end of the fit. With dist_async, `async` has how often each staleness
+        was seen.
 
         Raises:
             RuntimeError: no fit has ended.

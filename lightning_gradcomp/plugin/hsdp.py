@@ -10,8 +10,9 @@ Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp import is_sharded, local, reshard
+from lightning_gradcomp.averaging.mesh import MESH, mesh_shape
 from lightning_gradcomp.averaging.replicas import compare_replicas
 from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
 from lightning_gradcomp.averaging.workers import Ranks
@@ -56,28 +58,6 @@ from lightning_gradcomp.plugin.validation import (
     corrected,
 )
 from lightning_gradcomp.registry import build
-
-MESH = ("replicate", "shard")
-"""The dimensions of `self.device_mesh`."""
-
-
-def mesh_shape(replicate: int | str, shard: int | str, nodes: int, per_node: int) -> tuple[int, int]:
-    """(replicas, shards of each). "auto" is what the other leaves; both: a replica a node.
-
-    Raises:
-        ValueError: sizes that are not those of a mesh of all ranks.
-    """
-    world = nodes * per_node
-    if isinstance(replicate, str) and isinstance(shard, str):
-        return nodes, per_node
-    if isinstance(replicate, str):
-        replicate = max(world // int(shard), 1)
-    elif isinstance(shard, str):
-        shard = max(world // replicate, 1)
-    if replicate * int(shard) != world:
-        got = f"replicate={replicate} x shard={shard}"
-        raise refusal(f"the mesh of {nodes} nodes with {per_node} ranks each", got, f"a product of {world}")
-    return replicate, int(shard)
 
 
 class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
@@ -327,9 +307,14 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
                     mean = mean_over_ranks(averager.state_dict(), averager)
                     saved["mean"] = {**mean, "memory": whole_memory(averager, mean["memory"])}
         with self.explained("saving a checkpoint"):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            if folder is not None and averager is not None:
-                save_sharded_state(averager, Path(self.broadcast(filepath)) / folder)
+            if not self._save_distributed_checkpoint:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                return
+            path = Path(self.broadcast(filepath))
+            with _replaced(path, self.barrier) as part:
+                super().save_checkpoint(checkpoint, part, storage_options)
+                if folder is not None and averager is not None:
+                    save_sharded_state(averager, part / folder)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As `ModelParallelStrategy`'s, of a folder or a file. No code in it is run, unless weights_only=False is
@@ -351,3 +336,23 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: it is built with its mesh."""
+
+
+@contextmanager
+def _replaced(path: Path, barrier: Callable[[], None]) -> Iterator[Path]:
+    """A new folder for all ranks to write into, which then takes the place of `path`: until it is whole, the one before
+    it stays. A collective call."""
+    part, old = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.old")
+    first = torch.distributed.get_rank() == 0
+    if first:
+        shutil.rmtree(part, ignore_errors=True)  # of a run that has not ended its writing
+    barrier()
+    yield part
+    barrier()
+    if first:
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        part.rename(path)
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+    barrier()

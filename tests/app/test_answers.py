@@ -48,7 +48,7 @@ def test_help_is_short_and_shows_the_choices(command, capsys):
     assert text.count("\n  gradcomp ") == 8
     for line in (
         "data: cifar10, digits, imagefolder, imagenet, synthetic",
-        "strategy: ddp, dga, dist_async",
+        "strategy: ddp, dga, dist_async, hsdp",
         "model: custom, resnet18, resnet50, swin_mini, swin_t, timm, torchvision",
         "logger: csv, mlflow, none, tensorboard, wandb",
         "optimizer: adamw, sgd",

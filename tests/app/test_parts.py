@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lightning_gradcomp.app import processes
 from lightning_gradcomp.app.classifier import build_optimizer
@@ -71,6 +72,15 @@ def test_three_ranks_share_the_images():
     assert len(train.unique(dim=0)) == len(train) == 3 * 20 * 23
     val = torch.cat([images for share in shares for images, _ in share.val_dataloader()])
     assert len(val.unique(dim=0)) == len(val) == 360
+
+
+def test_ranks_validate_in_as_many_batches():
+    shares = [rank_data(rank, 2) for rank in range(2)]
+    for share in shares:
+        share.val = TensorDataset(torch.arange(257))
+    batches = [[numbers for [numbers] in share.val_dataloader()] for share in shares]
+    assert [[len(numbers) for numbers in own] for own in batches] == [[65, 64], [64, 64]]
+    assert sorted(torch.cat([*batches[0], *batches[1]]).tolist()) == list(range(257))
 
 
 def test_the_order_depends_on_the_epoch_and_the_seed_alone():

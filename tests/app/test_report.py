@@ -188,7 +188,7 @@ def test_an_interrupted_run_is_shown_as_that(tmp_path):
 
 def test_one_process_sends_nothing(tmp_path):
     text = page_of(write_run(tmp_path / "0", world=1))
-    assert "bytes sent, dgc: sends nothing: there is one process." in text
+    assert "bytes sent, dgc: sends nothing: N=1." in text
     assert "figures/accuracy_over_bytes.png" not in text
 
 

@@ -74,6 +74,17 @@ def test_more_epochs_and_another_compressor_fit(tmp_path):
     assert resolved(tmp_path, "ckpt=last", "optimizer=adamw", "compressor=none", "evaluate=true")
 
 
+def test_a_distributed_checkpoint_is_a_folder_for_hsdp(tmp_path):
+    path = earlier(tmp_path, "a") / "checkpoints" / "last.ckpt"
+    path.unlink()
+    path.mkdir()
+    (path / ".metadata").touch()
+    for given in ("last", path, tmp_path / "a"):
+        assert resolved(tmp_path, f"ckpt={given}", "strategy=hsdp") == str(path)
+    with pytest.raises(ValueError, match=r"^ckpt with strategy=ddp: got .*, a distributed checkpoint', allowed"):
+        resolved(tmp_path, "ckpt=last")
+
+
 def test_words_are_for_one_run_at_a_time(tmp_path, monkeypatch):
     earlier(tmp_path, "a")
     with pytest.raises(ValueError, match=r"^ckpt: got 'last', allowed: the path of a checkpoint, in sweeps"):

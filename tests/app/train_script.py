@@ -2,6 +2,9 @@
 
 import signal
 import sys
+from functools import partialmethod
+
+from torch import nn
 
 from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.train import main
@@ -16,4 +19,10 @@ if __name__ == "__main__":
         return of_step(self, batch, batch_idx)
 
     Classifier.training_step = training_step
+
+    def backend(graph, inputs):  # without a C++ compiler, which takes a minute
+        print("compiled", flush=True)
+        return graph.forward
+
+    nn.Module.compile = partialmethod(nn.Module.compile, backend=backend)
     main()

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.fsdp import local
 from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
+from lightning_gradcomp.plugin import hsdp as hsdp_module
 from lightning_gradcomp.plugin.rank_states import mean_over_ranks
 
 warnings.simplefilter("ignore")
@@ -192,6 +193,7 @@ def checkpoints(adamw):
     first, here = fit(hsdp(), adamw=adamw)
     steps, memory = first.global_step, remembered(first)
     first.save_checkpoint(folder / "2x2")
+    found["saving fails"] = saving_fails(first, folder / "2x2")
 
     def load(path, strategy, **options):
         trainer, now = fit(strategy, adamw=adamw, ckpt_path=path, seed=1, max_steps=steps, **options)
@@ -211,6 +213,19 @@ def checkpoints(adamw):
     _, found["file to ddp"] = load(folder / "2x2.ckpt", forced(dgc()))
     found["remembers"] = any(bool(part.any()) for part in memory["unsent_step" if adamw else "velocity"].values())
     return found
+
+
+def saving_fails(trainer, path):
+    """What is beside a checkpoint after a second one in its place has failed half way, and after a third."""
+    seen, real = [], hsdp_module.save_sharded_state
+    hsdp_module.save_sharded_state = lambda averager, folder: folder / 1  # a TypeError on all ranks
+    try:
+        trainer.save_checkpoint(path)
+    except TypeError:
+        seen.append((path / hsdp_module.KEY / "state.json").exists())
+    hsdp_module.save_sharded_state = real
+    trainer.save_checkpoint(path)
+    return [*seen, sorted(each.name for each in path.parent.iterdir())]
 
 
 def evaluated():

@@ -45,6 +45,11 @@ def test_a_resumed_run_goes_on_as_the_whole_one(outcome, optimizer):
     assert outcome[optimizer]["resumed"] == 0
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_checkpoint_stays_until_the_next_one_is_whole(outcome, optimizer):
+    assert outcome[optimizer]["saving fails"] == [True, ["2x2"]]
+
+
 @pytest.mark.parametrize("way", ["2x2 to 1x4", "1x4 to 4x1", "4x1 to ddp", "ddp to 2x2", "file to ddp"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_checkpoints_load_on_other_meshes(outcome, optimizer, way):
@@ -100,7 +105,7 @@ class Manual(Net):
 @pytest.mark.parametrize(
     ("mesh", "net", "options", "message"),
     [
-        ({"shard": 3}, Net(), {}, "the mesh of 1 nodes with 4 ranks each: got 'replicate=1 x shard=3', allowed: .* 4"),
+        ({"shard": 3}, Net(), {}, "the mesh of 1 node with 4 ranks each: got 'replicate=1 x shard=3', allowed: .* 4"),
         ({"replicate": 3, "shard": 2}, Net(), {}, "got 'replicate=3 x shard=2'"),
         ({}, WithoutConfigureModel(), {}, "got 'no configure_model"),
         ({}, Manual(), {}, "automatic_optimization with CompressedHSDPStrategy: got False, allowed: True"),

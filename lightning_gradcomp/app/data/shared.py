@@ -21,6 +21,10 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
+MOST_IMAGES = 128
+"""In a batch of a rank, to validate."""
+
+
 class RankSampler(DistributedSampler[int]):
     """A rank's images of an epoch, in another order every epoch; the next epoch lacks its first `skip` images.
 
@@ -117,10 +121,14 @@ class SharedImages(L.LightningDataModule):
         return self._loader(self.train, batch_size=self.rank_batch, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Every N-th image, without the copies that a DistributedSampler adds to make ranks equal."""
+        """Every N-th image, without the copies that a DistributedSampler adds to make ranks equal.
+
+        All ranks have as many batches, some of them an image smaller: a forward pass of shards is a collective.
+        """
         rank, ranks = self._rank_and_world()
-        indices = range(rank, len(self.val), ranks)  # pyrefly: ignore[bad-argument-type]
-        return self._loader(self.val, batch_size=128, sampler=indices)
+        images = len(self.val)  # pyrefly: ignore[bad-argument-type]
+        own, batches = range(rank, images, ranks), math.ceil(images / ranks / MOST_IMAGES)
+        return self._loader(self.val, batch_sampler=[own[batch::batches] for batch in range(batches)])
 
     def _loader(self, images: Dataset[Any], **options: Any) -> DataLoader[Any]:
         workers, (rank, _) = self.source.workers, self._rank_and_world()

@@ -60,7 +60,7 @@ def draw(groups: list[Group]) -> list[Drawn]:
 
 def _no_bytes(group: Group) -> str | None:
     if group.world == 1:
-        return "sends nothing: there is one process"
+        return "sends nothing: N=1"
     return _not_logged(group, SENT, VALIDATED)
 
 

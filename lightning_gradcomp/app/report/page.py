@@ -126,13 +126,18 @@ def _conditions(groups: list[Group], runs: list[Run]) -> str:
         "Data": (f"{c['data']['name']}, {c['data']['batch_size']} images a step over all ranks" for c in configs),
         "Epochs": (config["trainer"]["max_epochs"] for config in configs),
         "Optimizer": (", ".join(f"{k} {v}".removeprefix("name ") for k, v in c["optimizer"].items()) for c in configs),
-        "Ranks": (f"N={group.world}" for group in groups),
+        "Ranks": (f"N={group.world}{_shards(run)}" for group in groups for run in group.runs),
         "Topology": (_topology(run) for run in runs),
         "Hardware": (_hardware(each) for each in ended),
         "Versions": [", ".join(dict.fromkeys([*(f"Python {each['python']}" for each in ended), *packages]))],
     }
     lines = [f"- {name}: {'; '.join(dict.fromkeys(map(escaped, values)))}" for name, values in facts.items()]
     return "\n".join(line for line in lines if not line.endswith(": "))
+
+
+def _shards(run: Run) -> str:
+    shards = run.summary["communication"].get("shards") if run.summary else None
+    return f" replicas of {shards} shards each" if shards else ""
 
 
 def _topology(run: Run) -> str:
