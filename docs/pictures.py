@@ -1,12 +1,13 @@
 """Draws the pictures of the pages, docs/pictures/*.svg: `python -m docs.pictures`, after data or methods have changed.
 
-Bars come from results.csv, step_times.csv and the byte formulas of the registered compressors. Pictures are five inches
-wide, so that their words can be read on a telephone.
+Bars and lines come from results.csv, step_times.csv, the table of latency.md and the byte formulas of the registered
+compressors. Pictures are five inches wide, so that their words can be read on a telephone.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from math import cos, pi, sin
@@ -115,6 +116,19 @@ def timelines(axes: Axes) -> None:
     axes.set(xlabel="ms", xlim=(0, 900))
 
 
+def latency(axes: Axes) -> None:
+    """The rows of two ranks in the table of docs/latency.md: step time over computation alone, by the link's delay."""
+    rows = re.findall(r"^\| (.*), N=2 \| (.*) \|$", FOLDER.parent.joinpath("latency.md").read_text(), re.MULTILINE)
+    for (name, cells), color in zip(rows, (ORANGE, GREEN, BLUE, GREY), strict=True):
+        ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x", cells)]
+        axes.plot((0, 10, 25, 50, 100), ratios, marker=".", color=color)
+        axes.text(103, ratios[-1], name, color=color, va="center")
+    axes.set(xlabel="one-way delay, ms", ylabel="step time over computation", yscale="log", xlim=(-3, 190))
+    axes.set_yticks(ticks := [1, 2, 5, 10, 20], [f"{tick}x" for tick in ticks])
+    axes.set_xticks(range(0, 101, 25))
+    axes.minorticks_off()
+
+
 def _box(axes: Axes, x: float, y: float, text: str, color: str = GREY) -> None:
     axes.text(
         x, y, text, ha="center", va="center", color=color,
@@ -180,6 +194,7 @@ PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "accuracy_over_bytes": (accuracy_over_bytes, (5, 3.6)),
     "warm_up": (warm_up, (5, 3)),
     "timelines": (timelines, (5, 3.2)),
+    "latency": (latency, (5, 3.2)),
     "step_of_dgc": (step_of_dgc, (5, 2.9)),
     "topologies": (topologies, (5, 5.2)),
 }
