@@ -25,4 +25,6 @@ def test_the_final_table_fits_into_100_columns_however_slow_the_machine():
     }
     lines = summary.table(result, Path("runs")).splitlines()
     assert max(map(len, lines)) <= 100
-    assert "  time per step        7499 ms: compute 1897, compress 3385, exchange 1073, decompress 1144 (median)" in lines
+    assert (
+        "  time per step        7499 ms: compute 1897, compress 3385, exchange 1073, decompress 1144 (median)" in lines
+    )
