@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
@@ -101,17 +101,21 @@ def test_the_bar_fits_into_100_columns():
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_the_bar_of_a_run_that_resumes_amid_an_epoch_has_its_name_and_length(tmp_path):
-    bar = ProgressBar()
+    bar, path = ProgressBar(), tmp_path / "amid.ckpt"
 
-    def fit(steps, **options):
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-        trainer = L.Trainer(max_steps=steps, accelerator="cpu", devices=1, callbacks=[bar], **quiet)
-        trainer.fit(Regression(), DataLoader(torch.randn(8, 4)), **options)
-        return trainer
+    def save_amid(trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            trainer.save_checkpoint(path)
 
-    fit(3).save_checkpoint(tmp_path / "amid.ckpt")
-    fit(6, ckpt_path=tmp_path / "amid.ckpt")
-    assert (bar.train_progress_bar.desc, bar.train_progress_bar.total) == ("Epoch 0: ", 8)
+    def fit(**options):
+        quiet = {"logger": False, "enable_model_summary": False, "enable_checkpointing": False}
+        callbacks = [bar, LambdaCallback(on_train_batch_end=save_amid)]
+        trainer = L.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=callbacks, **quiet)
+        trainer.fit(Regression(), DataLoader(torch.randn(5, 4)), **options)
+
+    fit()
+    fit(ckpt_path=path)
+    assert (bar.train_progress_bar.desc, bar.train_progress_bar.total) == ("Epoch 0: ", 5)
 
 
 class Regression(L.LightningModule):
