@@ -26,10 +26,10 @@ class ProgressBar(TQDMProgressBar):
 
     BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt}, {remaining} left, {rate_noinv_fmt}{postfix}"
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
         """A run that resumes amid an epoch has no start of one, at which the bar would get its name and length."""
-        super().on_train_start(trainer, pl_module)
-        self.on_train_epoch_start(trainer)
+        super().on_train_start()
+        self.on_train_epoch_start(self.trainer)
 
     def init_validation_tqdm(self) -> Tqdm:
         """A bar of its own only where nothing is trained."""
