@@ -12,16 +12,12 @@ since a wait falls on one step of many, of the slower rank; the median over turn
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from matplotlib.axes import Axes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,23 +129,6 @@ def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
     return lines
 
 
-def over_delays(runs: list[dict[str, Any]]) -> Callable[[Axes], None]:
-    """Draws what several runs have written: step time over one-way delay, a line a method."""
-
-    def on(axes: Axes) -> None:
-        for name, marker in zip(runs[0]["results"], "ovsD^xP*", strict=False):
-            delays = [float(run["conditions"]["delay_ms"]) for run in runs]
-            ratios = [run["results"][name]["ratio_to_compute"] for run in runs]
-            axes.plot(delays, ratios, marker=marker, label=name)
-        world = runs[0]["conditions"]["N"]
-        axes.set(xlabel="one-way delay, ms", ylabel=f"step time over computation alone (N={world})", yscale="log")
-        axes.set_yticks(ticks := [1, 2, 5, 10, 20, 40], [f"{tick}x" for tick in ticks])
-        axes.minorticks_off()
-        axes.legend()
-
-    return on
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="compute,ddp,local,dga")
@@ -161,14 +140,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ddp-steps", type=int, default=3, help="a third of what methods without rounds make")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of the link, for the record")
-    parser.add_argument("--out", type=Path, help="a folder for latency.json and latency.png")
-    parser.add_argument("--draw", type=Path, nargs="+", help="only draw what these latency.json have, into --out")
+    parser.add_argument("--out", type=Path, help="a folder for latency.json")
     arguments = parser.parse_args()
-    if arguments.draw:
-        runs = [json.loads(file.read_text()) for file in arguments.draw]
-        runs.sort(key=lambda run: float(run["conditions"]["delay_ms"]))
-        report.write(arguments.out, "latency_over_delay", runs, {}, over_delays(runs))
-        return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = measure(arguments)

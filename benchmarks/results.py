@@ -1,7 +1,7 @@
 """docs/results.csv and what the pages show of it: accuracy over seeds, bytes and time, by network and method.
 
     gradcomp -m recipe=digits compressor=none,dgc seed=0,1,2,3,4 hydra.sweep.dir=runs/resnet18   # and so on
-    python -m benchmarks.results runs
+    python -m benchmarks.results runs && python -m benchmarks.figures        # into the CSV, and into the pages
 
     gradcomp recipe=digits_swin compressor=dgc data.fold=1 seed=1                                # cross-validation
 
@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -34,9 +32,6 @@ ORDER = run_times.METHODS
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
 DIFFERENCE = "difference to dense"
 HEAD = ["method", "accuracy, %", DIFFERENCE, "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
-T_975 += [2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
-"""0.975 quantiles of Student's t distribution with 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
 DOCS = Path(__file__).parents[1] / "docs"
 CSV = DOCS / "results.csv"
 
@@ -150,15 +145,11 @@ def cross_validated(results: Iterable[Result]) -> dict[tuple[str, int, str], lis
 def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
     """Difference to the dense runs of the same fold and seed, in points.
 
-    Mean ± half of its 95 % interval by Student's t (number of pairs); with more than 31 pairs the interval is a little
-    too wide, with fewer than two there is none.
+    Mean ± half of its 95 % interval (number of pairs); none with fewer than two.
     """
     beside = {(each.fold, each.seed): each.percent for each in dense}
     found = [each.percent - beside[each.fold, each.seed] for each in results if (each.fold, each.seed) in beside]
-    if len(found) < 2:
-        return "—"
-    t = T_975[min(len(found) - 1, len(T_975)) - 1]
-    return f"{mean(found):+.2f} ± {t * stdev(found) / len(found) ** 0.5:.2f} ({len(found)})"
+    return f"{report.interval(found)} ({len(found)})" if len(found) > 1 else "—"
 
 
 def folds(results: Sequence[Result]) -> list[str]:
@@ -214,29 +205,17 @@ def tables(results: Sequence[Result]) -> str:
     return "\n\n".join([*parts, *folds(results)])
 
 
-def overview(results: Sequence[Result], methods: Sequence[str] = ORDER) -> str:
-    """The accuracies alone, all networks side by side: docs/compressors.md, and a method's page."""
+def overview(results: Sequence[Result]) -> str:
+    """The accuracies alone, all networks side by side: docs/compressors.md."""
     found = grouped(results)
     rows = [
         [f"`{method}`", *(accuracy(found[model, method]) if (model, method) in found else "—" for model in TITLES)]
-        for method in methods
+        for method in ORDER
     ]
     return report.table(["method", *TITLES.values()], rows)
 
 
-PAGES: dict[Path, Callable[[Sequence[Result]], str]] = {
-    DOCS / "results.md": tables,
-    DOCS / "compressors.md": overview,
-    DOCS / "methods" / "dense.md": partial(overview, methods=ORDER[:3]),
-    **{DOCS / "methods" / f"{name}.md": partial(overview, methods=("none", name)) for name in ORDER[3:]},
-}
-MARKED = re.compile(r"(?<=<!-- runs -->\n).*?(?=\n<!-- end of runs -->)", re.DOTALL)
-
-
-def filled(page: Path, results: Sequence[Result]) -> str:
-    """One of PAGES with the tables of these runs."""
-    made = PAGES[page](results)
-    return MARKED.sub(lambda _: made, page.read_text())
+PAGES: dict[Path, Callable[[Sequence[Result]], str]] = {DOCS / "results.md": tables, DOCS / "compressors.md": overview}
 
 
 def main() -> None:
@@ -249,8 +228,6 @@ def main() -> None:
     }
     results = [by_run[run] for run in sorted(by_run)]
     write_csv(results)
-    for page in PAGES:
-        page.write_text(filled(page, results))
     print(tables(results))
 
 

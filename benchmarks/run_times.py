@@ -1,6 +1,6 @@
 """docs/run_times.csv: what a step of each digits recipe takes with each method, on two processes of one machine.
 
-    torchrun --nproc-per-node=2 -m benchmarks.run_times && python -m benchmarks.results
+    torchrun --nproc-per-node=2 -m benchmarks.run_times && python -m benchmarks.figures
 
 Every method trains a copy of the network, with the recipe's batch and kind of optimizer. They take turns of eight
 steps, so that the machine's noise meets all of them alike, which it does not with the runs for accuracy, spread over

@@ -1,6 +1,7 @@
 """What a training step costs, by method, in milliseconds and as a ratio to computation alone; peers included.
 
     torchrun --nproc-per-node=2 -m benchmarks.step_time --methods compute,ddp,dgc,powersgd
+    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000   # docs/step_times.csv
 
 Every method trains a copy of the model. They take turns, a few steps each, so that the machine's noise meets all of
 them alike; figures are medians over all steps of all turns, of the slower rank. Images are random, weights are trained
@@ -22,6 +23,7 @@ from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.methods import OPTIMIZERS, Switched, network, stepper
+from benchmarks.step_times import StepTime, record
 from lightning_gradcomp.averaging import Stats
 
 PHASES = ("compress", "exchange", "decompress")
@@ -89,6 +91,23 @@ def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
     return lines
 
 
+def recorded(results: dict[str, dict[str, float]], rate_mbit: int) -> list[StepTime]:
+    """Lines of docs/step_times.csv."""
+    compute = results["compute"]["ms"]
+    return [
+        StepTime(
+            rate_mbit=rate_mbit,
+            method=method,
+            ms=round(r["ms"], 1),
+            compute_ms=round(compute, 1),
+            bytes_sent=int(r["bytes_sent"]) if "bytes_sent" in r else None,
+            **{f"{phase}_ms": round(r[f"{phase}_ms"], 1) if "bytes_sent" in r else None for phase in PHASES},
+            machine=report.machine(),
+        )
+        for method, r in results.items()
+    ]
+
+
 def draw(results: dict[str, dict[str, float]]) -> Callable[[Axes], None]:
     """Bars, with the range of the turns."""
 
@@ -115,7 +134,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps a turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="a folder for step_time.json and step_time.png")
+    parser.add_argument("--record", type=int, help="into docs/step_times.csv, as of a link of so many Mbit/s")
     arguments = parser.parse_args()
+    if arguments.record and "compute" not in arguments.methods.split(","):
+        parser.error("--record needs compute among the --methods, for the ratio to it")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = measure(arguments)
@@ -132,6 +154,8 @@ def main() -> None:
         ]
         print(report.table(head, rows(results)))
         report.write(arguments.out, "step_time", results, conditions, draw(results))
+        if arguments.record:
+            record(recorded(results, arguments.record))
     dist.barrier()
     dist.destroy_process_group()
 

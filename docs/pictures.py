@@ -1,12 +1,13 @@
 """Draws the pictures of the pages, docs/pictures/*.svg: `python -m docs.pictures`, after data or methods have changed.
 
-Bars and points come from results.csv and from the byte formulas of the registered compressors; nothing is typed in but
-the step times of the timelines, which are those of docs/performance.md.
+Bars and lines come from results.csv, step_times.csv, the table of latency.md and the byte formulas of the registered
+compressors. Pictures are five inches wide, so that their words can be read on a telephone.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from math import cos, pi, sin
@@ -18,11 +19,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
+from benchmarks import step_times
 from docs.tables import MODELS, step
 from lightning_gradcomp.app.models import build
 
 FOLDER = Path(__file__).with_name("pictures")
-GREY, BLUE, ORANGE, GREEN, RED = "#7f868f", "#3f88c5", "#e08e45", "#4a9d5b", "#c8553d"
+GREY, BLUE, ORANGE, GREEN = "#747b84", "#337ab7", "#b8691c", "#3a8450"
 """Legible on white and on black; the ground is transparent."""
 
 STYLE = {
@@ -41,7 +43,7 @@ def bytes_by_method(axes: Axes) -> None:
     axes.barh(names, [size for size, _ in known], color=[BLUE if name == "dgc" else GREY for name in names])
     for place, (size, _) in enumerate(known):
         axes.text(size * 1.1, place, f"{size / 1e6:.3g} MB, {dense / size:.0f}x", va="center")
-    axes.set(xscale="log", xlabel="bytes that a rank sends in a step", xlim=(3e4, 6e8))
+    axes.set(xscale="log", xlabel="bytes that a rank sends in a step", xlim=(3e4, 4e9))
 
 
 def accuracy_over_bytes(axes: Axes) -> None:
@@ -58,7 +60,7 @@ def accuracy_over_bytes(axes: Axes) -> None:
     for place, (size, method) in enumerate(known):
         accuracies = [accuracy for _, accuracy in runs[method]]
         axes.text(size * 1.1, place, f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f} %", va="center")
-    axes.set(xscale="log", xlabel="MB that a rank sends in ten epochs; beside it the accuracy", xlim=(10, 1e5))
+    axes.set(xscale="log", xlabel="MB that a rank sends in ten epochs; accuracy", xlim=(10, 1e6))
 
 
 def warm_up(axes: Axes) -> None:
@@ -69,34 +71,40 @@ def warm_up(axes: Axes) -> None:
         dense = [100 * (1 - (schedule(epoch, 0) if schedule else final)) for epoch in range(10)]
         axes.step(range(11), [*dense, dense[-1]], where="post", color=color)
         axes.text(10.1, dense[-1], f"{label}: {dense[-1]:.3g} %", color=color, va="center")
-    axes.set(yscale="log", xlabel="epoch", ylabel="elements sent, %", xlim=(0, 13), xticks=range(0, 11, 2))
+    axes.set(yscale="log", xlabel="epoch", ylabel="elements sent, %", xlim=(0, 15), xticks=range(0, 11, 2))
 
 
 Span = tuple[str, float, float, str]
 """Row, begin, length, colour."""
 
-STEP = {"forward": 35.0, "backward": 87.0, "encode": 39.0, "exchange": 5.0, "decode": 17.0, "dense": 409.0}
-"""ms, ResNet-18 over 1 Gbit/s."""
+BACKWARD = 87.0
+"""ms of a step's computation."""
 
 
 def timelines(axes: Axes) -> None:
-    """Two steps dense and compressed; delayed and asynchronous ones, where exchange and computation overlap."""
-    compute = STEP["forward"] + STEP["backward"]
+    """Two steps over 1 Gbit/s, dense and compressed; delayed and asynchronous ones, where exchange and computation
+    overlap."""
+    steps = {each.method: each for each in step_times.read_csv() if each.rate_mbit == 1000}
+    dense, dgc = steps["ddp"].ms, steps["dgc"]
+    compute = steps[step_times.COMPUTATION].ms
+    encode, exchange, decode = (float(ms or 0) for ms in (dgc.compress_ms, dgc.exchange_ms, dgc.decompress_ms))
     spans: list[Span] = []
     for number in range(2):
-        begin = number * (compute + 322)
-        spans += [("DDP", begin, compute, BLUE), ("  link", begin + compute - 87, STEP["dense"], ORANGE)]
-        begin = number * (compute + 61)
-        spans += [("compressed", begin, compute, BLUE), ("compressed", begin + compute, STEP["encode"], GREEN)]
-        spans += [("link ", begin + compute + 39, 5, ORANGE), ("compressed", begin + compute + 44, 17, GREEN)]
+        begin = number * dense
+        spans += [("DDP", begin, compute, BLUE)]
+        spans += [("  link", begin + compute - BACKWARD, dense - compute + BACKWARD, ORANGE)]
+        begin = number * (compute + encode + exchange + decode)
+        spans += [("compressed", begin, compute, BLUE), ("compressed", begin + compute, encode, GREEN)]
+        begin += compute + encode
+        spans += [("link ", begin, exchange, ORANGE), ("compressed", begin + exchange, decode, GREEN)]
     for number in range(6):
         spans += [("delayed", number * compute, compute - 3, BLUE)]
         if number % 2 == 1:
             spans += [(" link", (number + 1) * compute, 1.6 * compute, ORANGE)]
     for number in range(4):
-        spans += [("asynchronous, fast", number * (compute + 40), compute, BLUE)]
-        spans += [("asynchronous, fast", number * (compute + 40) + compute, 37, ORANGE)]
-    spans += [("asynchronous, slow", 0, 4 * compute, BLUE), ("asynchronous, slow", 4 * compute, 37, ORANGE)]
+        spans += [("async., fast", number * (compute + 40), compute, BLUE)]
+        spans += [("async., fast", number * (compute + 40) + compute, 37, ORANGE)]
+    spans += [("async., slow", 0, 4 * compute, BLUE), ("async., slow", 4 * compute, 37, ORANGE)]
     rows = list(dict.fromkeys(row for row, *_ in spans))
     for row, begin, length, color in spans:
         axes.barh(rows.index(row), length, left=begin, color=color, height=0.6, edgecolor="none")
@@ -106,6 +114,19 @@ def timelines(axes: Axes) -> None:
     axes.invert_yaxis()
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
     axes.set(xlabel="ms", xlim=(0, 900))
+
+
+def latency(axes: Axes) -> None:
+    """The rows of two ranks in the table of docs/latency.md: step time over computation alone, by the link's delay."""
+    rows = re.findall(r"^\| (.*), N=2 \| (.*) \|$", FOLDER.parent.joinpath("latency.md").read_text(), re.MULTILINE)
+    for (name, cells), color in zip(rows, (ORANGE, GREEN, BLUE, GREY), strict=True):
+        ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x", cells)]
+        axes.plot((0, 10, 25, 50, 100), ratios, marker=".", color=color)
+        axes.text(103, ratios[-1], name, color=color, va="center")
+    axes.set(xlabel="one-way delay, ms", ylabel="step time over computation", yscale="log", xlim=(-3, 190))
+    axes.set_yticks(ticks := [1, 2, 5, 10, 20], [f"{tick}x" for tick in ticks])
+    axes.set_xticks(range(0, 101, 25))
+    axes.minorticks_off()
 
 
 def _box(axes: Axes, x: float, y: float, text: str, color: str = GREY) -> None:
@@ -125,31 +146,31 @@ def _arrow(axes: Axes, start: Point, stop: Point, color: str = GREY, *, bend: fl
 
 def step_of_dgc(axes: Axes) -> None:
     """What happens on a rank: gradient, momentum, velocity; the largest are sent, the rest is remembered."""
-    axes.set(xlim=(0, 10), ylim=(0.2, 3.6))
+    axes.set(xlim=(0, 10), ylim=(0, 5.6))
     axes.axis("off")
-    for text, x in (("gradient", 1), ("momentum u", 3.4), ("velocity v", 5.8)):
-        _box(axes, x, 3, text)
-    _box(axes, 8.5, 3, "largest 0.4 %", BLUE)
-    for start, stop in ((1.7, 2.5), (4.3, 5), (6.6, 7.5)):
-        _arrow(axes, (start, 3), (stop, 3))
-    _box(axes, 8.5, 1, "2 bits and a place each,\nto all ranks", BLUE)
-    _arrow(axes, (8.5, 2.7), (8.5, 1.5), BLUE)
-    _box(axes, 5.2, 1, "the rest waits", ORANGE)
-    _arrow(axes, (5.9, 2.7), (5.4, 1.3), ORANGE)
-    _arrow(axes, (5, 1.3), (5.5, 2.7), ORANGE, bend=-0.3)
-    _box(axes, 1.9, 1, "weights less the mean\nof what arrives", GREEN)
-    _arrow(axes, (7, 0.8), (3.4, 0.8), GREEN, bend=-0.25)
-    _arrow(axes, (4.3, 1.1), (3.4, 1.1), ORANGE)
-    _arrow(axes, (1.6, 1.5), (1.1, 2.7), GREEN)
+    for text, x in (("gradient", 0.9), ("momentum u", 4.2), ("velocity v", 8)):
+        _box(axes, x, 5, text)
+    for start, stop in ((1.8, 2.9), (5.5, 6.8)):
+        _arrow(axes, (start, 5), (stop, 5))
+    _box(axes, 8, 2.9, "largest 0.4 %:\n2 bits and a place\neach, to all ranks", BLUE)
+    _arrow(axes, (8.4, 4.6), (8.4, 3.8), BLUE)
+    _box(axes, 4.2, 2.9, "the rest waits", ORANGE)
+    _arrow(axes, (7, 4.6), (5, 3.4), ORANGE)
+    _arrow(axes, (4.6, 3.4), (6.7, 4.7), ORANGE, bend=-0.2)
+    _box(axes, 3, 0.6, "weights less the mean\nof what arrives", GREEN)
+    _arrow(axes, (7, 2), (5.2, 0.9), GREEN)
+    _arrow(axes, (4, 2.5), (3.5, 1.3), ORANGE)
+    _arrow(axes, (1.4, 1.3), (0.9, 4.5), GREEN)
 
 
 def topologies(axes: Axes) -> None:
     """Who sends what to whom: four ranks."""
-    axes.set(xlim=(0, 16), ylim=(0, 5), aspect="equal")
+    axes.set(xlim=(0, 10), ylim=(0, 11), aspect="equal")
     axes.axis("off")
     corners = [(1.2 * cos(pi / 4 + k * pi / 2), 1.2 * sin(pi / 4 + k * pi / 2)) for k in range(4)]
     for number, name in enumerate(("all_gather", "two_phase", "server", 'inside="dense"')):
-        at = [(2 + 4 * number + x, 2 + y) for x, y in corners]
+        left, low = 2.5 + 5 * (number % 2), 8 - 5.6 * (number // 2)
+        at = [(left + x, low + y) for x, y in corners]
         for i, start in enumerate(at):
             for j, stop in enumerate(at):
                 across = name != 'inside="dense"' or (i in (0, 3)) != (j in (0, 3))
@@ -164,17 +185,18 @@ def topologies(axes: Axes) -> None:
             "two_phase": "shards to owners,\nmeans back compressed",
             "server": "shards to owners,\nmeans back dense",
         }
-        axes.text(2 + 4 * number, 4.3, name, ha="center", weight="bold")
-        axes.text(2 + 4 * number, 0, notes.get(name, "dense in a node,\npayloads between nodes"), ha="center")
+        axes.text(left, low + 2.1, name, ha="center", weight="bold")
+        axes.text(left, low - 1.5, notes.get(name, "dense in a node,\npayloads between nodes"), ha="center", va="top")
 
 
 PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
-    "bytes_by_method": (bytes_by_method, (7, 3.2)),
-    "accuracy_over_bytes": (accuracy_over_bytes, (7, 3.6)),
-    "warm_up": (warm_up, (7, 3)),
-    "timelines": (timelines, (7, 3.2)),
-    "step_of_dgc": (step_of_dgc, (7, 2.8)),
-    "topologies": (topologies, (7.5, 2.6)),
+    "bytes_by_method": (bytes_by_method, (5, 3.2)),
+    "accuracy_over_bytes": (accuracy_over_bytes, (5, 3.6)),
+    "warm_up": (warm_up, (5, 3)),
+    "timelines": (timelines, (5, 3.2)),
+    "latency": (latency, (5, 3.2)),
+    "step_of_dgc": (step_of_dgc, (5, 2.9)),
+    "topologies": (topologies, (5, 5.2)),
 }
 
 

@@ -26,6 +26,11 @@ class ProgressBar(TQDMProgressBar):
 
     BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt}, {remaining} left, {rate_noinv_fmt}{postfix}"
 
+    def on_train_start(self, *_: Any) -> None:
+        """A run that resumes amid an epoch has no start of one, at which the bar would get its name and length."""
+        super().on_train_start()
+        self.on_train_epoch_start(self.trainer)
+
     def init_validation_tqdm(self) -> Tqdm:
         """A bar of its own only where nothing is trained."""
         return super().init_validation_tqdm() if self.trainer.state.fn == TrainerFn.VALIDATING else Tqdm(disable=True)

@@ -79,8 +79,8 @@ def table(result: dict[str, Any], folder: Path) -> str:
         "validation accuracy": accuracy(result["val_correct"], result["val_images"]),
         **_sent(communication),
         "time per step": f"{sum(phases.values()):.0f} ms: "
-        + ", ".join(f"{name} {ms:.1f}" for name, ms in phases.items())
-        + " (medians)",
+        + ", ".join(f"{name} {ms:.{0 if ms >= 100 else 1}f}" for name, ms in phases.items())
+        + " (median)",
         "files": f"{folder}{os.sep}",
     }
     return "\n".join(["", title, *(f"  {name:<21}{text}" for name, text in rows.items())])

@@ -3,12 +3,14 @@
 import io
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
+from torch.utils.data import DataLoader
 
 from lightning_gradcomp.app.callbacks import Draws, ProgressBar
 from lightning_gradcomp.app.options import logger
@@ -95,6 +97,37 @@ def test_the_bar_fits_into_100_columns():
     last = drawn.getvalue().split("\r")[-1]
     assert "loss=12.30, acc=0.988, sent=123 MB (1,234x)" in last and len(last) <= 100
     line.close()
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_the_bar_of_a_run_that_resumes_amid_an_epoch_has_its_name_and_length(tmp_path):
+    bar, path = ProgressBar(), tmp_path / "amid.ckpt"
+
+    def save_amid(trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            trainer.save_checkpoint(path)
+
+    def fit(**options):
+        quiet = {"logger": False, "enable_model_summary": False, "enable_checkpointing": False}
+        callbacks = [bar, LambdaCallback(on_train_batch_end=save_amid)]
+        trainer = L.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=callbacks, **quiet)
+        trainer.fit(Regression(), DataLoader(torch.randn(5, 4)), **options)
+
+    fit()
+    fit(ckpt_path=path)
+    assert (bar.train_progress_bar.desc, bar.train_progress_bar.total) == ("Epoch 0: ", 5)
+
+
+class Regression(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_the_bar_tells_bytes_and_ratio_in_one_word():

@@ -1,0 +1,206 @@
+"""docs/ablation.csv: from plain dropping at 99.9 % to DGC, one part after the other, by cross-validation on the digits.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 -m benchmarks.ablation     # the runs that the CSV lacks
+    python -m benchmarks.figures                                             # the table in docs/from_the_notes.md
+
+Network, data and optimizer are those of recipe=digits, here in plain PyTorch: ten epochs of 22 steps of 64 images. The
+fold's number is the seed of weights and order, as in the dense runs of docs/results.csv with which they are paired. A
+run takes some 140 seconds of processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_gradcomp as lgc
+from benchmarks import report
+from benchmarks.methods import forward_backward
+from benchmarks.results import Result, accuracy
+from lightning_gradcomp.app.classifier import build_optimizer
+from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
+from lightning_gradcomp.app.data.shared import RankSampler
+from lightning_gradcomp.app.models import build
+from lightning_gradcomp.app.options.training import SGD
+
+CSV = Path(__file__).parents[1] / "docs" / "ablation.csv"
+EPOCHS, BATCH = 10, 64
+OPTIONS = SGD(lr=0.02, weight_decay=5e-3, decay_all=True, warmup_steps=20, momentum=0.9, nesterov=False)
+CLIP_NORM = 5.0
+"""About half of the norms of a dense run's average gradients, which fall from 35 to 5 in the first two epochs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A line of the CSV."""
+
+    case: str
+    clip_norm: float | None
+    fold: int
+    correct: int
+    images: int
+    ratio: float  # of the bytes of a dense run to those sent
+    machine: str
+
+    @property
+    def percent(self) -> float:
+        """Validation accuracy."""
+        return 100 * self.correct / self.images
+
+
+def compressor(case: str, clip_norm: float | None) -> lgc.Compressor:
+    """One of CASES."""
+    dgc: dict[str, Any] = {"sparsity": 0.999, "values": "fp32", "clip_norm": clip_norm}
+    if case == "dropping":
+        return lgc.GradientDropping(sparsity=0.999, scope="tensor", warmup_epochs=0, clip_norm=clip_norm)
+    if case == "momentum correction":
+        return lgc.DGC(momentum_masking=False, **dgc)
+    return lgc.DGC(warmup_epochs=4 if case == "warm-up" else 0, **dgc)
+
+
+CASES = ("dropping", "momentum correction", "masking", "warm-up", "local weights")
+TITLES = {
+    "dropping": "dropping, 99.9 %",
+    "momentum correction": "+ momentum correction",
+    "masking": "+ momentum factor masking",
+    "warm-up": "+ warm-up, four epochs",
+    "local weights": "masking, local weights, no warm-up",
+}
+HEAD = ["", "accuracy, % (folds)", "difference to dense", "ratio, run"]
+CLIPPED = CASES[:4]
+
+
+def train(case: str, clip_norm: float | None, fold: int) -> Run:
+    """One run, on each of the ranks: the accuracy of rank 0's batch-norm statistics, as in the recipes."""
+    torch.manual_seed(fold)  # the same weights on every rank
+    model = build("resnet18", channels=CHANNELS, classes=CLASSES, size=8)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    images, val = digits(fold)
+    sampler = RankSampler(images, world, rank, seed=fold, skip=0)
+    loader = DataLoader(images, BATCH // world, sampler=sampler, drop_last=True)
+    steps = len(loader)
+    optimizer, schedule = build_optimizer(OPTIONS, model, OPTIONS.peak(BATCH), OPTIONS.warmup(steps), EPOCHS * steps)
+    averager = lgc.GradientAverager(model, compressor(case, clip_norm), optimizer=optimizer, steps_per_epoch=steps)
+    sent = dense = 0
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            with averager.local_weights() if case == "local weights" else nullcontext():
+                forward_backward(model, *batch)
+            averager.step()
+            schedule.step()
+            sent, dense = sent + averager.stats.bytes_sent, dense + averager.stats.dense_bytes
+    correct = validate(model.eval(), val)
+    return Run(
+        case=case,
+        clip_norm=clip_norm,
+        fold=fold,
+        correct=correct,
+        images=len(val),
+        ratio=round(dense / sent, 2),
+        machine=report.machine(),
+    )
+
+
+@torch.no_grad()
+def validate(model: torch.nn.Module, val: TensorDataset) -> int:
+    """Images that are classified correctly."""
+    images, labels = val.tensors
+    return int((model(images).argmax(1) == labels).sum())
+
+
+def read_csv() -> list[Run]:
+    """The runs so far."""
+    if not CSV.exists():
+        return []
+    with CSV.open(newline="") as file:
+        return [
+            Run(
+                case=line["case"],
+                clip_norm=float(line["clip_norm"]) if line["clip_norm"] else None,
+                fold=int(line["fold"]),
+                correct=int(line["correct"]),
+                images=int(line["images"]),
+                ratio=float(line["ratio"]),
+                machine=line["machine"],
+            )
+            for line in csv.DictReader(file)
+        ]
+
+
+def add(run: Run) -> None:
+    """Append a line to the CSV."""
+    head = not CSV.exists()
+    with CSV.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Run)], lineterminator="\n")
+        if head:
+            writer.writeheader()
+        writer.writerow(asdict(run))
+
+
+def quoted(runs: Sequence[Run], dense: Sequence[Result]) -> dict[str, str]:
+    """What a page may say of each case: "CASE" or "CASE, clipped", and what -> figure."""
+    beside = {run.fold: run.percent for run in dense}
+    found = {}
+    for name, these in grouped(runs).items():
+        if len(these) > 1:
+            accuracies = [run.percent for run in these]
+            found[f"{name}, accuracy"] = f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f}"
+            found[f"{name}, difference"] = report.interval([run.percent - beside[run.fold] for run in these])
+            found[f"{name}, ratio"] = f"{mean(run.ratio for run in these):.3g}"
+    return found
+
+
+def grouped(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """ "CASE" or "CASE, clipped" -> the runs of all folds."""
+    found: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        found[f"{run.case}, clipped" if run.clip_norm else run.case].append(run)
+    return found
+
+
+def table(runs: Sequence[Run], dense: Sequence[Result]) -> str:
+    """The table in docs/from_the_notes.md."""
+    said, numbers = quoted(runs, dense), {name: len(each) for name, each in grouped(runs).items()}
+    rows = [["dense", accuracy(dense), "", "1"]]
+    for case in CASES:
+        for name, title in ((case, TITLES[case]), (f"{case}, clipped", f"the same, clipped at {CLIP_NORM:g}")):
+            if numbers.get(name, 0) > 1:
+                quotes = [said[f"{name}, {what}"] for what in ("accuracy", "difference", "ratio")]
+                rows.append([title, f"{quotes[0]} ({numbers[name]})", *quotes[1:]])
+    return report.table(HEAD, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folds", default="0,1,2,3,4")
+    folds = [int(fold) for fold in parser.parse_args().folds.split(",")]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    wanted = [(case, None, fold) for fold in folds for case in CASES]
+    wanted += [(case, CLIP_NORM, fold) for fold in folds for case in CLIPPED]
+    known = {(run.case, run.clip_norm, run.fold) for run in read_csv()}
+    dist.barrier()  # before rank 0 adds to it
+    for each in wanted:
+        if each not in known:
+            run = train(*each)
+            if dist.get_rank() == 0:
+                print(run, flush=True)
+                add(run)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
