@@ -95,10 +95,14 @@ def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
 
 
 def agreed(
-    gradients: Gradients, optimizer: torch.optim.Optimizer, compressor: Compressor, pull: Compressor | None
+    gradients: Gradients,
+    optimizer: torch.optim.Optimizer,
+    compressor: Compressor,
+    pull: Compressor | None,
+    job: str,
 ) -> tuple[object, ...]:
     """What a worker and its servers must have alike."""
-    return gradients.layout, gradients.dense_layout, len(optimizer.param_groups), compressor, pull
+    return gradients.layout, gradients.dense_layout, len(optimizer.param_groups), compressor, pull, job
 
 
 class Uncompressed:
