@@ -274,6 +274,11 @@ class ServerShard:
 
     # Checkpoints
 
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Parameter name -> copy of the weights, all with the same pushes."""
+        with self._lock:
+            return {name: p.detach().clone() for name, p in self.weights.items()}
+
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Parameter name -> torch's name -> value, of the optimizer's state."""
         with self._lock:
