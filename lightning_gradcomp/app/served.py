@@ -30,9 +30,7 @@ def split(words: list[str]) -> tuple[str, str, list[str]]:
     process, *rest = words
     address = rest.pop(0) if rest and ADDRESS.fullmatch(rest[0]) else ""
     if process == "join" and not address:
-        raise refusal(
-            "gradcomp join", " ".join(rest[:1]) or None, "HOST:PORT, which `gradcomp server` has printed, first"
-        )
+        raise refusal("gradcomp join", " ".join(rest[:1]) or None, "HOST:PORT first, as `gradcomp server` prints it")
     if process == "join" and not os.environ.get(SECRET):
         raise refusal(SECRET, None, "the server's secret, in the environment of gradcomp join")
     if processes.started_by_launcher():
