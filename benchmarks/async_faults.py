@@ -14,13 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -86,27 +88,50 @@ class Failing(Connection):
         return got
 
 
-def worker(arguments: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Orders:
+    """What a worker is to do.
+
+    Args:
+        address: of the server.
+        out: a file for its lines.
+        seed: of the images that it draws.
+        compute: seconds of a step's pause.
+        times: shared by all: when to end, and when to fail.
+        fault, phase: how and where; none: not at all.
+        state: a file with what it is to remember.
+    """
+
+    address: str
+    out: Path
+    seed: int
+    compute: float
+    times: Any
+    fault: str | None = None
+    phase: str = ""
+    state: Path | None = None
+
+
+def worker(orders: Orders) -> None:
     """A process: trains, and writes a line for each step."""
+    sys.stderr = orders.out.with_suffix(".log").open("w")
     torch.set_num_threads(1)
     (images, labels), model = digits()[0].tensors, network()
-    averager = lgc.AsyncAverager(
-        model, sgd(model), compressor(), servers=[arguments.address], secret=SECRET, world=4,
-        timeout=timedelta(seconds=20),
-    )  # fmt: skip
-    if arguments.state:
-        averager.load_state_dict(torch.load(arguments.state, weights_only=True))
-    generator = torch.Generator().manual_seed(arguments.seed)
-    steps = 0
-    with open(arguments.out, "w", buffering=1) as lines:
-        while time.time() < arguments.until:
-            if arguments.fault and time.time() >= arguments.fault_at:
-                torch.save(averager.state_dict(), f"{arguments.out}.state")
+    options: dict[str, Any] = {"servers": [orders.address], "secret": SECRET, "world": 4}
+    averager = lgc.AsyncAverager(model, sgd(model), compressor(), timeout=timedelta(seconds=20), **options)
+    if orders.state:
+        averager.load_state_dict(torch.load(orders.state, weights_only=True))
+    generator = torch.Generator().manual_seed(orders.seed)
+    with orders.out.open("w", buffering=1) as lines:
+        while time.time() < orders.times[0]:
+            if orders.fault and time.time() >= orders.times[1]:
+                torch.save(averager.state_dict(), orders.out.with_suffix(".state"))
                 print(json.dumps({"fault": time.time()}), file=lines)
-                if arguments.phase == "idle":
-                    fail(arguments.fault)
-                Failing.arm(averager, arguments.phase, arguments.fault)
-            time.sleep(arguments.compute_ms / 1e3)
+                if orders.phase == "idle":
+                    fail(orders.fault)
+                Failing.arm(averager, orders.phase, orders.fault)
+            else:
+                time.sleep(orders.compute)
             chosen = torch.randint(len(images), (16,), generator=generator)
             model.zero_grad()
             nn.functional.cross_entropy(model(images[chosen]), labels[chosen]).backward()
@@ -114,97 +139,108 @@ def worker(arguments: argparse.Namespace) -> None:
                 averager.step()
             except ConnectionLost:
                 print(json.dumps({"lost": time.time()}), file=lines)
-                os._exit(3)
-            steps += 1
+                return
             print(json.dumps({"at": time.time()}), file=lines)
     averager.close()
 
 
+def serve(address: Any) -> None:
+    """A server in a process of its own; it sends its address."""
+    model = network()
+    server = lgc.ParameterServer(model, sgd(model), compressor(), secret=SECRET)
+    server.start()
+    address.send(server.address)
+    time.sleep(600)
+
+
 class Run:
-    """A server in this process or one of its own, and workers in processes.
+    """A server, and workers in processes of their own.
 
     Args:
-        arguments: those of the command line.
         folder: for what workers write.
+        compute: seconds of a step's pause.
+        bound: the staleness.
+        address: of a server elsewhere; else one is started here.
     """
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, bound: float) -> None:
-        self.arguments, self.folder, model = arguments, folder, network()
+    def __init__(self, folder: Path, compute: float, bound: float = math.inf, address: str = "") -> None:
+        self.folder, self.compute, model = folder, compute, network()
         self.server = lgc.ParameterServer(
             model, sgd(model), compressor(), secret=SECRET, staleness=bound, timeout=timedelta(seconds=SILENCE)
         )
         self.server.start()
-        self.images, self.labels = digits()[0].tensors
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.address = address or self.server.address
+        self.times = PROCESSES.Array("d", [math.inf, math.inf])
+        self.processes: dict[str, Any] = {}
 
-    def start(self, name: str, until: float, *more: str, address: str = "") -> None:
+    def start(self, name: str, **more: Any) -> None:
         """A worker."""
-        given = self.arguments
-        words = ["--address", address or self.server.address, "--until", str(until), "--out", str(self.folder / name)]
-        words += ["--seed", str(len(self.processes)), "--compute-ms", str(given.compute_ms), *more]
-        command = [sys.executable, "-m", "benchmarks.async_faults", *words]
-        with open(self.folder / f"{name}.log", "w") as log:
-            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
+        orders = Orders(self.address, self.folder / name, len(self.processes), self.compute, self.times, **more)
+        self.processes[name] = PROCESSES.Process(target=worker, args=(orders,))
+        self.processes[name].start()
 
     def loss(self) -> float:
         """Of the server's weights, on all training images."""
-        model = network()
+        (images, labels), model = digits()[0].tensors, network()
         model.load_state_dict(self.server.shard.snapshot())
         with torch.no_grad():
-            return float(nn.functional.cross_entropy(model(self.images), self.labels))
+            return float(nn.functional.cross_entropy(model(images), labels))
 
     def wait_for(self, workers: int) -> float:
         """When so many are there."""
         while len(self.server.clocks.live) != workers:
-            time.sleep(0.01)
+            time.sleep(0.005)
         return time.time()
 
     def lines(self, name: str, key: str) -> list[float]:
         """Times that a worker has written."""
-        found = [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+        file = self.folder / name
+        found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [line[key] for line in found if key in line]
 
     def end(self) -> None:
         """No process is left."""
         for process in self.processes.values():
             process.kill()
-            process.wait()
+            process.join()
         self.server.stop()
 
 
-def case(arguments: argparse.Namespace, phase: str, fault: str, bound: float, with_state: bool) -> dict[str, Any]:
+def case(given: argparse.Namespace, phase: str, fault: str) -> dict[str, Any]:
     """One line of the table."""
     with tempfile.TemporaryDirectory() as name:
-        run, third = Run(arguments, Path(name), bound), arguments.seconds
+        run, with_state = Run(Path(name), given.compute_ms / 1e3, given.staleness), fault != "killed"
         try:
-            begin = time.time() + arguments.warm_up  # processes take a while to start
-            until, at = begin + 3 * third, begin + third
-            for number in range(3):
-                run.start(f"stays {number}", until)
-            run.start("lost", until, "--fault", fault, "--phase", phase, "--fault-at", str(at))
-            run.wait_for(4)
-            time.sleep(max(0.0, begin - time.time()))
-            time.sleep(max(0.0, at - time.time()))
-            before = run.loss()
+            stays = [f"stays {number}" for number in range(3)]
+            for each in stays:
+                run.start(each)
+            run.start("lost", fault=fault, phase=phase)
+            begin = run.wait_for(4)
+            time.sleep(given.seconds)
+            before, run.times[1] = run.loss(), 0.0
             gone = run.wait_for(3)
             [failed] = run.lines("lost", "fault")
-            time.sleep(max(0.0, begin + 2 * third - time.time()))
-            state = ["--state", str(run.folder / "lost.state")] if with_state else []
-            run.start("comes", until, *state)
+            time.sleep(given.seconds)
+            then = time.time()
+            run.start("comes", state=run.folder / "lost.state" if with_state else None)
             joined = run.wait_for(4)
-            for number in range(3):
-                run.processes[f"stays {number}"].wait(3 * third + 60)
-            times = [run.lines(f"stays {number}", "at") for number in range(3)]
+            time.sleep(given.seconds)
+            end = run.times[0] = time.time()
+            for each in stays:
+                run.processes[each].join(60)
+            times = [run.lines(each, "at") for each in stays]
             return {
                 "phase": phase,
                 "fault": fault,
                 "noticed after, s": gone - failed,
                 "steps/s before": rate(times, begin, failed),
-                "after": rate(times, max(gone, failed), joined),
-                "with the fifth": rate(times, joined, until),
-                "longest pause, s": max(pause(each, failed) for each in times),
-                "loss then": before,
+                "after": rate(times, gone, then),
+                "with a fifth": rate(times, joined, end),
+                "longest pause, s": max(pause(each, failed, then) for each in times),
+                "longest before": max(pause(each, begin, failed) for each in times),
+                "loss when lost": before,
                 "at the end": run.loss(),
+                "the fifth has the state": "yes" if with_state else "no",
             }
         finally:
             run.end()
@@ -215,82 +251,57 @@ def rate(times: list[list[float]], begin: float, end: float) -> float:
     return mean(sum(begin <= at < end for at in each) / (end - begin) for each in times)
 
 
-def pause(times: list[float], failed: float) -> float:
-    """The longest between two steps of which the later is after the fault."""
-    return max(b - a for a, b in zip(times, times[1:], strict=False) if b >= failed)
+def pause(times: list[float], begin: float, end: float) -> float:
+    """The longest between two steps, of which the later is in this time."""
+    return max(b - a for a, b in pairwise(times) if begin <= b < end)
 
 
-def server_killed(arguments: argparse.Namespace) -> str:
-    """The time until its workers notice that their server is gone."""
+def server_killed(given: argparse.Namespace) -> str:
+    """How long its workers take to notice."""
     with tempfile.TemporaryDirectory() as name:
-        run = Run(arguments, Path(name), math.inf)
-        command = [sys.executable, "-m", "benchmarks.async_faults", "--serve"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        here, there = multiprocessing.Pipe()
+        server = PROCESSES.Process(target=serve, args=(there,))
+        server.start()
+        run = Run(Path(name), given.compute_ms / 1e3, address=here.recv())
         try:
-            assert server.stdout is not None
-            address = server.stdout.readline().strip()
-            for number in range(4):
-                run.start(f"worker {number}", time.time() + 600, address=address)
-            names = list(run.processes)
-            while not all((run.folder / each).exists() and run.lines(each, "at") for each in names):
+            names = [f"worker {number}" for number in range(4)]
+            for each in names:
+                run.start(each)
+            while not all(run.lines(each, "at") for each in names):
                 time.sleep(0.1)
             server.kill()
             killed = time.time()
-            codes = [process.wait(60) for process in run.processes.values()]
+            for process in run.processes.values():
+                process.join(60)
             noticed = [run.lines(each, "lost")[0] - killed for each in names]
-            return f"server killed: 4 workers end with ConnectionLost ({codes}) after {max(noticed):.2f} s at most"
+            return f"server killed: its 4 workers end with ConnectionLost, the last after {max(noticed):.2f} s"
         finally:
             server.kill()
-            server.wait()
+            server.join()
             run.end()
 
 
-def serve() -> None:
-    """A server in a process of its own."""
-    model = network()
-    server = lgc.ParameterServer(model, sgd(model), compressor(), secret=SECRET)
-    server.start()
-    print(server.address, flush=True)
-    time.sleep(600)
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Importing torch in each process would take longer than the runs."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compute-ms", type=float, default=50.0)
-    parser.add_argument("--seconds", type=float, default=6.0, help="before, after, and with the fifth worker")
-    parser.add_argument("--warm-up", type=float, default=15.0, help="until all processes train")
+    parser.add_argument("--compute-ms", type=float, default=100.0)
+    parser.add_argument("--seconds", type=float, default=8.0, help="before the fault, after it, and with a fifth")
     parser.add_argument("--staleness", type=float, default=math.inf)
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--faults", default=",".join(FAULTS))
-    for option in ("--address", "--out", "--fault", "--phase", "--state"):
-        parser.add_argument(option, help="for the processes, which this script starts itself")
-    parser.add_argument("--until", type=float)
-    parser.add_argument("--fault-at", type=float)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--serve", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.serve:
-        serve()
-        return
-    if arguments.address:
-        worker(arguments)
-        return
+    given = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for phase in arguments.phases.split(","):
-        for fault in arguments.faults.split(","):
-            with_state = fault != "killed"
-            rows.append({**case(arguments, phase, fault, arguments.staleness, with_state), "fifth": with_state})
+    for phase in given.phases.split(","):
+        for fault in given.faults.split(","):
+            rows.append(case(given, phase, fault))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    print(report.table(list(rows[0]), [[shown(value) for value in row.values()] for row in rows]))
-    print(server_killed(arguments))
-    print(f"{report.machine()}, load {os.getloadavg()[0]:.0f}, staleness {arguments.staleness}")
-
-
-def shown(value: object) -> str:
-    """In a table."""
-    if isinstance(value, bool):
-        return "with its state" if value else "without"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    shown = [[f"{value:.2f}" if isinstance(value, float) else value for value in row.values()] for row in rows]
+    print(report.table(list(rows[0]), shown))
+    print(server_killed(given))
+    print(f"staleness {given.staleness}, {report.machine()}, load {os.getloadavg()[0]:.0f}")
 
 
 if __name__ == "__main__":

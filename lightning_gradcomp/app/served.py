@@ -32,7 +32,7 @@ def split(words: list[str]) -> tuple[str, str, list[str]]:
     if process == "join" and not address:
         raise refusal("gradcomp join", " ".join(rest[:1]) or None, "HOST:PORT first, as `gradcomp server` prints it")
     if process == "join" and not os.environ.get(SECRET):
-        raise refusal(SECRET, None, "the server's secret, in the environment of gradcomp join")
+        raise ValueError(f"gradcomp join needs the server's secret in the environment variable {SECRET}")
     if processes.started_by_launcher():
         raise refusal(f"gradcomp {process}", "ranks of torchrun or SLURM", "one start for each server and worker")
     if not any(word.startswith("strategy=") for word in rest):

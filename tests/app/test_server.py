@@ -89,7 +89,7 @@ def test_who_does_not_fit_is_refused_and_nobody_else_notices(serve, monkeypatch)
 
 WORDS = {
     "no address": (["join", "recipe=digits"], {}, "gradcomp join: got 'recipe=digits', allowed: HOST:PORT first"),
-    "no secret": (["join", "127.0.0.1:1"], {}, "GRADCOMP_SECRET: got None, allowed: the server's secret"),
+    "no secret": (["join", "127.0.0.1:1"], {}, "needs the server's secret in the environment variable GRADCOMP_SECRET"),
     "another strategy": (["server", "strategy=ddp"], {}, "strategy of a server: got 'ddp', allowed: dist_async"),
     "a sweep": (["server", "-m", "seed=0,1"], {}, "--multirun with gradcomp server"),
     "torchrun": (["server"], {"LOCAL_RANK": "0"}, "gradcomp server: got 'ranks of torchrun or SLURM'"),
