@@ -27,9 +27,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -93,6 +93,7 @@ class Case:
         staleness: S, the bound; None: synchronous training.
         age: how many pushes old the weights of every gradient are, workers taking turns; None: as the clock has it.
         compensate: λ0 of DC-ASGD-a; None: without.
+        momentum: of SGD; learning rates are such that a gradient moves the weights as far in the end.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Case:
     staleness: float | None = math.inf
     age: int | None = None
     compensate: float | None = None
+    momentum: float = OPTIONS.momentum
 
 
 class Compensated(ServerShard):
@@ -165,7 +167,9 @@ class Training:
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
         """The recipe's, and what sets its learning rates by the number of pushes so far."""
-        optimizer, schedule = build_optimizer(OPTIONS, model, OPTIONS.peak(BATCH), 20, EPOCHS * self.epoch // WORKERS)
+        options = replace(OPTIONS, momentum=self.case.momentum)
+        peak = OPTIONS.peak(BATCH) * (1 - options.momentum) / (1 - OPTIONS.momentum)
+        optimizer, schedule = build_optimizer(options, model, peak, 20, EPOCHS * self.epoch // WORKERS)
         [factor, *_] = schedule.lr_lambdas
 
         def rates(pushes: int) -> None:
@@ -284,14 +288,13 @@ def cases(table: str) -> list[Case]:
             found.append(Case(f"dist_async DGC both ways, {name}", pull="gradient_dropping", seconds=seconds))
         return found
     if table == "staleness":
-        return [
-            Case(f"{density}, {age} pushes old", push, age=age) for density, push in DENSITIES.items() for age in AGES
-        ]
-    return [
-        Case(f"{age} pushes old{', compensated' if factor else ''}", "none", age=age, compensate=factor)
-        for age in AGES[1:]
-        for factor in (None, 2.0)
-    ]
+        pairs = product(DENSITIES.items(), AGES)
+        return [Case(f"{density}, {age} pushes old", push, age=age) for (density, push), age in pairs]
+    found = []
+    for age, momentum in product(AGES[1:], (OPTIONS.momentum, 0.0)):
+        name, options = f"{age} pushes old, momentum {momentum}", {"age": age, "momentum": momentum}
+        found += [Case(name, "none", **options), Case(f"{name}, compensated", "none", compensate=2.0, **options)]
+    return found
 
 
 AGES = (0, 4, 16)
