@@ -13,7 +13,12 @@ Started by its path and not by `python -m`, Python does not put the working fold
 import os
 import sys
 
-PROCESSES = {"train": "lightning_gradcomp.app.train", "plan": "lightning_gradcomp.app.plan.measure"}
+PROCESSES = {
+    "train": "lightning_gradcomp.app.train",
+    "server": "lightning_gradcomp.app.serve",
+    "join": "lightning_gradcomp.app.join",
+    "plan": "lightning_gradcomp.app.plan.measure",
+}
 """`--process` word -> module whose `main()` is run."""
 
 

@@ -53,9 +53,13 @@ class Classifier(L.LightningModule):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.model(images.to(memory_format=torch.channels_last) if self.channels_last else images)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The mean over a training batch."""
         images, labels = self.mix(*batch) if self.mix else batch
-        loss = nn.functional.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+        return nn.functional.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
@@ -119,7 +123,7 @@ def parameter_groups(options: Optimizer, module: torch.nn.Module) -> list[dict[s
 
 def build_optimizer(
     options: Optimizer, module: torch.nn.Module, peak: float, warmup_steps: int, total_steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """The optimizer that `options` describe, and its schedule over `total_steps` optimizer steps: up to `peak`."""
     if isinstance(options, SGD):
         rest = {"momentum": options.momentum, "nesterov": options.nesterov}

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_gradcomp.app import processes, run_folder
+from lightning_gradcomp.app import processes, run_folder, served
 from lightning_gradcomp.app.plan import options as plan_options
 from lightning_gradcomp.app.redaction import redacted
 from lightning_gradcomp.errors import refusal
@@ -37,24 +37,27 @@ def main() -> None:
         require(EXTRA_WORDS, EXTRA)
         from lightning_gradcomp.app import arguments, shorthands  # need Hydra
 
-        flags, words = arguments.split(sys.argv[1:])
+        process, address, words = served.split(sys.argv[1:])
+        flags, words = arguments.split(words)
         if not arguments.own_config(flags):
             words = shorthands.expand(words)
         arguments.check(flags, words)
+        if process != "train" and {"-m", "--multirun"} & set(flags):
+            raise refusal(f"--multirun with gradcomp {process}", "a sweep", "one run for each start")
         if processes.started_by_launcher() and {"-m", "--multirun"} & set(flags):
             raise refusal("--multirun where torchrun or SLURM starts the ranks", "a sweep", "one run for each start")
     except (ValueError, OSError) as error:
         sys.exit(redacted(f"gradcomp: {error}"))
     with tempfile.TemporaryDirectory() as elsewhere:
-        if not processes.is_rank_zero():  # the run's folder is rank 0's
+        if not processes.is_rank_zero() or process == "join":  # the run's folder is rank 0's, or the server's
             words += [f"hydra.run.dir='{elsewhere}'", "hydra.output_subdir=null"]
         sys.argv[1:] = [*flags, *words]
         if any(flag.split("=")[0] in PRINTS for flag in flags):
             with redirect_stdout(io.StringIO()) as printed:
-                compose_and_train()
+                compose_and_run(process, address)
             print(redacted(printed.getvalue()), end="")
         else:
-            compose_and_train()
+            compose_and_run(process, address)
 
 
 def show_recipes(words: list[str]) -> int:
@@ -114,18 +117,22 @@ WORDS = {
 """Commands that are not runs."""
 
 
-def compose_and_train() -> None:
+def compose_and_run(process: str, address: str) -> None:
     """Let Hydra compose the config, or each of a sweep's configs, and call `job` with it."""
     import hydra
 
     from lightning_gradcomp.app.compose import register, shipped
 
+    def task(config: DictConfig) -> float | None:
+        return job(config, process, address)
+
     register()
-    hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="train")(job)()
+    hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="train")(task)()
 
 
-def job(config: DictConfig) -> float | None:
-    """Train one composed run; its validation accuracy, for Hydra's sweepers (None on ranks other than 0)."""
+def job(config: DictConfig, process: str, address: str) -> float | None:
+    """Train, serve or join one composed run; its validation accuracy, for Hydra's sweepers (None where another process
+    writes it)."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import CompactHydraException
     from hydra.types import RunMode
@@ -136,12 +143,19 @@ def job(config: DictConfig) -> float | None:
     try:
         redact_files_of_hydra(folder)
         run = prepare(config, folder, sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
+        if process != "train":
+            served.check(run)
         run_folder.save(run, folder)
         result = folder / ("evaluation.json" if run.evaluate else "summary.json")
         result.unlink(missing_ok=True)  # of an earlier run in this folder
     except (ValueError, OSError) as error:
         sys.exit(redacted(f"gradcomp: {error}"))  # not left to Hydra, which prints a traceback
-    code = processes.run("train", str(folder), environment=run_folder.environment(run))
+    words = [str(folder), *([address] if address else [])]
+    code = processes.run(process, *words, environment=run_folder.environment(run))
+    if process != "train" and code:
+        sys.exit(code)  # it has said why
+    if process == "join":
+        return None
     if code or (processes.is_rank_zero() and not result.exists()):
         raise CompactHydraException(f"gradcomp: training failed with exit code {code}; its folder is {folder}")
     if not processes.is_rank_zero():

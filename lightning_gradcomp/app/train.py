@@ -24,6 +24,7 @@ from lightning_gradcomp.app.config import HSDP, Run
 from lightning_gradcomp.app.data.choose import choose, stand_in
 from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.app.data.transforms import mixer
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.processes import devices, hide_known_messages
@@ -78,6 +79,15 @@ def build(run: Run, folder: Path) -> Parts:
     if source.dirichlet is not None and not run.evaluate:
         data.setup("fit")  # a split that can't be drawn is refused here, before the other ranks start
     monitor = CommunicationMonitor()
+    return Parts(classifier_of(run, source), data, build_trainer(run, folder, monitor, placed), monitor)
+
+
+def classifier_of(run: Run, source: Source) -> Classifier:
+    """The network of `run`, for the images of `source`.
+
+    Raises:
+        ValueError: a network that they don't fit.
+    """
     network = build_model(run.model, channels=source.channels, classes=source.classes, size=source.size)
     if run.trainer.channels_last:
         network.to(memory_format=torch.channels_last)
@@ -85,13 +95,13 @@ def build(run: Run, folder: Path) -> Parts:
     smoothing, channels_last = run.augment.label_smoothing, run.trainer.channels_last
     options = (network, run.optimizer, mix, smoothing, channels_last)
     if isinstance(run.strategy, HSDP):
+        _, per_node, nodes = devices(run.trainer)
         classifier = sharding.ShardedClassifier(*options, compiled=run.trainer.compile)
-        sharding.check(classifier, run.compressor, run.strategy.mesh(placed[2], placed[1])[1])
-    else:
-        if run.trainer.compile:
-            network.compile()
-        classifier = Classifier(*options)
-    return Parts(classifier, data, build_trainer(run, folder, monitor, placed), monitor)
+        sharding.check(classifier, run.compressor, run.strategy.mesh(nodes, per_node)[1])
+        return classifier
+    if run.trainer.compile:
+        network.compile()
+    return Classifier(*options)
 
 
 def train(run: Run, folder: Path, parts: Parts) -> None:

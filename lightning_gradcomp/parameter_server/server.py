@@ -79,6 +79,7 @@ class ParameterServer:
         max_staleness: a push whose weights are more versions old is dropped, and stays with its worker. None: none is.
         rate_by_staleness: divide a push's learning rate by its staleness, where that is above 1.
         pull: compressor of the pulls; None: whole weights in fp32.
+        job: what else workers must have alike, such as the options of a run as text.
         timeout: how long to wait for a worker's next message before it counts as gone.
 
     Raises:
@@ -100,6 +101,7 @@ class ParameterServer:
         max_staleness: int | None = None,
         rate_by_staleness: bool = False,
         pull: Compressor | str | None = None,
+        job: str = "",
         timeout: timedelta = TIMEOUT,
     ) -> None:
         check_staleness(staleness)
@@ -122,7 +124,7 @@ class ParameterServer:
             pull=pulled,
         )
         """The weights, and what is done with pushes."""
-        self._agreed = fingerprint(shard, servers, *agreed(gradients, optimizer, self.compressor, pulled))
+        self._agreed = fingerprint(shard, servers, *agreed(gradients, optimizer, self.compressor, pulled, job))
         self.clocks = Clocks(staleness)
         self._groups, self._wait = len(optimizer.param_groups), timeout.total_seconds()
         self._listener = Listener(host, port, secret, timeout)

@@ -95,10 +95,14 @@ def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
 
 
 def agreed(
-    gradients: Gradients, optimizer: torch.optim.Optimizer, compressor: Compressor, pull: Compressor | None
+    gradients: Gradients,
+    optimizer: torch.optim.Optimizer,
+    compressor: Compressor,
+    pull: Compressor | None,
+    job: str,
 ) -> tuple[object, ...]:
     """What a worker and its servers must have alike."""
-    return gradients.layout, gradients.dense_layout, len(optimizer.param_groups), compressor, pull
+    return gradients.layout, gradients.dense_layout, len(optimizer.param_groups), compressor, pull, job
 
 
 class Uncompressed:
@@ -269,6 +273,11 @@ class ServerShard:
         return torch.cat([torch.zeros(0), *(self.weights[name].detach().reshape(-1).float() for name in layout.names)])
 
     # Checkpoints
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Parameter name -> copy of the weights, all with the same pushes."""
+        with self._lock:
+            return {name: p.detach().clone() for name, p in self.weights.items()}
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Parameter name -> torch's name -> value, of the optimizer's state."""

@@ -19,7 +19,7 @@ def command(tmp_path, monkeypatch):
     """
     trained = []
 
-    def train(process, folder, environment):
+    def train(process, folder, *address, environment):
         with monkeypatch.context() as patched:
             for name, value in environment.items():
                 patched.setenv(name, value)
