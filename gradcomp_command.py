@@ -15,7 +15,7 @@ import sys
 
 PROCESSES = {
     "train": "lightning_gradcomp.app.train",
-    "server": "lightning_gradcomp.app.serve",
+    "server": "lightning_gradcomp.app.server",
     "join": "lightning_gradcomp.app.join",
     "plan": "lightning_gradcomp.app.plan.measure",
 }

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gradcomp.app import arguments, cli, report, served, shorthands
+from lightning_gradcomp.app import arguments, cli, report, server_arguments, shorthands
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
 from lightning_gradcomp.app.config import Run
 from lightning_gradcomp.app.options import training
@@ -98,14 +98,14 @@ def check_gradcomp(words: list[str]) -> None:
     if words and words[0] in cli.WORDS:
         assert words[1:] == []
         return
-    process, _, words = served.split(words)
+    process, _, words = server_arguments.split(words)
     flags, overrides = arguments.split(words)
     overrides = shorthands.expand(overrides)
     arguments.check(flags, overrides)
     sweep = {"-m", "--multirun"} & set(flags)
     for job in jobs(overrides) if sweep else [overrides]:
         assert isinstance(run := run_of(job), Run)
-        assert process == "train" or served.check(run) is None
+        assert process == "train" or server_arguments.check(run) is None
 
 
 def check_pip(words: list[str]) -> None:
@@ -184,7 +184,7 @@ def hydra():
 def somewhere_with_packages(monkeypatch, tmp_path):
     """The `package.module:Class` of docs/planning.md, and timm."""
     monkeypatch.setattr(training, "find_spec", lambda name: name)
-    monkeypatch.setenv(served.SECRET, "word")
+    monkeypatch.setenv(server_arguments.SECRET, "word")
     (tmp_path / "package.py").touch()
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_gradcomp.app import processes, run_folder, served
+from lightning_gradcomp.app import processes, run_folder, server_arguments
 from lightning_gradcomp.app.plan import options as plan_options
 from lightning_gradcomp.app.redaction import redacted
 from lightning_gradcomp.errors import refusal
@@ -37,7 +37,7 @@ def main() -> None:
         require(EXTRA_WORDS, EXTRA)
         from lightning_gradcomp.app import arguments, shorthands  # need Hydra
 
-        process, address, words = served.split(sys.argv[1:])
+        process, address, words = server_arguments.split(sys.argv[1:])
         flags, words = arguments.split(words)
         if not arguments.own_config(flags):
             words = shorthands.expand(words)
@@ -144,7 +144,7 @@ def job(config: DictConfig, process: str, address: str) -> float | None:
         redact_files_of_hydra(folder)
         run = prepare(config, folder, sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
         if process != "train":
-            served.check(run)
+            server_arguments.check(run)
         run_folder.save(run, folder)
         result = folder / ("evaluation.json" if run.evaluate else "summary.json")
         result.unlink(missing_ok=True)  # of an earlier run in this folder

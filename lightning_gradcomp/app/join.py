@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gradcomp.app import run_folder, served
+from lightning_gradcomp.app import run_folder, server_arguments
+from lightning_gradcomp.app.async_job import AsyncJob, device_of
 from lightning_gradcomp.app.config import DistAsync, Run
 from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.data.shared import RankSampler, seed_of
-from lightning_gradcomp.app.planned import Planned, device_of
 from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.sizes import human
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
@@ -36,17 +36,17 @@ def main() -> None:
 def work(run: Run, address: str) -> None:
     """Push gradients until the server has those of the whole run."""
     assert isinstance(run.strategy, DistAsync)
-    planned = Planned(run)
-    classifier, data = planned.classifier.to(device_of(run)), planned.data
+    job = AsyncJob(run)
+    classifier, data = job.classifier.to(device_of(run)), job.data
     averager = AsyncAverager(
         classifier,
-        planned.optimizer,
+        job.optimizer,
         run.compressor,
         servers=[address],
-        secret=os.environ[served.SECRET],
+        secret=os.environ[server_arguments.SECRET],
         pull=run.strategy.pulls,
-        world=planned.workers,
-        job=planned.job,
+        world=job.workers,
+        job=job.identity,
         timeout=timedelta(seconds=run.strategy.timeout),
     )
     # Each worker draws from all images, in an order of its own: workers that come and go leave none out.
@@ -62,18 +62,16 @@ def work(run: Run, address: str) -> None:
         prefetch_factor=data.source.prefetch if data.source.workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
-    print(
-        f"joined {address} as worker {averager.worker}, after push {averager.version} of {planned.pushes}", flush=True
-    )
+    print(f"joined {address} as worker {averager.worker}, after push {averager.version} of {job.pushes}", flush=True)
     sent = 0
     for epoch in count():
         sampler.set_epoch(epoch)
         for batch in loader:
-            if averager.version >= planned.pushes:
+            if averager.version >= job.pushes:
                 averager.close()
                 print(f"the run is complete: {averager.steps} of its pushes are this worker's, {human(sent)} both ways")
                 return
-            planned.set_rates(averager.version)
+            job.set_rates(averager.version)
             torch.manual_seed(seed_of(seed, averager.steps))  # of what a step draws
             classifier.zero_grad(set_to_none=True)
             loss = classifier.loss([tensor.to(classifier.device) for tensor in batch])
@@ -83,5 +81,5 @@ def work(run: Run, address: str) -> None:
             averager.step()
             sent += int(averager.stats.bytes_sent)
             if averager.steps % run.trainer.log_every_n_steps == 0:
-                where = f"step {averager.steps}, push {averager.version} of {planned.pushes}"
+                where = f"step {averager.steps}, push {averager.version} of {job.pushes}"
                 print(f"{where}: loss {loss.item():.4f}, staleness {averager.stats.staleness}", flush=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_gradcomp import DGC, GradientDropping
-from lightning_gradcomp.app import run_folder, served
+from lightning_gradcomp.app import run_folder, server_arguments
 from lightning_gradcomp.app.join import work
-from lightning_gradcomp.app.serve import Job
+from lightning_gradcomp.app.server import JobServer
 from lightning_gradcomp.parameter_server.connection import ConnectionLost
 
 SMALL = ["model=swin_mini", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.devices=2"]
@@ -25,8 +25,8 @@ def serve(command, monkeypatch):
 
     def start(*words):
         _, [(folder, run)] = command("server", *SMALL, *words)
-        job = Job(run, folder, "127.0.0.1:0")
-        monkeypatch.setenv(served.SECRET, (folder / "secret").read_text())
+        job = JobServer(run, folder, "127.0.0.1:0")
+        monkeypatch.setenv(server_arguments.SECRET, (folder / "secret").read_text())
         threads.append(threading.Thread(target=job.serve, daemon=True))
         threads[-1].start()
         return job, threads[-1]
@@ -62,7 +62,7 @@ def test_a_run_ends_with_its_pushes_and_a_checkpoint(serve, capsys):
     last = job.folder / "checkpoints" / "last.ckpt"
     saved = torch.load(last, weights_only=True)
     assert saved["global_step"] == 6 and saved["epoch"] == 2
-    resumed = Job(replace(job.run, ckpt=str(last)), job.folder, "127.0.0.1:0").server.shard
+    resumed = JobServer(replace(job.run, ckpt=str(last)), job.folder, "127.0.0.1:0").server.shard
     weights = resumed.snapshot()
     assert resumed.version == 12 and all(torch.equal(weights[name], saved["state_dict"][name]) for name in weights)
 
@@ -79,7 +79,7 @@ def test_who_does_not_fit_is_refused_and_nobody_else_notices(serve, monkeypatch)
         with pytest.raises(ValueError, match="another than the server's"):
             join(job, other)
     with monkeypatch.context() as wrong:
-        wrong.setenv(served.SECRET, "wrong")
+        wrong.setenv(server_arguments.SECRET, "wrong")
         with pytest.raises(ValueError, match=r"secret: got .*, allowed: the server's"):
             join(job)
     with pytest.raises(ConnectionLost, match=r"lost the server at 127\.0\.0\.1:1"):
@@ -103,7 +103,7 @@ WORDS = {
 
 @pytest.mark.parametrize(("words", "environment", "told"), WORDS.values(), ids=WORDS)
 def test_words_that_are_refused(command, monkeypatch, words, environment, told):
-    monkeypatch.delenv(served.SECRET, raising=False)
+    monkeypatch.delenv(server_arguments.SECRET, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     code, trained = command(*words)
@@ -111,6 +111,6 @@ def test_words_that_are_refused(command, monkeypatch, words, environment, told):
 
 
 def test_a_worker_leaves_no_folder(command, monkeypatch, tmp_path):
-    monkeypatch.setenv(served.SECRET, "word")
+    monkeypatch.setenv(server_arguments.SECRET, "word")
     code, [(_, run)] = command("join", "127.0.0.1:1", *SMALL)
     assert code == 0 and run.trainer.devices == 2 and not (tmp_path / "runs").exists()

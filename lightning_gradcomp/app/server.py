@@ -24,10 +24,10 @@ import yaml
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
-from lightning_gradcomp.app import run_folder, served, summary
+from lightning_gradcomp.app import run_folder, server_arguments, summary
+from lightning_gradcomp.app.async_job import AsyncJob
 from lightning_gradcomp.app.config import DistAsync, Run
 from lightning_gradcomp.app.data.missing import MissingData
-from lightning_gradcomp.app.planned import Planned
 from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.train import STOPPED
 from lightning_gradcomp.app.trainer import LAST
@@ -44,20 +44,20 @@ def main() -> None:
     hide_known_messages()
     run = run_folder.load(folder)
     try:
-        job = Job(run, folder, address)
+        server = JobServer(run, folder, address)
     except (ValueError, OSError, MissingData) as error:
         sys.exit(f"gradcomp: {error}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(job.welcome(), flush=True)
+    print(server.welcome(), flush=True)
     try:
-        job.serve()
+        server.serve()
     except KeyboardInterrupt:
-        path = job.save(LAST.name)
-        print(f"\nstopped after push {job.server.shard.version}; to resume: the same words, and ckpt={path}")
+        path = server.save(LAST.name)
+        print(f"\nstopped after push {server.server.shard.version}; to resume: the same words, and ckpt={path}")
         sys.exit(STOPPED)
 
 
-class Job:
+class JobServer:
     """A server, and what becomes of its weights.
 
     Args:
@@ -71,26 +71,26 @@ class Job:
 
     def __init__(self, run: Run, folder: Path, address: str) -> None:
         assert isinstance(run.strategy, DistAsync)
-        self.run, self.folder, self.planned = run, folder, Planned(run)
-        self.classifier, done = self.planned.classifier, 0
+        self.run, self.folder, self.job = run, folder, AsyncJob(run)
+        self.classifier, done = self.job.classifier, 0
         if run.ckpt is not None:
             saved = torch.load(run.ckpt, map_location="cpu", weights_only=True)
             self.classifier.load_state_dict(saved["state_dict"])
-            done = saved["global_step"] * self.planned.workers
+            done = saved["global_step"] * self.job.workers
         host, _, port = address.rpartition(":")
         options = run.strategy
         self.server = ParameterServer(
             self.classifier,
-            self.planned.optimizer,
+            self.job.optimizer,
             run.compressor,
-            secret=served.secret_of(folder),
+            secret=server_arguments.secret_of(folder),
             host=host,
             port=int(port),
             staleness=options.bound,
             max_staleness=options.max_staleness,
             rate_by_staleness=options.rate_by_staleness,
             pull=options.pulls,
-            job=self.planned.job,
+            job=self.job.identity,
             timeout=timedelta(seconds=options.timeout),
         )
         self.server.shard.version = done
@@ -98,19 +98,23 @@ class Job:
 
     def welcome(self) -> str:
         """What to do with the server."""
-        planned, overrides = self.planned, self.folder / ".hydra" / "overrides.yaml"
+        job, overrides = self.job, self.folder / ".hydra" / "overrides.yaml"
         words = [word for word in yaml.safe_load(overrides.read_text()) if not word.startswith("ckpt=")]
         if not any(word.startswith("trainer.devices=") for word in words):
-            words.append(f"trainer.devices={planned.workers}")
-        secret = "" if served.SECRET in os.environ else f'{served.SECRET}="$(cat {self.folder / "secret"})" '
-        plan = f"{planned.pushes} pushes, planned for {planned.workers} workers"
+            words.append(f"trainer.devices={job.workers}")
+        secret = (
+            ""
+            if server_arguments.SECRET in os.environ
+            else f'{server_arguments.SECRET}="$(cat {self.folder / "secret"})" '
+        )
+        plan = f"{job.pushes} pushes, planned for {job.workers} workers"
         how = f"{secret}gradcomp join {self.server.address} {shlex.join(words)}"
         return f"parameter server at {self.server.address}: {plan}\nTo join, any number of times: {how}"
 
     def serve(self) -> None:
         """Until the run is complete and its workers have left."""
-        shard, planned = self.server.shard, self.planned
-        epoch_pushes = planned.epoch_steps * planned.workers
+        shard, job = self.server.shard, self.job
+        epoch_pushes = job.epoch_steps * job.workers
         epoch, correct, images = shard.version // epoch_pushes, 0, 1
         self.server.start()
         while epoch < self.run.trainer.max_epochs:
@@ -148,15 +152,15 @@ class Job:
     @torch.no_grad()
     def validate(self) -> tuple[int, int]:
         """(correct, images), with the weights of now, which `save` then writes."""
-        data, model, correct, images = self.planned.data, self.classifier, 0, 0
+        data, model = self.job.data, self.classifier
         model.load_state_dict(self.server.shard.snapshot(), strict=False)
-        loader = DataLoader(data.train, 128, shuffle=True, num_workers=data.source.workers)
-        update_bn(list(islice(loader, STATISTICS_BATCHES)), model)
+        workers, limit = data.source.workers, self.run.trainer.limit_val_batches
+        update_bn(
+            list(islice(DataLoader(data.train, BATCH, shuffle=True, num_workers=workers), STATISTICS_BATCHES)), model
+        )
         model.eval()
         correct = images = 0
-        for batch, labels in islice(
-            DataLoader(data.val, 128, num_workers=data.source.workers), self.run.trainer.limit_val_batches
-        ):
+        for batch, labels in islice(DataLoader(data.val, BATCH, num_workers=workers), limit):
             correct += int((model(batch).argmax(1) == labels).sum())
             images += len(labels)
         return correct, images
@@ -165,11 +169,11 @@ class Job:
         """Write the weights of now, for `evaluate=true` and for a server to resume from; the path of the file."""
         path, shard = self.folder / "checkpoints" / name, self.server.shard
         path.parent.mkdir(exist_ok=True)
-        step = shard.version // self.planned.workers
+        step = shard.version // self.job.workers
         state = {**self.classifier.state_dict(), **shard.snapshot()}
         content = {
             "state_dict": state,
-            "epoch": step // self.planned.epoch_steps,
+            "epoch": step // self.job.epoch_steps,
             "global_step": step,
             "pytorch-lightning_version": L.__version__,
         }

@@ -16,7 +16,7 @@ from lightning_gradcomp.app.processes import devices
 from lightning_gradcomp.app.train import classifier_of
 
 
-class Planned:
+class AsyncJob:
     """The network, its optimizer, the images, and how much is to be done.
 
     Args:
@@ -43,7 +43,7 @@ class Planned:
         self.optimizer, schedule = build_optimizer(options, self.classifier, peak, warmup, steps)
         self._factor = schedule.lr_lambdas[0]
         said = [name_of("data", run.data), run.data.batch_size, self.workers, self.pushes, asdict(options)]
-        self.job = json.dumps(said)
+        self.identity = json.dumps(said)
         """What workers and server must have alike, besides what they check in any case."""
 
     def set_rates(self, pushes: int) -> None:
