@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
@@ -30,7 +30,7 @@ from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer, built, check_staleness
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.validation import check_batches, check_callbacks, check_checkpoint_state, check_sidecars
+from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_sidecars
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_async"
@@ -160,12 +160,6 @@ class AsyncStrategy(BaseStrategy):
             f"dist_async: {self.world_size} servers on the ranks, {name}; a rank may be {ahead} ahead of the slowest."
         )
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        assert self.lightning_module is not None
-        with self.explained("at the start of training"):
-            check_batches(self.lightning_module.trainer, self.root_device)
-
     def optimizer_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -197,12 +191,6 @@ class AsyncStrategy(BaseStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.synchronise()
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether this rank can't count on the others: an interruption may have hit it alone."""
-        module = self.lightning_module
-        return module is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The servers' weights. Collective; after an interruption, what this rank pulled last."""

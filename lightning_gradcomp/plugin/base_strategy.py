@@ -14,6 +14,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import (
@@ -26,6 +27,7 @@ from lightning_gradcomp.averaging.faults import (
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read
 from lightning_gradcomp.plugin.launchers import SubprocessLauncher, launcher
 from lightning_gradcomp.plugin.rank_states import RankStates
+from lightning_gradcomp.plugin.validation import check_batches
 
 
 def warn_of_stale_addresses() -> None:
@@ -57,6 +59,12 @@ class ExplainedStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         with self.explained("setting up the model"):
             super().setup(trainer)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        with self.explained("at the start of training"):
+            check_batches(self.lightning_module.trainer, self.root_device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.explained("forward"):  # DDP sends buffers before it
@@ -103,6 +111,12 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     def rank_states(self) -> RankStates:
         """The states of all ranks, in checkpoints."""
         return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io))
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether this rank can't count on the others: an interruption may have hit it alone."""
+        module = self.lightning_module
+        return module is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """As DDP's, with the files beside it."""

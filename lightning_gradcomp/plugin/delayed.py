@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
@@ -30,7 +30,7 @@ from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.validation import check_batches, check_callbacks, check_checkpoint_state, check_sidecars
+from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_sidecars
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
@@ -143,12 +143,6 @@ class DelayedStrategy(BaseStrategy):
         sigterm.set_handler(trainer, self.averager)
         rank_zero_info(self.averager.describe())
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        assert self.lightning_module is not None
-        with self.explained("at the start of training"):
-            check_batches(self.lightning_module.trainer, self.root_device)
-
     @contextmanager
     def explained(self, doing: str) -> Iterator[None]:
         """Name what fails inside; and say once what it costs where a step waits for it."""
@@ -207,12 +201,6 @@ class DelayedStrategy(BaseStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.drain()
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether this rank can't count on the others: an interruption may have hit it alone."""
-        module = self.lightning_module
-        return module is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The drained weights. Collective, as the Trainer's `save_checkpoint` is.

@@ -49,7 +49,6 @@ from lightning_gradcomp.plugin.rank_states import (
     name_of,
 )
 from lightning_gradcomp.plugin.validation import (
-    check_batches,
     check_callbacks,
     check_clipping,
     check_gradients,
@@ -201,12 +200,6 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         super().teardown()
 
     # Steps
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        assert self.lightning_module is not None
-        with self.explained("at the start of training"):
-            check_batches(self.lightning_module.trainer, self.root_device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

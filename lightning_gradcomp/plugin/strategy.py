@@ -31,7 +31,6 @@ from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.rank_states import all_ranks_present, export_optimizer_state
 from lightning_gradcomp.plugin.validation import (
-    check_batches,
     check_fit,
     check_gradients,
     check_optimizers,
@@ -144,11 +143,9 @@ class CompressedDDPStrategy(BaseStrategy):
         super().teardown()
 
     def on_train_start(self) -> None:
-        super().on_train_start()
-        assert self.lightning_module is not None and self.averager is not None
+        assert self.averager is not None
         self.rank_states.put_back_accumulated(self.averager)
-        with self.explained("at the start of training"):
-            check_batches(self.lightning_module.trainer, self.root_device)
+        super().on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
