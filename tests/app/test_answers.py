@@ -45,7 +45,7 @@ def test_lightning_is_not_imported_for_an_answer(arguments, tmp_path):
 def test_help_is_short_and_shows_the_choices(command, capsys):
     assert command("--help") == (0, [])
     text = capsys.readouterr().out
-    assert text.count("\n  gradcomp ") == 8
+    assert text.count("\n  gradcomp ") == 9
     for line in (
         "data: cifar10, digits, imagefolder, imagenet, synthetic",
         "strategy: ddp, dga, dist_async, hsdp",
