@@ -53,8 +53,9 @@ def main() -> None:
         server.serve()
     except KeyboardInterrupt:
         path = server.save(LAST.name)
-        print(f"\nstopped after push {server.server.shard.version}; to resume: the same words, and ckpt={path}")
-        sys.exit(STOPPED)
+        pushes = server.server.shard.version
+        print(f"\nstopped after push {pushes}; to resume: the same words, and ckpt={path}", flush=True)
+        os._exit(STOPPED)  # threads still wait for workers inside gloo, and the interpreter's own end would abort them
 
 
 class JobServer:
@@ -132,8 +133,8 @@ class JobServer:
         result = self.result(epoch, correct, images)
         (self.folder / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         print(f"\nvalidation accuracy {summary.accuracy(correct, images)}; {self.folder}{os.sep}", flush=True)
-        while self.server.clocks.live:  # they see with their next pull that the run is complete
-            time.sleep(POLL_SECONDS)
+        self.server.stop()
+        self.server.join()  # workers see with their next pull that the run is complete
 
     def result(self, epochs: int, correct: int, images: int) -> dict[str, Any]:
         """The content of summary.json."""

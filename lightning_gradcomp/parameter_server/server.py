@@ -133,6 +133,8 @@ class ParameterServer:
         self._workers = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="parameter server", daemon=True)
+        self._connections: list[threading.Thread] = []
+        """A thread for each worker that is connected."""
 
     def start(self) -> None:
         """Begin to serve, in threads."""
@@ -143,11 +145,18 @@ class ParameterServer:
         self._stopped.set()
         self._thread.join()
 
+    def join(self) -> None:
+        """Wait, after `stop`, until those that are connected have left, or are lost."""
+        for connection in self._connections:
+            connection.join()
+
     def _accept(self) -> None:
         while not self._stopped.is_set():
             number = self._listener.poll()
             if number is not None:
-                threading.Thread(target=self._serve, args=(number,), daemon=True).start()
+                thread = threading.Thread(target=self._serve, args=(number,), daemon=True)
+                self._connections = [*filter(threading.Thread.is_alive, self._connections), thread]
+                thread.start()
 
     def _serve(self, number: int) -> None:
         """One worker, until it leaves, or is lost: nobody else notices but by the clocks."""

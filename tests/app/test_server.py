@@ -22,6 +22,7 @@ def serve(command, monkeypatch):
     """Starts a server of `gradcomp server WORDS` in a thread; (it, the thread)."""
     threads = []
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # undone, with what seeds the runs
+    monkeypatch.delenv(server_arguments.SECRET, raising=False)
 
     def start(*words):
         _, [(folder, run)] = command("server", *SMALL, *words)
