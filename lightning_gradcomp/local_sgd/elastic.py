@@ -34,7 +34,7 @@ from lightning_gradcomp.registry import build
 
 
 class ElasticAverager:
-    """Local steps, and averages among whoever is there: processes that are started by themselves, and may die.
+    """Local steps, and averages among the processes that are there: they are started by themselves, and may die.
 
         averager = ElasticAverager(model, optimizer, lighthouse="http://10.0.0.1:29510", **SPARSELOCO)
         for batch in loader:

@@ -48,7 +48,7 @@ class Clocks:
             return self._changed.wait_for(lambda: self._may_start(worker), timeout)
 
     def _may_start(self, worker: int) -> bool:
-        # A worker whose connection has broken is gone: nobody waits for the answer.
+        # A worker whose connection has broken is gone: no thread waits for the answer.
         ahead = self._clocks.get(worker, -math.inf) - min(self._clocks.values(), default=0)
         return ahead <= self.staleness
 

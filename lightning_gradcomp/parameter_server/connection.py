@@ -2,7 +2,7 @@
 
 Workers find a server by its store (host and port), write a keyed digest there, and both then connect under a prefix of
 their own. Numbers and tensors travel, and nothing that could run code. Without the secret nobody gets a connection; the
-store itself, with addresses and digests, is open to whoever reaches the port: bind it to a network that you trust.
+store itself, with addresses and digests, is open to all who reach the port: bind it to a network that you trust.
 """
 
 from __future__ import annotations
