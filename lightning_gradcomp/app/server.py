@@ -12,7 +12,6 @@ import shlex
 import signal
 import sys
 import time
-from copy import deepcopy
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -52,9 +51,9 @@ def main() -> None:
     try:
         server.serve()
     except KeyboardInterrupt:
+        server.pull()
         path = server.save(LAST.name)
-        pushes = server.server.shard.version
-        print(f"\nstopped after push {pushes}; to resume: the same words, and ckpt={path}", flush=True)
+        print(f"\nstopped after push {server.version}; to resume: the same words, and ckpt={path}", flush=True)
         os._exit(STOPPED)  # threads still wait for workers inside gloo, and the interpreter's own end would abort them
 
 
@@ -94,7 +93,8 @@ class JobServer:
             job=self.job.identity,
             timeout=timedelta(seconds=options.timeout),
         )
-        self.server.shard.version = done
+        self.server.shard.version = self.version = done
+        """Pushes in the weights that `classifier` has."""
         self.best, self.begin = 0, time.perf_counter()
 
     def welcome(self) -> str:
@@ -150,15 +150,18 @@ class JobServer:
             "config": config,
         }
 
+    def pull(self) -> None:
+        """Let `classifier` have the server's weights of now."""
+        self.version = self.server.shard.version
+        self.classifier.load_state_dict(self.server.shard.snapshot(), strict=False)
+
     @torch.no_grad()
     def validate(self) -> tuple[int, int]:
-        """(correct, images), with the weights of now, which `save` then writes."""
+        """(correct, images), with the weights of now, which `save` then writes whatever is pushed meanwhile."""
+        self.pull()
         data, model = self.job.data, self.classifier
-        model.load_state_dict(self.server.shard.snapshot(), strict=False)
         workers, limit = data.source.workers, self.run.trainer.limit_val_batches
-        update_bn(
-            list(islice(DataLoader(data.train, BATCH, shuffle=True, num_workers=workers), STATISTICS_BATCHES)), model
-        )
+        update_bn(islice(DataLoader(data.train, BATCH, shuffle=True, num_workers=workers), STATISTICS_BATCHES), model)
         model.eval()
         correct = images = 0
         for batch, labels in islice(DataLoader(data.val, BATCH, num_workers=workers), limit):
@@ -167,18 +170,17 @@ class JobServer:
         return correct, images
 
     def save(self, name: str) -> Path:
-        """Write the weights of now, for `evaluate=true` and for a server to resume from; the path of the file."""
-        path, shard = self.folder / "checkpoints" / name, self.server.shard
+        """Write the weights of `classifier`, for `evaluate=true` and for a server to resume from; the file's path."""
+        path = self.folder / "checkpoints" / name
         path.parent.mkdir(exist_ok=True)
-        step = shard.version // self.job.workers
-        state = {**self.classifier.state_dict(), **shard.snapshot()}
+        step = self.version // self.job.workers
         content = {
-            "state_dict": state,
+            "state_dict": self.classifier.state_dict(),
             "epoch": step // self.job.epoch_steps,
             "global_step": step,
             "pytorch-lightning_version": L.__version__,
         }
         part = path.with_suffix(".part")
-        torch.save(deepcopy(content), part)
+        torch.save(content, part)
         part.replace(path)
         return path

@@ -68,6 +68,16 @@ def test_a_run_ends_with_its_pushes_and_a_checkpoint(serve, capsys):
     assert resumed.version == 12 and all(torch.equal(weights[name], saved["state_dict"][name]) for name in weights)
 
 
+def test_what_is_saved_is_what_was_validated(serve):
+    job, _ = serve()
+    job.validate()
+    validated = {name: weight.clone() for name, weight in job.classifier.state_dict().items()}
+    for weight in job.server.shard.weights.values():
+        weight.data.add_(1)  # as a push that comes in between
+    saved = torch.load(job.save("best.ckpt"), weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], validated[name]) for name in validated)
+
+
 def test_who_does_not_fit_is_refused_and_nobody_else_notices(serve, monkeypatch):
     job, serving = serve()
     others = [
