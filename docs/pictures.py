@@ -1,7 +1,7 @@
 """Draws the pictures of the pages, docs/pictures/*.svg: `python -m docs.pictures`, after data or methods have changed.
 
-Bars and lines come from results.csv, step_times.csv, the table of latency.md and the byte formulas of the registered
-compressors. Pictures are five inches wide, so that their words can be read on a telephone.
+Bars and lines come from results.csv, step_times.csv, the table of methods/dga.md and the byte formulas of the
+registered compressors. Pictures are five inches wide, so that their words can be read on a telephone.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def timelines(axes: Axes) -> None:
 
 
 def latency(axes: Axes) -> None:
-    """The rows of two ranks in the table of docs/latency.md: step time over computation alone, by the link's delay."""
-    rows = re.findall(r"^\| (.*), N=2 \| (.*) \|$", FOLDER.parent.joinpath("latency.md").read_text(), re.MULTILINE)
+    """The rows of two ranks in the table of methods/dga.md: step time over computation alone, by the link's delay."""
+    page = FOLDER.parent / "methods" / "dga.md"
+    rows = re.findall(r"^\| (.*), N=2 \| (.*) \|$", page.read_text(), re.MULTILINE)
     for (name, cells), color in zip(rows, (ORANGE, GREEN, BLUE, GREY), strict=True):
         ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x", cells)]
         axes.plot((0, 10, 25, 50, 100), ratios, marker=".", color=color)

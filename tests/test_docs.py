@@ -63,7 +63,7 @@ def provided(tmp_path):
     }
 
 
-TAKES_FOR_GRANTED = ("README.md", "docs/federated.md", "docs/latency.md", "docs/methods/dga.md")
+TAKES_FOR_GRANTED = ("README.md", "docs/federated.md", "docs/methods/dga.md")
 """All other pages stand alone."""
 
 
