@@ -51,10 +51,7 @@ def _dense() -> list[results.Result]:
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance.md": {"step times": lambda: step_times.tables(step_times.read_csv())},
     "docs/from_the_notes.md": {"ablation": lambda: ablation.table(ablation.read_csv(), _dense())},
-    **{
-        path.relative_to(ROOT).as_posix(): {"runs": lambda make=make: make(results.read_csv())}
-        for path, make in results.PAGES.items()
-    },
+    "docs/results.md": {"runs": lambda: results.tables(results.read_csv())},
 }
 """Page -> name of a block -> what is between its marks."""
 

@@ -16,7 +16,7 @@ import argparse
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -32,8 +32,7 @@ ORDER = run_times.METHODS
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
 DIFFERENCE = "difference to dense"
 HEAD = ["method", "accuracy, %", DIFFERENCE, "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
-DOCS = Path(__file__).parents[1] / "docs"
-CSV = DOCS / "results.csv"
+CSV = Path(__file__).parents[1] / "docs" / "results.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,19 +202,6 @@ def tables(results: Sequence[Result]) -> str:
         rows = [row(m, found[model, m], dense, times[model, m]) for m in ORDER if (model, m) in found]
         parts.append(f"### {title}\n\n{report.table(HEAD, rows)}")
     return "\n\n".join([*parts, *folds(results)])
-
-
-def overview(results: Sequence[Result]) -> str:
-    """The accuracies alone, all networks side by side: docs/compressors.md."""
-    found = grouped(results)
-    rows = [
-        [f"`{method}`", *(accuracy(found[model, method]) if (model, method) in found else "—" for model in TITLES)]
-        for method in ORDER
-    ]
-    return report.table(["method", *TITLES.values()], rows)
-
-
-PAGES: dict[Path, Callable[[Sequence[Result]], str]] = {DOCS / "results.md": tables, DOCS / "compressors.md": overview}
 
 
 def main() -> None:
