@@ -9,7 +9,7 @@ from benchmarks import results
 from tests.pages import DOCS
 
 ROOT = DOCS.parent
-RECIPES = {"digits": "folds", "digits_dga": "seeds", "digits_resnet50": "folds", "digits_swin": "seeds"}
+RECIPES = {"digits": "folds", "digits_dga": "seeds", "digits_resnet50": "folds", "digits_swin": "folds"}
 """Recipe -> of which runs it tells: of a cross-validation, or of the fixed split."""
 
 
