@@ -97,7 +97,7 @@ def test_a_rank_with_a_nan_has_no_weight_in_its_round(delay, stale_only):
 
 
 def test_ranks_with_uneven_data_end_at_the_same_step():
-    """The loop in docs/methods/dga.md."""
+    """Each goes on with `step(0)` until the flags of all are set."""
 
     def work(rank, group):
         model, optimizer, averager = set_up(group, "momentum", period=4, delay=2)
