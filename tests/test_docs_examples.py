@@ -11,9 +11,9 @@ EPOCHS = "2"
 
 
 def test_the_examples_train_as_they_stand():
-    started = {name: [Forked(str(EXAMPLES / name), EPOCHS)] for name in ("lightning_digits.py", "fabric_digits.py")}
-    started["pytorch_digits.py"] = start_world(2, str(EXAMPLES / "pytorch_digits.py"), EPOCHS)
-    started["hsdp_digits.py"] = start_world(4, str(EXAMPLES / "hsdp_digits.py"), EPOCHS)
+    worlds = {"lightning_digits.py": 2, "pytorch_digits.py": 2, "hsdp_digits.py": 4}
+    started = {name: start_world(world, str(EXAMPLES / name), EPOCHS) for name, world in worlds.items()}
+    started["fabric_digits.py"] = [Forked(str(EXAMPLES / "fabric_digits.py"), EPOCHS)]  # by Fabric's own launcher
     assert {*started, "two_machines.py"} == {path.name for path in EXAMPLES.glob("*.py")}
     for name, ranks in started.items():
         for done in [rank.end() for rank in ranks]:

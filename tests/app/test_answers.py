@@ -109,12 +109,6 @@ def test_it_works_as_a_wheel_lays_it_out(tmp_path):
     assert answer.returncode == 0 and "seed: 17" in answer.stdout and "momentum_masking: true" in answer.stdout
 
 
-def test_modules_of_the_working_folder_replace_no_others(tmp_path):
-    (tmp_path / "queue.py").write_text("raise RuntimeError('the working folder is on sys.path')")
-    answer = gradcomp(tmp_path, "plan", "queue:Net", "--batch-size", "3")
-    assert answer.stderr.startswith("gradcomp: --batch-size with queue:Net: got 3")
-
-
 def test_a_printed_config_has_no_secrets(command, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:hunter2@host")
     command("logger=mlflow", "--cfg", "job", "--resolve", "-p", "logger")

@@ -21,9 +21,10 @@ from lightning_gradcomp.plugin import CompressedDDPStrategy, DelayedStrategy
 from lightning_gradcomp.plugin.rank_states import MODES
 from lightning_gradcomp.registry import entries
 
+register()
+
 
 def run_of(*overrides: str) -> Run:
-    register()
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
         return checked(compose("train", overrides=list(overrides)))
 

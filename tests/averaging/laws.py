@@ -73,6 +73,11 @@ SCALE_FREE = {label: make for label, make in EVERY.items() if label not in ("fp1
 """Without those whose numbers have a unit."""
 
 
+def with_defaults(makes):
+    """Of these, the ones without `OTHER_OPTIONS`."""
+    return {label: make for label, make in makes.items() if "," not in label}
+
+
 class Parts(nn.Module):
     """Parameters of these shapes, and a loss that is linear in each."""
 

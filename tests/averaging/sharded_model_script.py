@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.compressors import DGC, PowerSGD
-from tests.averaging.laws import KEPT, REGISTERED, REMEMBERING
+from tests.averaging.laws import KEPT, REGISTERED, REMEMBERING, quick, with_defaults
 from tests.averaging.workers import same, seeded
 from tests.compressors.examples import registered
 
@@ -123,7 +124,10 @@ def conserved(make):
 
 
 def as_plain(make, make_optimizer):
-    """A sharded model's step, against that of a plain model whose parameters are a rank's shards."""
+    """A sharded model's step, against that of a plain model whose parameters are a rank's shards.
+
+    These are too small by themselves for a PowerSGD of rank 4, its default.
+    """
     model = sharded(Table(("kernel", "matrix", "row")))
     parts = {name: part for name, part in local(model).items() if part.numel()}
     plain = Table(())
@@ -275,11 +279,10 @@ with registered():
             "adamw, accumulated": like_fsdp(adamw, backwards=2),
             "layers, bf16 inside": like_fsdp(with_momentum, layers=True, policy=BF16_INSIDE, steps=20),
         },
-        "conserved": {name: conserved(make) for name, make in REMEMBERING.items()},
+        "conserved": {name: conserved(make) for name, make in with_defaults(REMEMBERING).items()},
         "as_plain": {
             f"{name}, {make_optimizer.__name__}": as_plain(make, make_optimizer)
-            for name, make in REGISTERED.items()
-            if name != "powersgd"  # of rank 4: the shards by themselves would be too small for it
+            for name, make in (with_defaults(REGISTERED) | {"powersgd": partial(quick, PowerSGD, rank=1)}).items()
             for make_optimizer in (with_momentum, adamw)
         },
         "not_finite": [not_finite(make, value) for make in (sgd, adamw) for value in (math.inf, math.nan)],

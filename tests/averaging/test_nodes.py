@@ -141,6 +141,8 @@ CHANGES = {
     "more nodes": (6, NODE, "two_phase"),
     "fewer ranks, no nodes": (3, 1, "all_gather"),
 }
+EACH_CHANGE = ("dgc", "onebit", "random_k")
+"""Methods for every change; the others lose their nodes and their owners at once."""
 
 
 @cache
@@ -149,9 +151,16 @@ def four_ranks(make):
     return run_ranks(4, lambda rank, group: ledger(group, make, rank, range(6), topology="two_phase"))
 
 
-@remembering
-@pytest.mark.parametrize(("world", "per_node", "topology"), CHANGES.values(), ids=CHANGES)
-def test_nothing_is_lost_when_nodes_or_topology_change(make, world, per_node, topology):
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        pytest.param(make, change, id=f"{change}-{label}")
+        for label, make in LOSSLESS.items()
+        for change in (CHANGES if label in EACH_CHANGE else ["to ranks of their own"])
+    ],
+)
+def test_nothing_is_lost_when_nodes_or_topology_change(make, change):
+    world, per_node, topology = CHANGES[change]
     first = four_ranks(make)
     states = deepcopy([state for _, _, state in first])
     start = states if world == 4 else [mean_state(states)] * world

@@ -9,24 +9,28 @@ import torch
 from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.compressors.layout import Layout
-from tests.averaging.laws import KEPT, LOSSY, REMEMBERING, SHARDED
+from tests.averaging.laws import KEPT, LOSSY, REMEMBERING, SHARDED, with_defaults
 from tests.averaging.simulated_clock import EACH, simulated_clock, timed_steps
 from tests.averaging.workers import Table, all_equal, averaged, same, weights
 from tests.threads import run_ranks
 
-TOPOLOGIES = ("all_gather", "two_phase", "server", "auto")
+OTHERS = ("two_phase", "server", "auto")
+"""All but "all_gather", with which test_laws.py has every method."""
+TRIED = ("dgc", "onebit", "powersgd")
+"""The methods for "auto", whose trial takes many steps; test_autotune.py tries every method once."""
 SECONDS = {"dense": 3.0, "all_gather": 2.0, "two_phase": 1.0}
 """Of a step, for the trial of "auto": what comes later is quicker."""
 WORLDS = (4, 2, 3, 2)
 
 
-def on_topologies(makes):
-    """Every method with its default options, by every topology that works with it."""
+def on_topologies(makes, topologies=OTHERS):
+    """Every method with its default options, by each of these topologies that works with it."""
+    works = {"all_gather": makes, "two_phase": SHARDED, "server": SHARDED, "auto": TRIED}
     cases = {
         f"{topology}-{label}": (topology, make)
-        for topology in TOPOLOGIES
-        for label, make in makes.items()
-        if "," not in label and (topology in ("all_gather", "auto") or label in SHARDED)
+        for topology in topologies
+        for label, make in with_defaults(makes).items()
+        if label in works[topology]
     }
     return pytest.mark.parametrize(("topology", "make"), cases.values(), ids=cases)
 
@@ -95,7 +99,7 @@ def test_a_resumed_run_is_the_straight_run_to_the_bit(topology, make, clock):
     run_ranks(3, work)
 
 
-@on_topologies(REMEMBERING)
+@on_topologies(REMEMBERING, ("all_gather", *OTHERS))
 def test_nothing_is_lost_from_world_to_world(topology, make, clock):
     """Applied + mean of the workers' states + shards' residuals = mean of all gradients, on 4, 2, 3 and 2 ranks."""
     length = 2 * EACH + 3 if topology == "auto" else 3  # "auto" ends among shards, with two ranks after its trial

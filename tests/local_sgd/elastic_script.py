@@ -1,4 +1,4 @@
-"""One rank of a world that comes and goes. Prints a line of JSON after each round.
+"""One rank of a world that comes and goes. Writes a line of JSON after each round.
 
 usage: elastic_script.py LIGHTHOUSE NUMBER ROUNDS DIES_AT WAITS_FOR_FILE
 """
@@ -17,7 +17,6 @@ from lightning_gradcomp import ElasticAverager, GradientDropping
 from tests.averaging.workers import Table, backward, bowl_loss, weights
 
 lighthouse, number, rounds, dies_at = sys.argv[1], *map(int, sys.argv[2:5])
-torch.set_num_threads(1)
 begin = Path(sys.argv[5])
 (begin.parent / f"ready{number}").touch()
 while not begin.exists():
@@ -44,6 +43,7 @@ while averager.rounds < rounds:
         "world": averager.world,
         "weights": crc32(weights(model).numpy()),
     }
-    print(json.dumps(line), flush=True)
+    with begin.with_name(f"out{number}").open("a") as file:
+        file.write(json.dumps(line) + "\n")
 averager.shutdown()
 os._exit(0)  # torchft's threads may outlive the interpreter

@@ -1,8 +1,6 @@
 """Ranks that come and go: the others lose a round at most, and one that comes has the agreed weights."""
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,22 +10,21 @@ from torchft.coordination import LighthouseServer
 
 from lightning_gradcomp import ElasticAverager
 from tests.averaging.workers import Table
+from tests.processes import Forked
 
-SCRIPT = Path(__file__).parent / "elastic_script.py"
+SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
 ROUNDS = 20
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Rank -> what it has printed: 2 is killed amid a round, then 3 comes."""
+    """Rank -> what it has written: 2 is killed amid a round, then 3 comes."""
     folder = tmp_path_factory.mktemp("elastic")
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=5000)
     address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
 
     def start(number, dies_at=-1, begin="first"):
-        arguments = address, str(number), str(ROUNDS), str(dies_at), str(folder / begin)
-        with open(folder / f"out{number}", "w") as out, open(folder / f"err{number}", "w") as err:
-            return subprocess.Popen([sys.executable, SCRIPT, *arguments], stdout=out, stderr=err, cwd=SCRIPT.parents[2])
+        return Forked(SCRIPT, address, str(number), str(ROUNDS), str(dies_at), str(folder / begin), timeout=180)
 
     ranks = [start(0), start(1), start(2, dies_at=8), start(3, begin="second")]
     try:
@@ -35,14 +32,14 @@ def lines(tmp_path_factory):
         while not all((folder / f"ready{number}").exists() for number in range(4)) and time.monotonic() < deadline:
             time.sleep(0.05)
         (folder / "first").touch()
-        ranks[2].wait(60)
+        ranks[2].end()
         (folder / "second").touch()
         for number in (0, 1, 3):
-            assert ranks[number].wait(60) == 0, (folder / f"err{number}").read_text()
+            done = ranks[number].end()
+            assert done.returncode == 0, done.stdout
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
         server.shutdown()
     return {n: [json.loads(line) for line in (folder / f"out{n}").read_text().splitlines()] for n in range(4)}
 

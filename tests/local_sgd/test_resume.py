@@ -25,6 +25,8 @@ def stored(*parts):
     [
         {"period": 4, "delay": 3},
         {"period": 4, "delay": 4, "compressor": EVERY["gradient_dropping"]()},
+        {"period": 4, "delay": 2, "compressor": EVERY["onebit"]()},
+        {"period": 4, "delay": 2, "compressor": EVERY["powersgd"]()},
         {"period": 3, "delay": 0, "outer": Nesterov()},
         {"period": 3, "delay": 2, "stale_only": True},
     ],

@@ -106,24 +106,33 @@ def apart(a, b):
     return difference.item()
 
 
-WHEN = list(MOMENTS.values()) if WORLD == 2 else ["mid-accumulation"]
-"""From which checkpoints runs go on. On more ranks from the one that holds the most."""
-
-
-def stops(name, compressor, state="gather", where=FOLDER, plugins=None, **options):
-    """Moment -> how far the run that goes on from there is from the straight run."""
+def stops(name, compressor, state="gather", where=FOLDER, moments=("mid-accumulation",), plugins=None, **options):
+    """Moment -> how far the run that goes on from there is from the straight run; by default where most is held."""
     folder = f"{where}/{WORLD}-{name}-{state}"
     save = lambda trainer, moment: trainer.save_checkpoint(f"{folder}/{moment}.ckpt")  # noqa: E731
     straight = fit(compressor, state, save=save, plugins=plugins, **options)[1]
-    resumed = {when: fit(compressor, state, f"{folder}/{when}.ckpt", **options)[1] for when in WHEN}
+    resumed = {when: fit(compressor, state, f"{folder}/{when}.ckpt", **options)[1] for when in moments}
     return {when: apart(straight, weights) for when, weights in resumed.items()}
 
 
 def exact():
-    result = {f"{entry.name} gather": stops(entry.name, quick(entry.cls)) for entry in lgc.entries()}
-    result["dgc sidecar"] = stops("dgc", DGC, "sidecar")
-    result["dgc two_phase"] = stops("two_phase", DGC, topology="two_phase")
-    return {**result, "terngrad sidecar": stops("terngrad", FED_BACK, "sidecar")}
+    """From every moment where DGC has its sidecar, and its one file."""
+    result = {f"dgc {state}": stops("dgc", DGC, state, moments=MOMENTS.values()) for state in ("gather", "sidecar")}
+    for name, compressor in {"none": "none", "onebit": ONEBIT, "powersgd": quick(lgc.PowerSGD)}.items():
+        result[f"{name} gather"] = stops(name, compressor)
+    return {**result, **shards_and_draws()}
+
+
+def exact_on_three():
+    return {"dgc gather": stops("dgc", DGC), **shards_and_draws()}
+
+
+def shards_and_draws():
+    """What depends on the number of ranks."""
+    return {
+        "dgc two_phase": stops("two_phase", DGC, topology="two_phase"),
+        "terngrad sidecar": stops("terngrad", FED_BACK, "sidecar"),
+    }
 
 
 def other_ways():
@@ -187,7 +196,7 @@ def spawned():
 
 
 DGC, ONEBIT, FED_BACK = quick(lgc.DGC), quick(lgc.OneBit), quick(lgc.TernGrad, error_feedback=True)
-PARTS = {2: (exact, other_ways, best, from_two_ranks), 3: (exact, from_two_ranks)}
+PARTS = {2: (exact, other_ways, best, from_two_ranks), 3: (exact_on_three, from_two_ranks)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

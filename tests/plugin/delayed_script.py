@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 import warnings
-from dataclasses import fields
 from pathlib import Path
 
 import lightning as L
@@ -20,19 +19,10 @@ import lightning_gradcomp as lgc
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 FOLDER = Path(sys.argv[1])
-QUICK = {"min_elements": 32, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9, "rank": 1}
-
-
-def compressor(cls):
-    return cls(**{field.name: QUICK[field.name] for field in fields(cls) if field.name in QUICK})
-
-
 HALF = lgc.GradientDropping(min_elements=32, warmup_epochs=0, sparsity=0.5, mean="senders")
 METHODS = {
     "none": {"compressor": lgc.NoCompression()},
-    "dgc": {"compressor": compressor(lgc.DGC)},
-    "onebit": {"compressor": compressor(lgc.OneBit)},
-    "powersgd": {"compressor": compressor(lgc.PowerSGD)},
+    "dgc": {"compressor": lgc.DGC(min_elements=32, warmup_epochs=0, dense_epochs=0, sparsity=0.9)},
     "gather": {"compressor": HALF, "error_decay": 0.9},
     "sidecar": {"compressor": HALF, "error_decay": 0.9, "checkpoint_state": "sidecar"},
 }

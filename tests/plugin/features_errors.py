@@ -3,8 +3,6 @@
 Part of `features.py`.
 """
 
-from dataclasses import fields
-
 import torch
 from features_kit import (
     RANK,
@@ -26,10 +24,7 @@ from features_kit import (
 )
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
-from strategies import forced
 from torch import nn
-
-import lightning_gradcomp as lgc
 
 
 def low_precision():
@@ -65,20 +60,17 @@ def loss_scale():
 
 
 def overflow():
-    """For every compressor: final losses without and with it, scale and finiteness of what is remembered after it."""
+    """Final losses without and with it, scale and finiteness of what is remembered after it."""
     result, (x, y) = {}, examples(20).tensors
-    for entry in lgc.entries():
-        known = {field.name for field in fields(entry.cls)}
-        wanted = {"min_elements": 32, "warmup_epochs": 0, "dense_epochs": 0, "sparsity": 0.9}
-        compressor = entry.cls(**{key: value for key, value in wanted.items() if key in known})
+    for make_strategy in (dense, dgc, onebit):
         losses = []
         for make in (Net, Overflow):
-            strategy = forced(compressor=compressor, verify_replicas_every_n_steps=1)
+            strategy = make_strategy()
             trainer, _ = fit(strategy, make, batches=20, epochs=1, **scaled())
             losses.append(nn.functional.mse_loss(trainer.lightning_module(x), y).item())
         kinds = strategy.averager.state_dict()["memory"]
         finite = all(bool(part.isfinite().all()) for parts in kinds.values() for part in parts.values())
-        result[entry.name] = {
+        result[make_strategy.__name__] = {
             "losses": losses,
             "scale": trainer.precision_plugin.scaler.get_scale(),
             "finite": on_every_rank(finite),
@@ -146,12 +138,6 @@ class TwoLosses(Manual):
         optimizer.step()
 
 
-class NoSync(TwoLosses):
-    def first(self, loss):
-        with self.trainer.model.no_sync():
-            self.manual_backward(loss)
-
-
 class BlockSync(TwoLosses):
     def first(self, loss):
         with self.trainer.strategy.block_backward_sync():
@@ -160,10 +146,6 @@ class BlockSync(TwoLosses):
 
 def two_backward_calls():
     return supported(TwoLosses)
-
-
-def no_sync():
-    return supported(NoSync)
 
 
 def block_backward_sync():
@@ -193,5 +175,5 @@ def uneven_batches():
 
 FEATURES = (
     low_precision, loss_scale, overflow, sparse_gradients, unused_parameter, two_gradients_a_step,
-    two_backward_calls, no_sync, block_backward_sync, disturbed_replica, uneven_batches,
+    two_backward_calls, block_backward_sync, disturbed_replica, uneven_batches,
 )  # fmt: skip

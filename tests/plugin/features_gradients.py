@@ -137,9 +137,7 @@ def discarded_gradients():
     moved = {}
     for compressor in (
         lgc.OneBit(min_elements=32, warmup_epochs=0),
-        lgc.GradientDropping(min_elements=32, warmup_epochs=0, sparsity=0.9),
         lgc.PowerSGD(min_elements=32, warmup_epochs=0, rank=1),
-        lgc.TwoBit(min_elements=32, warmup_epochs=0),
     ):
         net = fit(forced(compressor), Discarding)[0].lightning_module
         now = net.head.weight, net.body.weight

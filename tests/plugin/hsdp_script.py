@@ -104,6 +104,11 @@ def hsdp(compressor=None, replicate=2, shard=2, **options):
     return lgc.CompressedHSDPStrategy(compressor or dgc(), replicate, shard, **options)
 
 
+def whole(replicate, shard):
+    """Checkpoints are files of whole tensors."""
+    return hsdp(None, replicate, shard, save_distributed_checkpoint=False)
+
+
 def dgc():
     return lgc.DGC(sparsity=0.9, warmup_epochs=0, dense_epochs=0, min_elements=40)
 
@@ -158,12 +163,8 @@ def trained():
         "adamw": {"adamw": True, "accumulate_grad_batches": 2},
         "bf16-true": {"precision": "bf16-true"},
         "bf16-true adamw": {"precision": "bf16-true", "adamw": True},
-        "onebit": {"compressor": lgc.OneBit(warmup_epochs=0, min_elements=40)},
     }.items():
-        strategy, monitor = (
-            hsdp(options.pop("compressor", None), verify_replicas_every_n_steps=4),
-            lgc.CommunicationMonitor(),
-        )
+        strategy, monitor = hsdp(verify_replicas_every_n_steps=4), lgc.CommunicationMonitor()
         trainer, after = fit(strategy, seed=RANK, callbacks=[monitor], **options)
         memory = trainer.strategy.averager.state_dict()["memory"]
         found[name] = {
@@ -187,30 +188,23 @@ def wrapped():
     return found
 
 
-def checkpoints(adamw):
-    """A state's way over meshes of other shapes, files of whole tensors, and DDP."""
+def checkpoints(adamw, strategies):
+    """Runs that go on, and a state's way from a mesh of 2x2 over these strategies. Values: weights, memory apart."""
     folder, found = FOLDER / f"adamw={adamw}", {}
     first, here = fit(hsdp(), adamw=adamw)
     steps, memory = first.global_step, remembered(first)
     first.save_checkpoint(folder / "2x2")
     found["saving fails"] = saving_fails(first, folder / "2x2")
 
-    def load(path, strategy, **options):
-        trainer, now = fit(strategy, adamw=adamw, ckpt_path=path, seed=1, max_steps=steps, **options)
-        return trainer, [apart(now, here), memory_apart(remembered(trainer), memory)]
-
     _, straight = fit(hsdp(), adamw=adamw, epochs=2)
     _, resumed = fit(hsdp(), adamw=adamw, epochs=2, ckpt_path=folder / "2x2")
     found["resumed"] = apart(straight, resumed)
-    trainer, found["2x2 to 1x4"] = load(folder / "2x2", hsdp(None, 1, 4))
-    trainer.save_checkpoint(folder / "1x4")
-    trainer, found["1x4 to 4x1"] = load(folder / "1x4", hsdp(None, 4, 1, save_distributed_checkpoint=False))
-    trainer.save_checkpoint(folder / "4x1.ckpt")
-    trainer, found["4x1 to ddp"] = load(folder / "4x1.ckpt", forced(dgc()))
-    trainer.save_checkpoint(folder / "ddp.ckpt")
-    trainer, found["ddp to 2x2"] = load(folder / "ddp.ckpt", hsdp(save_distributed_checkpoint=False))
-    trainer.save_checkpoint(folder / "2x2.ckpt")
-    _, found["file to ddp"] = load(folder / "2x2.ckpt", forced(dgc()))
+    path = folder / "2x2"
+    for way, strategy in strategies.items():
+        trainer, now = fit(strategy, adamw=adamw, ckpt_path=path, seed=1, max_steps=steps)
+        found[way] = [apart(now, here), memory_apart(remembered(trainer), memory)]
+        path = folder / f"{way}.ckpt"
+        trainer.save_checkpoint(path)
     found["remembers"] = any(bool(part.any()) for part in memory["unsent_step" if adamw else "velocity"].values())
     return found
 
@@ -271,8 +265,17 @@ found = {
     "like_fsdp": like_fsdp(),
     "trained": trained(),
     "wrapped": wrapped(),
-    "sgd": checkpoints(adamw=False),
-    "adamw": checkpoints(adamw=True),
+    "sgd": checkpoints(False, {"2x2 to 1x4": whole(1, 4), "1x4 to ddp": forced(dgc()), "ddp to 2x2": hsdp()}),
+    "adamw": checkpoints(
+        True,
+        {
+            "2x2 to 1x4": hsdp(None, 1, 4),
+            "1x4 to 4x1": whole(4, 1),
+            "4x1 to ddp": forced(dgc()),
+            "ddp to 2x2": whole(2, 2),
+            "2x2 to ddp": forced(dgc()),
+        },
+    ),
     "evaluated": evaluated(),
     "refused": refused(),
 }

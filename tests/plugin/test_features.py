@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import lightning_gradcomp as lgc
 from tests.processes import run_world
 
 
@@ -28,7 +27,7 @@ def result(tmp_path_factory):
 SUPPORTED = [
     "accumulation", "clipping_the_average", "manual_optimization", "manual_static_graph", "several_optimizers",
     "unused_parameters", "static_graph", "gradient_as_bucket_view", "freezing", "new_parameter_group", "tied_weights",
-    "stochastic_weight_averaging", "ema_weight_averaging", "no_sync", "block_backward_sync",
+    "stochastic_weight_averaging", "ema_weight_averaging", "block_backward_sync",
     "two_backward_calls", "unfrozen_layers_unknown_to_ddp", "untoggled_optimizers", "one_backward_for_two_optimizers",
     "manual_clipping",
 ]  # fmt: skip
@@ -165,9 +164,9 @@ def test_loss_scale(result):
     assert with_clipping <= 1e-5  # the norm is taken of scaled gradients; a last bit can be more of one in fp16
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in lgc.entries()])
-def test_training_recovers_from_an_overflow_on_one_rank(result, name):
-    outcome = result("overflow")[name]
+@pytest.mark.parametrize("strategy", ["dense", "dgc", "onebit"])
+def test_training_recovers_from_an_overflow_on_one_rank(result, strategy):
+    outcome = result("overflow")[strategy]
     without, overflown = outcome["losses"]
     assert outcome["scale"] == 2**9  # half of what it was: one step was given up
     assert overflown == pytest.approx(without, rel=0.15)  # of 20 steps it had one less
@@ -199,7 +198,7 @@ def test_unfrozen_layers_with_topology_auto(result):
     assert result("unfrozen_layers_unknown_to_ddp")["auto"] == [0, 0]
 
 
-@pytest.mark.parametrize("compressor", ["OneBit", "GradientDropping", "PowerSGD", "TwoBit"])
+@pytest.mark.parametrize("compressor", ["OneBit", "PowerSGD"])
 def test_discarded_gradients_stay_discarded(result, compressor):
     head, body = result("discarded_gradients")[compressor]
     assert head == 0 < body

@@ -22,7 +22,7 @@ def test_without_compression_it_is_fsdps_own_hsdp(outcome, how):
     assert outcome["like_fsdp"][how] <= 1e-6
 
 
-@pytest.mark.parametrize("how", ["dgc", "adamw", "bf16-true", "bf16-true adamw", "onebit"])
+@pytest.mark.parametrize("how", ["dgc", "adamw", "bf16-true", "bf16-true adamw"])
 def test_replicas_stay_equal_in_compressed_steps(outcome, how):
     seen = outcome["trained"][how]
     assert seen["replicas_apart"] == 0
@@ -50,8 +50,13 @@ def test_a_checkpoint_stays_until_the_next_one_is_whole(outcome, optimizer):
     assert outcome[optimizer]["saving fails"] == [True, ["2x2"]]
 
 
-@pytest.mark.parametrize("way", ["2x2 to 1x4", "1x4 to 4x1", "4x1 to ddp", "ddp to 2x2", "file to ddp"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+WAYS = {
+    "sgd": ["2x2 to 1x4", "1x4 to ddp", "ddp to 2x2"],
+    "adamw": ["2x2 to 1x4", "1x4 to 4x1", "4x1 to ddp", "ddp to 2x2", "2x2 to ddp"],
+}
+
+
+@pytest.mark.parametrize(("optimizer", "way"), [(optimizer, way) for optimizer in WAYS for way in WAYS[optimizer]])
 def test_checkpoints_load_on_other_meshes(outcome, optimizer, way):
     assert outcome[optimizer]["remembers"]
     weights_apart, remembered_apart = outcome[optimizer][way]
