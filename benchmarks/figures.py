@@ -5,7 +5,7 @@
 It first writes the blocks that are generated as a whole, such as <!-- runs -->, from the data beside the pages.
 
 A line of the CSV is a page, a figure, and where it comes from; lines are in the order of the page. A source that
-`computed` knows, such as "results.csv: resnet18 dgc N=2 folds, difference", is computed from that file, and the command
+`computed` knows, such as "results.csv: resnet18 dgc N=2 220 steps folds, difference", is computed from that file, and the command
 writes what it is today into the page. Any other source is words: which benchmark, on which machine. The command leaves
 the source of a figure that is new or has changed empty, for you to fill in; the test refuses it until then. Blocks and
 code are not looked at.
@@ -45,7 +45,7 @@ SKIPPED = re.compile(
 
 
 def _dense() -> list[results.Result]:
-    return results.cross_validated(results.read_csv())["resnet18", 2, "none"]
+    return results.cross_validated(results.read_csv())["resnet18", 2, 220, "none"]
 
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
@@ -97,7 +97,10 @@ def computed() -> dict[str, str]:
     found: dict[str, str] = {}
     runs = results.read_csv()
     grouped = {f"{model} {method}": each for (model, method), each in results.grouped(runs).items()}
-    folds = {f"{m} {method} N={n} folds": each for (m, n, method), each in results.cross_validated(runs).items()}
+    folds = {
+        f"{model} {method} N={ranks} {steps} steps folds": each
+        for (model, ranks, steps, method), each in results.cross_validated(runs).items()
+    }
     for kind, dense in ((grouped, "none"), (folds, "")):
         for name, each in kind.items():
             model, _, rest = name.partition(" ")

@@ -6,7 +6,7 @@
     gradcomp recipe=digits_swin compressor=dgc data.fold=1 seed=1                                # cross-validation
 
 The CSV has a line for each run, and keeps those of earlier runs: all of them together take some five hours. A run
-takes the line of an earlier one of the same network, method, ranks, fold and seed. Times are those of
+takes the line of an earlier one of the same network, method, ranks, steps, fold and seed. Times are those of
 docs/run_times.csv (`benchmarks.run_times`): those of runs of several days can't be compared.
 """
 
@@ -132,12 +132,12 @@ def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
     return found
 
 
-def cross_validated(results: Iterable[Result]) -> dict[tuple[str, int, str], list[Result]]:
-    """Network, ranks and method -> the runs of all folds."""
-    found: dict[tuple[str, int, str], list[Result]] = defaultdict(list)
+def cross_validated(results: Iterable[Result]) -> dict[tuple[str, int, int, str], list[Result]]:
+    """Network, ranks, steps and method -> the runs of all folds."""
+    found: dict[tuple[str, int, int, str], list[Result]] = defaultdict(list)
     for each in results:
         if each.fold is not None:
-            found[each.model, each.ranks, each.method].append(each)
+            found[each.model, each.ranks, each.steps, each.method].append(each)
     return found
 
 
@@ -156,17 +156,17 @@ def folds(results: Sequence[Result]) -> list[str]:
     found = cross_validated(results)
     rows = [
         [
-            f"{TITLES[model]}, N={ranks}",
+            f"{TITLES[model]}, N={ranks}, {steps:,} steps",
             f"`{method}`",
             accuracy(runs),
-            "" if method == "none" else paired(runs, found.get((model, ranks, "none"), [])),
+            "" if method == "none" else paired(runs, found.get((model, ranks, steps, "none"), [])),
             human(mean(each.bytes_sent for each in runs)),
             f"{mean(each.dense_bytes / each.bytes_sent for each in runs):.3g}",
         ]
         for model in TITLES
-        for ranks in sorted({key[1] for key in found})
+        for ranks, steps in sorted({key[1:3] for key in found}, key=lambda key: (key[0], -key[1]))
         for method in (*ORDER, "sparseloco")
-        if (runs := found.get((model, ranks, method)))
+        if (runs := found.get((model, ranks, steps, method)))
     ]
     head = ["network", "method", "accuracy, %", DIFFERENCE, "bytes sent", "ratio, run"]
     return [f"### Cross-validation\n\n{report.table(head, rows)}"] if rows else []
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="*", help="folders; runs are found however deep they lie in them")
     new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
     by_run = {
-        (each.model, each.method, each.ranks, -1 if each.fold is None else each.fold, each.seed): each
+        (each.model, each.method, each.ranks, each.steps, -1 if each.fold is None else each.fold, each.seed): each
         for each in [*read_csv(), *new]
     }
     results = [by_run[run] for run in sorted(by_run)]

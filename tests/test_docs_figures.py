@@ -40,7 +40,7 @@ def changed(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("page", "old", "new"),
     [
-        ("README.md", "results.csv: resnet18 dgc N=2 folds, difference", "-9.99 ± 0.01"),  # computed
+        ("README.md", "results.csv: resnet18 dgc N=2 220 steps folds, difference", "-9.99 ± 0.01"),  # computed
         ("docs/methods/powersgd.md", "96.76 ± 0.16", "97.76 ± 0.16"),  # in prose, recorded
         ("docs/methods/dga.md", "11.3x", "10.3x"),  # in a table
         ("docs/faq.md", "28 to 53 ms", "28 to 43 ms"),
@@ -54,7 +54,7 @@ def test_a_figure_changed_by_hand_is_named_with_its_page(changed, known, values,
 
 def test_further_runs_are_written_into_the_prose(changed, known, values):
     """And what a person has written over a computed figure is computed again."""
-    source = "results.csv: resnet18 dgc N=2 folds, difference"
+    source = "results.csv: resnet18 dgc N=2 220 steps folds, difference"
     changed("README.md", values[source], "-9.99 ± 0.01")
     later = values | {source: "+1.23 ± 0.45"}
     found = figures.update("README.md", known["README.md"], later)

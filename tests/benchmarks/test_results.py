@@ -7,7 +7,7 @@ import pytest
 from benchmarks import results
 
 
-def run(correct, *, method="dgc", fold=None, seed=0, ranks=2):
+def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10):
     return results.Result(
         model="swin_mini",
         method=method,
@@ -19,7 +19,7 @@ def run(correct, *, method="dgc", fold=None, seed=0, ranks=2):
         bytes_sent=1,
         dense_bytes=10,
         last_ratio=10.0,
-        steps=1,
+        steps=steps,
         machine="one",
     )
 
@@ -44,13 +44,15 @@ def test_without_two_pairs_there_is_no_difference(common):
     assert results.paired([run(80, seed=seed) for seed in range(3)], [run(70, seed=s) for s in range(common)]) == "—"
 
 
-def test_a_cross_validation_pairs_runs_of_equal_ranks():
+def test_a_cross_validation_pairs_runs_of_equal_ranks_and_steps():
     dense = [run(80 + fold, method="none", fold=fold, ranks=ranks) for ranks in (2, 8) for fold in (0, 1)]
+    dense += [run(70 + fold, method="none", fold=fold, ranks=8, steps=20) for fold in (0, 1)]
     lossy = [run(79 + fold, fold=fold, ranks=8) for fold in (0, 1)]
     [table] = results.folds([*dense, *lossy, run(10)])
-    *_, dense_of_two, dense_of_eight, last = [line.split(" | ") for line in table.splitlines()]
+    *_, dense_of_two, longer, dense_of_eight, last = [line.split(" | ") for line in table.splitlines()]
     assert [cells[1:4] for cells in (dense_of_two, dense_of_eight)] == [["`none`", "80.50 ± 0.71 (2)", ""]] * 2
-    assert last[0].endswith("N=8") and last[1:4] == ["`dgc`", "79.50 ± 0.71 (2)", "-1.00 ± 0.00 (2)"]
+    assert longer[0].endswith("N=8, 20 steps") and longer[2] == "70.50 ± 0.71 (2)"
+    assert last[0].endswith("N=8, 10 steps") and last[1:4] == ["`dgc`", "79.50 ± 0.71 (2)", "-1.00 ± 0.00 (2)"]
     assert results.folds([run(10), run(11, method="none")]) == []
 
 
