@@ -5,10 +5,10 @@
 It first writes the blocks that are generated as a whole, such as <!-- runs -->, from the data beside the pages.
 
 A line of the CSV is a page, a figure, and where it comes from; lines are in the order of the page. A source that
-`computed` knows, such as "results.csv: resnet18 dgc N=2 220 steps folds, difference", is computed from that file, and the command
-writes what it is today into the page. Any other source is words: which benchmark, on which machine. The command leaves
-the source of a figure that is new or has changed empty, for you to fill in; the test refuses it until then. Blocks and
-code are not looked at.
+`computed` knows, such as "results.csv: resnet18 dgc N=2 220 steps folds, difference", is computed from that file, and
+the command writes what it is today into the page. Any other source is words: which benchmark, on which machine. The
+command leaves the source of a figure that is new or has changed empty, for you to fill in; the test refuses it until
+then. Blocks and code are not looked at.
 """
 
 from __future__ import annotations
