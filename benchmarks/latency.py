@@ -4,7 +4,8 @@
 
 Methods: "compute", "ddp", "local" (K steps, then an average that is waited for), "dga" (an average K steps late),
 "auto" (K and D chosen from what is measured); the latter three also with a compressor, after a colon ("dga:onebit");
-"sparseloco" (K steps, then a compressed round that is waited for) and "sparseloco-late" (the same K steps late).
+"sparseloco" (K steps, then a compressed round that is waited for) and "sparseloco-late" (the same K steps late);
+torchft's DiLoCo: "diloco" (K steps, then an uncompressed round that is waited for) and "diloco-late" (K - 1 late).
 Methods take turns; in each, K steps warm up and three rounds are timed. A figure is the mean over the steps of a turn,
 since a wait falls on one step of many, of the slower rank; the median over turns. One thread a process.
 """
@@ -12,7 +13,10 @@ since a wait falls on one step of many, of the slower rank; the median over turn
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +39,56 @@ def small() -> nn.Module:
     )  # fmt: skip
 
 
+class TorchftDiLoCo:
+    """torchft's `DiLoCo` with its lighthouse on rank 0, and each rank a replica; made by all ranks together.
+
+    Args:
+        model, optimizer: of the local steps.
+        period: K.
+        late: steps behind which the exchange is hidden.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, period: int, late: int) -> None:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+
+        here, timeout = own_address(), timedelta(minutes=10)
+        addresses = [f"http://{here}:0"]
+        if dist.get_rank() == 0:
+            self._lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=dist.get_world_size())
+            addresses = [f"http://{here}:{self._lighthouse.address().rpartition(':')[2]}"]
+        dist.broadcast_object_list(addresses)
+        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        manager = Manager(
+            pg=ProcessGroupGloo(timeout=timeout),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=dist.get_world_size(),
+            use_async_quorum=False,
+            timeout=timeout,
+            quorum_timeout=timeout,
+            rank=0,
+            world_size=1,
+            store_addr=here,
+            store_port=self._store.port,
+            hostname=here,
+            lighthouse_addr=addresses[0],
+            replica_id=f"rank{dist.get_rank()}",
+            init_sync=False,
+        )
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        diloco = DiLoCo(manager, [model], optimizer, outer, period, pin_memory=False, fragment_sync_delay=late)
+        diloco.__enter__()  # from here on the optimizer's steps are counted, and the last of a round exchanges
+
+
+def own_address() -> str:
+    """Of the interface that leads to rank 0."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
 class Method:
     """One method's copy of the model.
 
@@ -52,6 +106,9 @@ class Method:
         self.optimizer = optimizer or sgd(model)
         kind, _, codec = name.partition(":")
         self.averager: DelayedAverager | None = None
+        self._period = None if name in ("compute", "ddp") else period
+        if kind in ("diloco", "diloco-late"):
+            self.diloco = TorchftDiLoCo(model, self.optimizer, period, period - 1 if kind == "diloco-late" else 0)
         if kind in ("sparseloco", "sparseloco-late"):
             pace = {"period": period, "delay": period if kind == "sparseloco-late" else 0}
             self.averager = DelayedAverager(model, self.optimizer, **{**SPARSELOCO, **pace})
@@ -67,6 +124,11 @@ class Method:
             self.averager.step()
         else:
             self.optimizer.step()
+
+    @property
+    def period(self) -> int | None:
+        """Steps of a round; None without rounds."""
+        return self.averager.period if self.averager else self._period
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -91,7 +153,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     before = {name: method.sent for name, method in methods.items()}
     for turn in range(arguments.turns):
         for name, method in methods.items():
-            period = method.averager.period if method.averager else arguments.ddp_steps
+            period = method.period or arguments.ddp_steps
             for _ in range(period):
                 method.step(images, labels)
             dist.barrier()
@@ -111,8 +173,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
             (steps, sent), (steps_before, sent_before) = methods[name].sent, before[name]
             results[name] |= {"bytes_a_step": (sent - sent_before) / (steps - steps_before)}
             results[name] |= {"period": averager.period, "delay": averager.delay, "late": averager.stats.late_rounds}
-        elif name == "ddp":
-            results[name]["bytes_a_step"] = 8 * (world - 1) / world * sum(p.numel() for p in model.parameters())
+        elif name != "compute":
+            dense = 8 * (world - 1) / world * sum(p.numel() for p in model.parameters())
+            results[name]["bytes_a_step"] = dense / (methods[name].period or 1)
         if averager:
             averager.drain()
     return results
