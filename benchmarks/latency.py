@@ -6,8 +6,9 @@ Methods: "compute", "ddp", "local" (K steps, then an average that is waited for)
 "auto" (K and D chosen from what is measured); the latter three also with a compressor, after a colon ("dga:onebit");
 "sparseloco" (K steps, then a compressed round that is waited for) and "sparseloco-late" (the same K steps late);
 torchft's DiLoCo: "diloco" (K steps, then an uncompressed round that is waited for) and "diloco-late" (K - 1 late).
-Methods take turns; in each, K steps warm up and three rounds are timed. A figure is the mean over the steps of a turn,
-since a wait falls on one step of many, of the slower rank; the median over turns. One thread a process.
+Methods take turns; in each, a round of K steps warms up, and `--rounds` further ones are timed. A figure is the mean
+over the steps of a turn, since a wait falls on one step of many, of the slower rank; the median over turns. One thread
+a process.
 """
 
 from __future__ import annotations
@@ -158,11 +159,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
                 method.step(images, labels)
             dist.barrier()
             begin = time.perf_counter()
-            for _ in range(3 * period):
+            for _ in range(arguments.rounds * period):
                 method.step(images, labels)
             slower = torch.tensor(time.perf_counter() - begin)
             dist.all_reduce(slower, op=dist.ReduceOp.MAX)
-            turns[name].append(1e3 * slower.item() / (3 * period))
+            turns[name].append(1e3 * slower.item() / (arguments.rounds * period))
         if rank == 0:
             print(f"turn {turn + 1} of {arguments.turns}", flush=True)
     results = {}
@@ -201,7 +202,8 @@ def main() -> None:
     parser.add_argument("--optimizer", default="sgd", choices=OPTIMIZERS)
     parser.add_argument("--period", type=int, default=8, help="K; of auto, the least")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--ddp-steps", type=int, default=3, help="a third of what methods without rounds make")
+    parser.add_argument("--rounds", type=int, default=3, help="that are timed in a turn")
+    parser.add_argument("--ddp-steps", type=int, default=3, help="what is a round to methods without rounds")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of the link, for the record")
     parser.add_argument("--out", type=Path, help="a folder for latency.json")
     arguments = parser.parse_args()
