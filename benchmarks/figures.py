@@ -45,7 +45,7 @@ SKIPPED = re.compile(
 
 
 def _dense() -> list[results.Result]:
-    return results.cross_validated(results.read_csv())["resnet18", 2, 220, "none"]
+    return results.cross_validated(results.read_csv())[results.Setting("resnet18", None, 2, 220)]["none"]
 
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
@@ -96,16 +96,13 @@ def computed() -> dict[str, str]:
     """Source -> figure: what a page may quote of the CSVs beside it, and of the formulas of bytes."""
     found: dict[str, str] = {}
     runs = results.read_csv()
-    grouped = {f"{model} {method}": each for (model, method), each in results.grouped(runs).items()}
-    folds = {
-        f"{model} {method} N={ranks} {steps} steps folds": each
-        for (model, ranks, steps, method), each in results.cross_validated(runs).items()
-    }
-    for kind, dense in ((grouped, "none"), (folds, "")):
-        for name, each in kind.items():
-            model, _, rest = name.partition(" ")
-            beside = kind.get(f"{model} none" if dense else f"{model} none {rest.split(' ', 1)[1]}", [])
-            found |= {f"results.csv: {name}, {what}": text for what, text in _of_runs(each, beside).items()}
+    of_seeds = results.grouped(runs)
+    for (model, method), each in of_seeds.items():
+        found |= _of_runs(f"{model} {method}", each, of_seeds.get((model, "none"), []))
+    for (model, dirichlet, ranks, steps), methods in results.cross_validated(runs).items():
+        setting = f"N={ranks} {steps} steps{'' if dirichlet is None else f' Dirichlet {dirichlet:g}'} folds"
+        for method, each in methods.items():
+            found |= _of_runs(f"{model} {method} {setting}", each, methods.get("none", []))
     for step in step_times.read_csv():
         ratio = step.ms / step.compute_ms
         name = f"step_times.csv: {step.method} {step.rate_mbit} Mbit/s"
@@ -119,8 +116,8 @@ def computed() -> dict[str, str]:
     return found
 
 
-def _of_runs(runs: list[results.Result], dense: list[results.Result]) -> dict[str, str]:
-    """What a page may say of a method."""
+def _of_runs(name: str, runs: list[results.Result], dense: list[results.Result]) -> dict[str, str]:
+    """What a page may say of a method, by the source of each figure."""
     accuracy, difference = results.accuracy(runs), results.paired(runs, dense)
     ratio = mean(run.dense_bytes / run.bytes_sent for run in runs)
     said = {
@@ -135,7 +132,7 @@ def _of_runs(runs: list[results.Result], dense: list[results.Result]) -> dict[st
         points, _, interval = said["difference"].partition(" ± ")
         said["loss"] = f"{abs(float(points)):.1f}"
         said["loss and interval"] = f"{said['loss']} ± {float(interval):.1f}"
-    return said
+    return {f"results.csv: {name}, {what}": figure for what, figure in said.items()}
 
 
 def read_csv() -> dict[str, list[Source]]:

@@ -5,8 +5,8 @@
 
     gradcomp recipe=digits_swin compressor=dgc data.fold=1 seed=1                                # cross-validation
 
-The CSV has a line for each run, and keeps those of earlier runs: all of them together take some five hours. A run
-takes the line of an earlier one of the same network, method, ranks, steps, fold and seed. Times are those of
+The CSV has a line for each run, and keeps those of earlier runs: all of them together take some ten hours. A run takes
+the line of an earlier one of the same network, method, data, ranks, steps, fold and seed. Times are those of
 docs/run_times.csv (`benchmarks.run_times`): those of runs of several days can't be compared.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import report, run_times
 from lightning_gradcomp.app.sizes import human
@@ -28,7 +28,7 @@ from lightning_gradcomp.app.sizes import human
 Key = tuple[str, str]
 """Network and method."""
 
-ORDER = run_times.METHODS
+ORDER = (*run_times.METHODS, "sparseloco")
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
 DIFFERENCE = "difference to dense"
 HEAD = ["method", "accuracy, %", DIFFERENCE, "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
@@ -51,6 +51,7 @@ class Result:
     last_ratio: float  # of dense bytes to those sent, in the last step
     steps: int
     machine: str
+    dirichlet: float | None = None  # concentration, where ranks had images of their own
 
     @property
     def percent(self) -> float:
@@ -58,19 +59,39 @@ class Result:
         return 100 * self.correct / self.images
 
 
+class Setting(NamedTuple):
+    """What is the same for all methods of a cross-validation."""
+
+    model: str
+    dirichlet: float | None
+    ranks: int
+    steps: int
+
+    def __str__(self) -> str:
+        unequal = "" if self.dirichlet is None else f", Dirichlet {self.dirichlet:g}"
+        return f"{TITLES[self.model]}, N={self.ranks}, {self.steps:,} steps{unequal}"
+
+
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    """Of all runs beneath `folder` that ended, but those whose ranks had images of their own: that is other data."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
-    return [summary for summary in found if summary["config"]["data"].get("dirichlet") is None]
+    """Of all runs beneath `folder` that ended."""
+    return [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
 
 
 def key(summary: dict[str, Any]) -> Key:
-    """Of a run: delayed averages are a method of their own, and with an error_decay SparseLoCo."""
+    """Of a run. Rounds are methods of their own: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0"."""
     config = summary["config"]
-    method = config["compressor"]["name"]
-    if config["strategy"]["name"] == "dga":
-        method = "dga" if config["strategy"].get("error_decay") is None else "sparseloco"
+    method, strategy = config["compressor"]["name"], config["strategy"]
+    if strategy["name"] == "dga":
+        kind = "dga" if method == "none" else f"dga:{method}"
+        if strategy.get("error_decay") is not None:
+            kind = "sparseloco"
+        method = f"{kind} K={strategy['period']} D={strategy['delay']}"
     return config["model"]["name"], method
+
+
+def place(method: str) -> tuple[int, int, str]:
+    """Where it stands in a table."""
+    return ORDER.index(method.partition(" ")[0].partition(":")[0]), len(method), method
 
 
 def result(summary: dict[str, Any]) -> Result:
@@ -82,6 +103,7 @@ def result(summary: dict[str, Any]) -> Result:
         method=method,
         ranks=cost["world_size"],
         fold=summary["config"]["data"].get("fold"),
+        dirichlet=summary["config"]["data"].get("dirichlet"),
         seed=summary["config"]["seed"],
         correct=summary["val_correct"],
         images=summary["val_images"],
@@ -102,6 +124,7 @@ def read_csv() -> list[Result]:
                 method=line["method"],
                 ranks=int(line["ranks"]),
                 fold=int(line["fold"]) if line["fold"] else None,
+                dirichlet=float(line["dirichlet"]) if line["dirichlet"] else None,
                 seed=int(line["seed"]),
                 correct=int(line["correct"]),
                 images=int(line["images"]),
@@ -127,17 +150,17 @@ def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
     """Network and method -> the runs of all seeds with the fixed split, on two ranks."""
     found: dict[Key, list[Result]] = defaultdict(list)
     for each in results:
-        if each.fold is None and each.ranks == 2:
+        if each.fold is None and each.ranks == 2 and each.dirichlet is None:
             found[each.model, each.method].append(each)
     return found
 
 
-def cross_validated(results: Iterable[Result]) -> dict[tuple[str, int, int, str], list[Result]]:
-    """Network, ranks, steps and method -> the runs of all folds."""
-    found: dict[tuple[str, int, int, str], list[Result]] = defaultdict(list)
+def cross_validated(results: Iterable[Result]) -> dict[Setting, dict[str, list[Result]]]:
+    """Setting -> method -> the runs of all folds."""
+    found: dict[Setting, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for each in results:
         if each.fold is not None:
-            found[each.model, each.ranks, each.steps, each.method].append(each)
+            found[Setting(each.model, each.dirichlet, each.ranks, each.steps)][each.method].append(each)
     return found
 
 
@@ -156,20 +179,22 @@ def folds(results: Sequence[Result]) -> list[str]:
     found = cross_validated(results)
     rows = [
         [
-            f"{TITLES[model]}, N={ranks}, {steps:,} steps",
+            str(setting),
             f"`{method}`",
             accuracy(runs),
-            "" if method == "none" else paired(runs, found.get((model, ranks, steps, "none"), [])),
+            "" if method == "none" else paired(runs, found[setting].get("none", [])),
             human(mean(each.bytes_sent for each in runs)),
             f"{mean(each.dense_bytes / each.bytes_sent for each in runs):.3g}",
         ]
-        for model in TITLES
-        for ranks, steps in sorted({key[1:3] for key in found}, key=lambda key: (key[0], -key[1]))
-        for method in (*ORDER, "sparseloco")
-        if (runs := found.get((model, ranks, steps, method)))
+        for setting in sorted(found, key=_row)
+        for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0]))
     ]
     head = ["network", "method", "accuracy, %", DIFFERENCE, "bytes sent", "ratio, run"]
     return [f"### Cross-validation\n\n{report.table(head, rows)}"] if rows else []
+
+
+def _row(setting: Setting) -> tuple[int, bool, int, int]:
+    return [*TITLES].index(setting.model), setting.dirichlet is not None, setting.ranks, -setting.steps
 
 
 def accuracy(results: Sequence[Result]) -> str:
@@ -188,7 +213,7 @@ def row(method: str, results: Sequence[Result], dense: Sequence[Result], step_ms
         " ".join(f"{each.percent:.2f}" for each in results),
         human(mean(each.bytes_sent for each in results)),
         f"{mean(each.dense_bytes / each.bytes_sent for each in results):.3g}",
-        "rounds" if method == "dga" else f"{results[0].last_ratio:.3g}",
+        "rounds" if method.startswith("dga") else f"{results[0].last_ratio:.3g}",
         f"{median(step_ms):.0f}" if step_ms else "—",
     ]
 
@@ -199,19 +224,23 @@ def tables(results: Sequence[Result]) -> str:
     parts = [f"Measured on {'; '.join(sorted({each.machine for each in results}))}."]
     for model, title in TITLES.items():
         dense = found.get((model, "none"), [])
-        rows = [row(m, found[model, m], dense, times[model, m]) for m in ORDER if (model, m) in found]
+        methods = sorted((method for network, method in found if network == model), key=place)
+        rows = [row(m, found[model, m], dense, times[model, m.partition(" ")[0]]) for m in methods]
         parts.append(f"### {title}\n\n{report.table(HEAD, rows)}")
     return "\n\n".join([*parts, *folds(results)])
+
+
+def _identity(each: Result) -> tuple[str, str, int, int, float, int, int]:
+    """Runs of which one takes the other's line have it in common."""
+    fold = -1 if each.fold is None else each.fold
+    return each.model, each.method, each.ranks, each.steps, each.dirichlet or 0, fold, each.seed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", help="folders; runs are found however deep they lie in them")
     new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
-    by_run = {
-        (each.model, each.method, each.ranks, each.steps, -1 if each.fold is None else each.fold, each.seed): each
-        for each in [*read_csv(), *new]
-    }
+    by_run = {_identity(each): each for each in [*read_csv(), *new]}
     results = [by_run[run] for run in sorted(by_run)]
     write_csv(results)
     print(tables(results))

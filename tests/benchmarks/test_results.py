@@ -1,13 +1,11 @@
 """The tables of runs: methods paired with dense by fold and seed."""
 
-import json
-
 import pytest
 
 from benchmarks import results
 
 
-def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10):
+def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichlet=None):
     return results.Result(
         model="swin_mini",
         method=method,
@@ -21,6 +19,7 @@ def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10):
         last_ratio=10.0,
         steps=steps,
         machine="one",
+        dirichlet=dirichlet,
     )
 
 
@@ -56,8 +55,30 @@ def test_a_cross_validation_pairs_runs_of_equal_ranks_and_steps():
     assert results.folds([run(10), run(11, method="none")]) == []
 
 
-def test_runs_of_federated_data_are_left_out(tmp_path):
-    for name, data in {"cifar10": {}, "plain": {"dirichlet": None}, "unequal": {"dirichlet": 0.3}}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text(json.dumps({"config": {"data": data}, "name": name}))
-    assert [summary["name"] for summary in results.summaries(tmp_path)] == ["cifar10", "plain"]
+def test_runs_with_images_of_their_own_are_not_beside_others():
+    dense = [run(80 + fold, method="none", fold=fold) for fold in (0, 1)]
+    unequal = [run(60 + fold, method="none", fold=fold, dirichlet=0.3) for fold in (0, 1)]
+    lossy = [run(59 + fold, fold=fold, dirichlet=0.3) for fold in (0, 1)]
+    [table] = results.folds([*lossy, *unequal, *dense])
+    *_, equal, first, last = [line.split(" | ") for line in table.splitlines()]
+    assert equal[2] == "80.50 ± 0.71 (2)" and first[2] == "60.50 ± 0.71 (2)"
+    assert last[0].endswith("N=2, 10 steps, Dirichlet 0.3") and last[3] == "-1.00 ± 0.00 (2)"
+
+
+@pytest.mark.parametrize(
+    "compressor, strategy, method",
+    [
+        ("dgc", {"name": "ddp"}, "dgc"),
+        ("none", {"name": "dga", "period": 8, "delay": 8, "error_decay": None}, "dga K=8 D=8"),
+        ("onebit", {"name": "dga", "period": 15, "delay": 0, "error_decay": None}, "dga:onebit K=15 D=0"),
+        ("gradient_dropping", {"name": "dga", "period": 15, "delay": 0, "error_decay": 0.95}, "sparseloco K=15 D=0"),
+    ],
+)
+def test_rounds_are_methods_of_their_own(compressor, strategy, method):
+    config = {"model": {"name": "resnet18"}, "compressor": {"name": compressor}, "strategy": strategy}
+    assert results.key({"config": config}) == ("resnet18", method)
+
+
+def test_a_table_has_methods_in_their_order_and_longer_rounds_later():
+    names = ["none", "dgc", "dga K=8 D=8", "dga K=15 D=0", "dga:onebit K=8 D=8", "sparseloco K=8 D=0"]
+    assert sorted({*names}, key=results.place) == names
