@@ -28,8 +28,30 @@ averager = ElasticAverager(
     model, optimizer, compressor, lighthouse=lighthouse, period=4, error_decay=1.0, name=f"rank {number}",
     host="127.0.0.1", timeout=timedelta(seconds=5), round_timeout=timedelta(seconds=30),
 )  # fmt: skip
+probe = torch.randn(weights(model).numel(), generator=torch.Generator().manual_seed(0)).double()
+trained = torch.empty(0)
+
+
+def agreed():
+    with averager.agreed_weights():
+        return weights(model).double()
+
+
+def unsent():
+    """What this rank has not sent, as a change of the weights."""
+    memory = averager.state_dict()["rounds"]["memory"].get("residual", {})
+    parts = [memory.get(name, torch.zeros_like(p)).reshape(-1) for name, p in model.named_parameters()]
+    return -torch.cat(parts).double()  # averages are of gradients, which are the negative of it
+
+
+def remember(*_):
+    global trained
+    trained = weights(model).double()
+
+
+optimizer.register_step_post_hook(remember)
 while averager.rounds < rounds:
-    before = averager.rounds
+    before, start, left = averager.rounds, agreed(), unsent()
     for step in range(4):
         time.sleep(0.03)
         if averager.rounds == dies_at and step == 2:
@@ -42,6 +64,8 @@ while averager.rounds < rounds:
         "applied": applied,
         "world": averager.world,
         "weights": crc32(weights(model).numpy()),
+        "sent": float(probe @ (trained - start + left - unsent())),
+        "moved": float(probe @ (agreed() - start)) * averager.world,
     }
     with begin.with_name(f"out{number}").open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -67,6 +67,21 @@ def test_agreed_weights_are_the_same_to_the_bit(lines):
     assert all(each == one[0] for one in by_round.values() for each in one)
 
 
+def test_what_survivors_have_trained_is_sent_or_remembered(lines):
+    """A round moves the weights by the mean of what its ranks have sent. What rank 2 had not sent is lost with it.
+
+    A rank's first line says nothing: it has got the weights of another amid that round.
+    """
+    later = {n: {line["round"]: line for line in mine[1:] if line["applied"]} for n, mine in lines.items()}
+    counted = []
+    for number, mine in later[0].items():
+        present = [rounds[number] for rounds in later.values() if number in rounds]
+        if len(present) == mine["world"]:
+            assert sum(line["sent"] for line in present) == pytest.approx(mine["moved"], rel=1e-4, abs=1e-5)
+            counted.append(number)
+    assert min(counted) < 8 < max(counted)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
