@@ -6,7 +6,7 @@
     gradcomp recipe=digits_swin compressor=dgc data.fold=1 seed=1                                # cross-validation
 
 The CSV has a line for each run, and keeps those of earlier runs: all of them together take some ten hours. A run takes
-the line of an earlier one of the same network, method, data, ranks, steps, fold and seed. Times are those of
+the line of an earlier one of the same network, method, data, ranks, steps, fold, seed and machine. Times are those of
 docs/run_times.csv (`benchmarks.run_times`): those of runs of several days can't be compared.
 """
 
@@ -165,12 +165,17 @@ def cross_validated(results: Iterable[Result]) -> dict[Setting, dict[str, list[R
 
 
 def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
-    """Difference to the dense runs of the same fold and seed, in points.
+    """Difference to the dense runs of the same fold and seed, in points; to that of the same machine, if there is one.
 
     Mean ± half of its 95 % interval (number of pairs); none with fewer than two.
     """
-    beside = {(each.fold, each.seed): each.percent for each in dense}
-    found = [each.percent - beside[each.fold, each.seed] for each in results if (each.fold, each.seed) in beside]
+    anywhere = {(each.fold, each.seed): each.percent for each in dense}
+    there = {(each.fold, each.seed, each.machine): each.percent for each in dense}
+    found = [
+        each.percent - there.get((*run, each.machine), anywhere[run])
+        for each in results
+        if (run := (each.fold, each.seed)) in anywhere
+    ]
     return f"{report.interval(found)} ({len(found)})" if len(found) > 1 else "—"
 
 
@@ -230,10 +235,10 @@ def tables(results: Sequence[Result]) -> str:
     return "\n\n".join([*parts, *folds(results)])
 
 
-def _identity(each: Result) -> tuple[str, str, int, int, float, int, int]:
+def _identity(each: Result) -> tuple[str, str, int, int, float, int, int, str]:
     """Runs of which one takes the other's line have it in common."""
     fold = -1 if each.fold is None else each.fold
-    return each.model, each.method, each.ranks, each.steps, each.dirichlet or 0, fold, each.seed
+    return each.model, each.method, each.ranks, each.steps, each.dirichlet or 0, fold, each.seed, each.machine
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import results
 
 
-def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichlet=None):
+def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichlet=None, machine="one"):
     return results.Result(
         model="swin_mini",
         method=method,
@@ -18,7 +18,7 @@ def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichle
         dense_bytes=10,
         last_ratio=10.0,
         steps=steps,
-        machine="one",
+        machine=machine,
         dirichlet=dirichlet,
     )
 
@@ -29,6 +29,12 @@ def test_a_difference_is_that_of_pairs_and_has_student_s_interval():
     lossy = [run(66, fold=2), run(81, fold=0), run(72, fold=1), run(99, fold=0, seed=1), run(99)]
     assert results.paired(lossy, dense) == "+3.00 ± 6.57 (3)"
     assert results.paired(dense, lossy) == "-3.00 ± 6.57 (3)"
+
+
+def test_a_run_is_beside_the_dense_one_of_its_machine_if_there_is_one():
+    dense = [run(80, fold=0), run(90, fold=0, machine="other"), run(70, fold=1)]
+    lossy = [run(81, fold=0), run(91, fold=0, machine="other"), run(71, fold=1, machine="other")]
+    assert results.paired(lossy, dense) == "+1.00 ± 0.00 (3)"
 
 
 def test_more_pairs_than_the_table_has_take_its_last_quantile():
