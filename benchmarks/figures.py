@@ -123,7 +123,7 @@ def _of_runs(name: str, runs: list[results.Result], dense: list[results.Result])
     said = {
         "accuracy": accuracy.rpartition(" ")[0],
         "mean": f"{mean(run.percent for run in runs):.2f}",
-        "ratio": f"{ratio:.3g}",
+        "ratio": results.ratio(runs),
         "ratio in two digits": f"{ratio:.2g}",
         "ratio of the last step": f"{runs[0].last_ratio:.3g}",
     }

@@ -189,7 +189,7 @@ def folds(results: Sequence[Result]) -> list[str]:
             accuracy(runs),
             "" if method == "none" else paired(runs, found[setting].get("none", [])),
             human(mean(each.bytes_sent for each in runs)),
-            f"{mean(each.dense_bytes / each.bytes_sent for each in runs):.3g}",
+            ratio(runs),
         ]
         for setting in sorted(found, key=_row)
         for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0]))
@@ -209,6 +209,12 @@ def accuracy(results: Sequence[Result]) -> str:
     return f"{mean(accuracies):.2f}{spread} ({len(accuracies)})"
 
 
+def ratio(results: Sequence[Result]) -> str:
+    """Dense bytes of a run to those that were sent, in three digits or all before the point."""
+    mean_ratio = mean(each.dense_bytes / each.bytes_sent for each in results)
+    return f"{mean_ratio:.3g}" if mean_ratio < 1000 else f"{mean_ratio:,.0f}"
+
+
 def row(method: str, results: Sequence[Result], dense: Sequence[Result], step_ms: Sequence[float]) -> list[str]:
     """A line of the table of a network."""
     return [
@@ -217,7 +223,7 @@ def row(method: str, results: Sequence[Result], dense: Sequence[Result], step_ms
         "" if method == "none" else paired(results, dense),
         " ".join(f"{each.percent:.2f}" for each in results),
         human(mean(each.bytes_sent for each in results)),
-        f"{mean(each.dense_bytes / each.bytes_sent for each in results):.3g}",
+        ratio(results),
         "rounds" if method.startswith("dga") else f"{results[0].last_ratio:.3g}",
         f"{median(step_ms):.0f}" if step_ms else "—",
     ]

@@ -10,12 +10,13 @@ from tests.pages import DOCS
 
 ROOT = DOCS.parent
 RECIPES = {
-    "digits": ("folds", 10, 220),
-    "digits_dga": ("seeds", 10, 220),
-    "digits_resnet50": ("folds", 10, 220),
-    "digits_swin": ("folds", 30, 1320),
+    "digits": ("dgc", "folds", 10, 220),
+    "digits_dga": ("dga K=8 D=8", "seeds", 10, 220),
+    "digits_resnet50": ("dgc", "folds", 10, 220),
+    "digits_sparseloco": ("sparseloco K=8 D=0", "folds", 30, 1320),
+    "digits_swin": ("dgc", "folds", 30, 1320),
 }
-"""Recipe -> of which runs it tells (of a cross-validation, or of the fixed split), their epochs and steps."""
+"""Recipe -> of which runs it tells: method, of a cross-validation or of the fixed split, epochs and steps."""
 
 
 def accuracies(model, method, split, steps):
@@ -27,9 +28,8 @@ def accuracies(model, method, split, steps):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_s_result_is_that_of_its_runs(name):
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
-    split, epochs, steps = RECIPES[name]
+    method, split, epochs, steps = RECIPES[name]
     choices = {key: value for entry in yaml.safe_load(text)["defaults"] for key, value in entry.items()}
-    method = "dga K=8 D=8" if choices.get("override /strategy") == "dga" else choices["override /compressor"]
     found, dense = (accuracies(choices["override /model"], each, split, steps) for each in (method, "none"))
     reached = f"{mean(found):.1f} % ± {stdev(found):.1f} after {epochs} epochs"
     beside = f"({len(found)} {split}, N=2; dense {mean(dense):.1f} ± {stdev(dense):.1f})"
