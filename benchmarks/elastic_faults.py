@@ -56,7 +56,7 @@ def rank(arguments: argparse.Namespace) -> None:
             print(json.dumps({**line, "world": averager.world}), file=lines)
     with averager.agreed_weights(), torch.no_grad():
         right = (model.eval()(val_images).argmax(1) == val_labels).float().mean()
-    Path(arguments.out).with_suffix(".accuracy").write_text(f"{100 * right:.2f}")
+    arguments.out.with_suffix(".accuracy").write_text(f"{100 * right:.2f}")
     averager.shutdown()
     os._exit(0)
 

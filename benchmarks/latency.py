@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import report
 from benchmarks.methods import OPTIMIZERS, compressor, forward_backward, network, sgd
 from lightning_gradcomp import SPARSELOCO, DelayedAverager
+from lightning_gradcomp.local_sgd.elastic import start_manager
 
 
 def small() -> nn.Module:
@@ -50,31 +51,25 @@ class TorchftDiLoCo:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, period: int, late: int) -> None:
-        from torchft import Manager, ProcessGroupGloo
+        from torchft import ProcessGroupGloo
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo
 
-        here, timeout = own_address(), timedelta(minutes=10)
-        addresses = [f"http://{here}:0"]
+        here, world, timeout = own_address(), dist.get_world_size(), timedelta(minutes=10)
+        addresses = [""]
         if dist.get_rank() == 0:
-            self._lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=dist.get_world_size())
+            self._lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=world)
             addresses = [f"http://{here}:{self._lighthouse.address().rpartition(':')[2]}"]
         dist.broadcast_object_list(addresses)
-        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        manager = Manager(
+        manager, self._store = start_manager(
+            addresses[0],
+            here,
             pg=ProcessGroupGloo(timeout=timeout),
             load_state_dict=None,
             state_dict=None,
-            min_replica_size=dist.get_world_size(),
-            use_async_quorum=False,
+            min_replica_size=world,
             timeout=timeout,
             quorum_timeout=timeout,
-            rank=0,
-            world_size=1,
-            store_addr=here,
-            store_port=self._store.port,
-            hostname=here,
-            lighthouse_addr=addresses[0],
             replica_id=f"rank{dist.get_rank()}",
             init_sync=False,
         )

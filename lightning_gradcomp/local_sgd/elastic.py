@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.local_sgd.sync import zero_nonfinite_state
 from lightning_gradcomp.registry import build
+
+if TYPE_CHECKING:
+    from torchft import Manager
 
 
 class ElasticAverager:
@@ -90,7 +93,7 @@ class ElasticAverager:
             raise refusal("ElasticAverager.delay", delay, "0: who takes part in a round is known at its end")
         if min_ranks < 1:
             raise refusal("ElasticAverager.min_ranks", min_ranks, "1 or more")
-        from torchft import Manager, ProcessGroupGloo  # takes a second, and may not be installed
+        from torchft import ProcessGroupGloo  # takes a second, and may not be installed
 
         self.model, self.optimizer, self.period = model, optimizer, period
         self.steps = 0
@@ -100,24 +103,16 @@ class ElasticAverager:
         self._steps_in_round = self._samples = 0
         self._anchor = Anchor(model)
         self._rounds = self._rounds_in(None)
-        host = host or socket.gethostname()
-        # Among the ranks of one torchft replica; here each rank is one by itself.
-        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._group = ProcessGroupGloo(timeout=timeout)
-        self._manager = Manager(
+        self._manager, self._store = start_manager(
+            lighthouse,
+            host or socket.gethostname(),
             pg=self._group,
             load_state_dict=self._load_agreed,
             state_dict=self._agreed,
             min_replica_size=min_ranks,
-            use_async_quorum=False,
             timeout=timeout,
             quorum_timeout=round_timeout,
-            rank=0,
-            world_size=1,
-            store_addr=host,
-            store_port=self._store.port,
-            hostname=host,
-            lighthouse_addr=lighthouse,
             replica_id=name,
         )
 
@@ -239,3 +234,18 @@ class ElasticAverager:
     def shutdown(self) -> None:
         """Leave the others: they go on without this rank."""
         self._manager.shutdown(wait=False)
+
+
+def start_manager(lighthouse: str, host: str, **options: Any) -> tuple[Manager, dist.TCPStore]:
+    """torchft's manager of this rank, a replica by itself, and the store that must live as long.
+
+    Args:
+        lighthouse: its address, http://HOST:PORT.
+        host: this rank's name or address, by which the others reach it.
+        options: further ones of `torchft.Manager`.
+    """
+    from torchft import Manager
+
+    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    where = {"store_addr": host, "store_port": store.port, "hostname": host, "lighthouse_addr": lighthouse}
+    return Manager(rank=0, world_size=1, use_async_quorum=False, **where, **options), store
