@@ -3,9 +3,10 @@
     python -m benchmarks.elastic_faults --out runs/faults
 
 Four processes train the small Swin on the handwritten digits with SparseLoCo's rounds. One is killed amid a round, one
-is stopped (SIGSTOP) for good, and one starts in place of the killed one later. Goodput: steps that counted in an
-average, over the steps that the living ranks could have made at their median pace. Accuracy is that of the weights that
-the ranks agree on at the end.
+is stopped (SIGSTOP) for good, and one starts in place of the killed one later. The stopped one stops amid its steps, or
+(`--stop-in exchange`) when the others have begun to exchange with it. Goodput: steps that counted in an average, over
+the steps that the living ranks could have made at their median pace. Accuracy is that of the weights that the ranks
+agree on at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from math import nan
+from datetime import timedelta
+from math import inf, nan
 from pathlib import Path
 from statistics import median
 
@@ -32,17 +34,25 @@ def rank(arguments: argparse.Namespace) -> None:
     from lightning_gradcomp.app.data.digits import digits
     from lightning_gradcomp.app.models.swin import swin_mini
 
+    class Stopping(ElasticAverager):
+        def _exchange(self) -> None:  # all ranks of the round know each other, and the others wait for this one's bytes
+            if arguments.stop_in == "exchange":
+                stop_if_due(arguments.stop_at)
+            super()._exchange()
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = swin_mini(channels=1, classes=10, size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {**SPARSELOCO, "period": arguments.period}
-    averager = ElasticAverager(model, optimizer, lighthouse=arguments.lighthouse, host="127.0.0.1", **options)
+    options = {**SPARSELOCO, "period": arguments.period, "timeout": timedelta(seconds=arguments.timeout)}
+    averager = Stopping(model, optimizer, lighthouse=arguments.lighthouse, host="127.0.0.1", **options)
     generator = torch.Generator().manual_seed(os.getpid())
     (images, labels), (val_images, val_labels) = (part.tensors for part in digits())
     with open(arguments.out, "w", buffering=1) as lines:
         pending = 0
         while time.time() < arguments.until:
+            if arguments.stop_in == "steps":
+                stop_if_due(arguments.stop_at)
             batch = torch.randint(len(images), (16,), generator=generator)
             begin, rounds = time.time(), averager.rounds
             optimizer.zero_grad()
@@ -61,6 +71,12 @@ def rank(arguments: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def stop_if_due(at: float) -> None:
+    """Stop this process for good when the time has come."""
+    if time.time() > at:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def world(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Start the lighthouse and the ranks, make the faults; name of a rank -> its figures."""
     from torchft.coordination import LighthouseServer
@@ -68,11 +84,15 @@ def world(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=5000)
     address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     arguments.out.mkdir(parents=True, exist_ok=True)
-    until = time.time() + arguments.seconds
+    begin = time.time()
 
     def start(name: str) -> subprocess.Popen[bytes]:
-        options = ["--lighthouse", address, "--until", str(until), "--out", str(arguments.out / f"{name}.jsonl")]
-        command = [sys.executable, "-m", "benchmarks.elastic_faults", *options, "--period", str(arguments.period)]
+        options = ["--lighthouse", address, "--until", str(begin + arguments.seconds)]
+        options += ["--period", str(arguments.period), "--timeout", str(arguments.timeout)]
+        if name == "is stopped":
+            options += ["--stop-at", str(begin + 0.5 * arguments.seconds), "--stop-in", arguments.stop_in]
+        out = ["--out", str(arguments.out / f"{name}.jsonl")]
+        command = [sys.executable, "-m", "benchmarks.elastic_faults", *options, *out]
         with open(arguments.out / f"{name}.log", "w") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -80,9 +100,7 @@ def world(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     try:
         time.sleep(0.25 * arguments.seconds)
         ranks["is killed"].kill()
-        time.sleep(0.25 * arguments.seconds)
-        ranks["is stopped"].send_signal(signal.SIGSTOP)
-        time.sleep(0.2 * arguments.seconds)
+        time.sleep(0.45 * arguments.seconds)
         ranks["comes back"] = start("comes back")
         for name in ("stays", "stays too", "comes back"):
             ranks[name].wait(arguments.seconds)
@@ -121,8 +139,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for what the ranks write")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--period", type=int, default=15, help="K")
+    parser.add_argument("--timeout", type=float, default=20, help="the averager's, in seconds")
+    parser.add_argument("--stop-in", choices=("steps", "exchange"), default="steps", help="where the stopped one stops")
     parser.add_argument("--lighthouse", help="for the ranks, which this script starts itself")
     parser.add_argument("--until", type=float, help="for the ranks: when to end")
+    parser.add_argument("--stop-at", type=float, default=inf, help="for the rank that stops: when")
     arguments = parser.parse_args()
     if arguments.lighthouse:
         rank(arguments)

@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import report
 from benchmarks.methods import OPTIMIZERS, compressor, forward_backward, network, sgd
 from lightning_gradcomp import SPARSELOCO, DelayedAverager
-from lightning_gradcomp.local_sgd.elastic import start_manager
 
 
 def small() -> nn.Module:
@@ -55,6 +54,8 @@ class TorchftDiLoCo:
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo
 
+        from lightning_gradcomp.local_sgd.torchft_manager import start_manager
+
         here, world, timeout = own_address(), dist.get_world_size(), timedelta(minutes=10)
         addresses = [""]
         if dist.get_rank() == 0:
@@ -68,8 +69,7 @@ class TorchftDiLoCo:
             load_state_dict=None,
             state_dict=None,
             min_replica_size=world,
-            timeout=timeout,
-            quorum_timeout=timeout,
+            round_timeout=timeout,
             replica_id=f"rank{dist.get_rank()}",
             init_sync=False,
         )

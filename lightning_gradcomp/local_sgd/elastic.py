@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.local_sgd.sync import zero_nonfinite_state
 from lightning_gradcomp.registry import build
-
-if TYPE_CHECKING:
-    from torchft import Manager
 
 
 class ElasticAverager:
@@ -63,7 +60,7 @@ class ElasticAverager:
         name: of this rank, for logs; a unique suffix is added.
         host: name or address under which the other ranks reach this one; default: this host's name.
         timeout: how long a collective may take; one with a rank that hangs fails then.
-        round_timeout: how long a rank waits for the others at the end of a round.
+        round_timeout: how long a rank waits for the others at the end of a round, and for their state where it is new.
 
     Raises:
         ValueError: an invalid option.
@@ -95,11 +92,14 @@ class ElasticAverager:
             raise refusal("ElasticAverager.min_ranks", min_ranks, "1 or more")
         from torchft import ProcessGroupGloo  # takes a second, and may not be installed
 
+        from lightning_gradcomp.local_sgd.torchft_manager import start_manager
+
         self.model, self.optimizer, self.period = model, optimizer, period
         self.steps = 0
         """Optimizer steps so far; a rank that comes new goes on from those of the others."""
         self._compressor, self._error_decay = build(compressor), error_decay
         self._outer, self._min_ranks = outer or PLAIN_AVERAGING, min_ranks
+        self._round_timeout = round_timeout
         self._steps_in_round = self._samples = 0
         self._anchor = Anchor(model)
         self._rounds = self._rounds_in(None)
@@ -111,8 +111,7 @@ class ElasticAverager:
             load_state_dict=self._load_agreed,
             state_dict=self._agreed,
             min_replica_size=min_ranks,
-            timeout=timeout,
-            quorum_timeout=round_timeout,
+            round_timeout=round_timeout,
             replica_id=name,
         )
 
@@ -159,10 +158,11 @@ class ElasticAverager:
         """
         self._steps_in_round = 0
         self._manager.start_quorum()
+        self._manager.wait_quorum()  # and for the state of another rank, if this one is behind
         connected = self._manager.errored() is None
         if connected and self._manager.num_participants() >= self._min_ranks:
-            self._follow_quorum()
             try:
+                self._follow_quorum()
                 self._exchange()
             except RuntimeError as error:  # a rank was lost amid the exchange
                 self._manager.report_error(error)
@@ -178,15 +178,23 @@ class ElasticAverager:
         if not self._anchor.set_pseudo_gradients():
             zero_nonfinite_state(self.optimizer)
             samples = 0
+        if not self._manager.is_participating():  # its steps began elsewhere than at the agreed weights
+            samples = 0
         self._rounds.exchange(RoundReport(samples), self.steps)
 
     def _follow_quorum(self) -> None:
-        """Where the ranks have changed, go on in their new group; what this rank remembers stays with it."""
+        """Where the ranks have changed, go on in their new group; what this rank remembers stays with it.
+
+        A rank that is behind receives the state of another before it comes here, and the others wait for it.
+        """
         group = self._group.parent
         if group is not self._rounds.ranks.group:
             state = self._rounds.shared_state()
             self._rounds = self._rounds_in(group)
             self._rounds.load_shared_state(state)
+            patient = dist.BarrierOptions()
+            patient.timeout = self._round_timeout
+            group.barrier(patient).wait()
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
@@ -234,18 +242,3 @@ class ElasticAverager:
     def shutdown(self) -> None:
         """Leave the others: they go on without this rank."""
         self._manager.shutdown(wait=False)
-
-
-def start_manager(lighthouse: str, host: str, **options: Any) -> tuple[Manager, dist.TCPStore]:
-    """torchft's manager of this rank, a replica by itself, and the store that must live as long.
-
-    Args:
-        lighthouse: its address, http://HOST:PORT.
-        host: this rank's name or address, by which the others reach it.
-        options: further ones of `torchft.Manager`.
-    """
-    from torchft import Manager
-
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    where = {"store_addr": host, "store_port": store.port, "hostname": host, "lighthouse_addr": lighthouse}
-    return Manager(rank=0, world_size=1, use_async_quorum=False, **where, **options), store

@@ -70,16 +70,21 @@ def test_agreed_weights_are_the_same_to_the_bit(lines):
 def test_what_survivors_have_trained_is_sent_or_remembered(lines):
     """A round moves the weights by the mean of what its ranks have sent. What rank 2 had not sent is lost with it.
 
-    A rank's first line says nothing: it has got the weights of another amid that round.
+    The steps before a rank's first round began at weights of its own, and do not count.
     """
-    later = {n: {line["round"]: line for line in mine[1:] if line["applied"]} for n, mine in lines.items()}
-    counted = []
-    for number, mine in later[0].items():
-        present = [rounds[number] for rounds in later.values() if number in rounds]
-        if len(present) == mine["world"]:
-            assert sum(line["sent"] for line in present) == pytest.approx(mine["moved"], rel=1e-4, abs=1e-5)
-            counted.append(number)
-    assert min(counted) < 8 < max(counted)
+    applied = {n: {line["round"]: line for line in mine if line["applied"]} for n, mine in lines.items()}
+    first = {n: min(rounds) for n, rounds in applied.items()}
+    after = {"a death": False, "a newcomer": False}
+    for number in applied[0].keys() - {1}:
+        present = {n: rounds[number] for n, rounds in applied.items() if number in rounds}
+        world, moved = present[0]["world"], present[0]["moved"]
+        old = [line for n, line in present.items() if first[n] < number]
+        if len(present) == world:
+            sent = sum(line["update"] * world / len(old) - line["kept"] for line in old)
+            assert sent == pytest.approx(moved, rel=1e-4, abs=1e-5)
+            after["a death"] |= number > 8
+            after["a newcomer"] |= len(old) < world
+    assert all(after.values())
 
 
 @pytest.mark.parametrize(
