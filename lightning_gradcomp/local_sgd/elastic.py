@@ -11,6 +11,7 @@ lost the others.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.local_sgd.sync import zero_nonfinite_state
 from lightning_gradcomp.registry import build
+
+log = logging.getLogger(__name__)
 
 
 class ElasticAverager:
@@ -151,10 +154,11 @@ class ElasticAverager:
         """End the round now: average with all ranks that are there. They have to end theirs, too.
 
         Returns:
-            Whether the average was applied. If not, this round's steps are averaged with those of the next.
+            Whether the average was applied. If not, a warning is logged, and this round's steps are averaged with those
+            of the next.
 
         Raises:
-            TimeoutError: fewer than `min_ranks` have come within `round_timeout`.
+            TimeoutError: the lighthouse has not named the round's ranks within `round_timeout`.
         """
         self._steps_in_round = 0
         self._manager.start_quorum()
@@ -167,6 +171,11 @@ class ElasticAverager:
             except RuntimeError as error:  # a rank was lost amid the exchange
                 self._manager.report_error(error)
         if not self._manager.should_commit():
+            error = self._manager.errored()
+            why = (
+                error.original_exception if error else f"{self._manager.num_participants()} of {self._min_ranks} ranks"
+            )
+            log.warning("round %d is not averaged, its steps are with those of the next: %s", self.rounds + 1, why)
             return False
         self._rounds.step_outer_optimizer()
         self._anchor.reset_model()

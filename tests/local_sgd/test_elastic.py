@@ -87,6 +87,18 @@ def test_what_survivors_have_trained_is_sent_or_remembered(lines):
     assert all(after.values())
 
 
+def test_a_round_with_too_few_ranks_is_not_averaged(caplog):
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
+    model = Table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    averager = ElasticAverager(model, optimizer, lighthouse=address, host="127.0.0.1", min_ranks=2)
+    assert not averager.average()
+    assert "round 1 is not averaged, its steps are with those of the next: 1 of 2 ranks" in caplog.text
+    averager.shutdown()
+    server.shutdown()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
