@@ -163,24 +163,31 @@ class ElasticAverager:
         self._steps_in_round = 0
         self._manager.start_quorum()
         self._manager.wait_quorum()  # and for the state of another rank, if this one is behind
-        connected = self._manager.errored() is None
-        if connected and self._manager.num_participants() >= self._min_ranks:
-            try:
-                self._follow_quorum()
-                self._exchange()
-            except RuntimeError as error:  # a rank was lost amid the exchange
-                self._manager.report_error(error)
+        failure = self._failure()
+        if failure:
+            self._group.shutdown()
+            self._use_group(None)  # now its connections are closed, so that no rank waits for this one
+            self._manager.report_error(RuntimeError(failure))
         if not self._manager.should_commit():
-            error = self._manager.errored()
-            why = (
-                error.original_exception if error else f"{self._manager.num_participants()} of {self._min_ranks} ranks"
-            )
-            log.warning("round %d is not averaged, its steps are with those of the next: %s", self.rounds + 1, why)
+            log.warning("round %d is not averaged, its steps are with those of the next: %s", self.rounds + 1, failure)
             return False
         self._rounds.step_outer_optimizer()
         self._anchor.reset_model()
         self._samples = 0
         return True
+
+    def _failure(self) -> str | None:
+        """Exchange with the ranks of this round; if that fails, why."""
+        if error := self._manager.errored():
+            return str(error.original_exception)
+        if (there := self._manager.num_participants()) < self._min_ranks:
+            return f"{there} of {self._min_ranks} ranks"
+        try:
+            self._follow_quorum()
+            self._exchange()
+        except RuntimeError as error:
+            return str(error)
+        return None
 
     def _exchange(self) -> None:
         samples = self._samples
@@ -192,18 +199,22 @@ class ElasticAverager:
         self._rounds.exchange(RoundReport(samples), self.steps)
 
     def _follow_quorum(self) -> None:
-        """Where the ranks have changed, go on in their new group; what this rank remembers stays with it.
+        """Where the ranks have changed, go on in their new group.
 
         A rank that is behind receives the state of another before it comes here, and the others wait for it.
         """
         group = self._group.parent
         if group is not self._rounds.ranks.group:
-            state = self._rounds.shared_state()
-            self._rounds = self._rounds_in(group)
-            self._rounds.load_shared_state(state)
+            self._use_group(group)
             patient = dist.BarrierOptions()
             patient.timeout = self._round_timeout
             group.barrier(patient).wait()
+
+    def _use_group(self, group: dist.ProcessGroup | None) -> None:
+        """Average in this group from now on; what this rank remembers stays with it."""
+        state = self._rounds.shared_state()
+        self._rounds = self._rounds_in(group)
+        self._rounds.load_shared_state(state)
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
