@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for what the ranks write")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--period", type=int, default=15, help="K")
-    parser.add_argument("--timeout", type=float, default=20, help="the averager's, in seconds")
+    parser.add_argument("--timeout", type=float, default=10, help="the averager's, in seconds")
     parser.add_argument("--stop-in", choices=("steps", "exchange"), default="steps", help="where the stopped one stops")
     parser.add_argument("--lighthouse", help="for the ranks, which this script starts itself")
     parser.add_argument("--until", type=float, help="for the ranks: when to end")

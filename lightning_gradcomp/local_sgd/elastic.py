@@ -62,7 +62,7 @@ class ElasticAverager:
         min_ranks: a round with fewer ranks is not averaged.
         name: of this rank, for logs; a unique suffix is added.
         host: name or address under which the other ranks reach this one; default: this host's name.
-        timeout: how long a collective may take; one with a rank that hangs fails then.
+        timeout: how long a collective may take, longer than a round's bytes; one with a rank that hangs fails then.
         round_timeout: how long a rank waits for the others at the end of a round, and for their state where it is new.
 
     Raises:
@@ -84,7 +84,7 @@ class ElasticAverager:
         min_ranks: int = 1,
         name: str = "rank",
         host: str | None = None,
-        timeout: timedelta = timedelta(seconds=20),
+        timeout: timedelta = timedelta(seconds=10),
         round_timeout: timedelta = timedelta(minutes=5),
     ) -> None:
         RoundSchedule(period, 0)  # refuses
