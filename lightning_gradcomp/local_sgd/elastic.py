@@ -161,8 +161,7 @@ class ElasticAverager:
             TimeoutError: the lighthouse has not named the round's ranks within `round_timeout`.
         """
         self._steps_in_round = 0
-        self._manager.start_quorum()
-        self._manager.wait_quorum()  # and for the state of another rank, if this one is behind
+        self._manager.start_quorum()  # receives the state of another rank, if this one is behind
         failure = self._failure()
         if failure:
             self._group.shutdown()
@@ -193,8 +192,6 @@ class ElasticAverager:
         samples = self._samples
         if not self._anchor.set_pseudo_gradients():
             zero_nonfinite_state(self.optimizer)
-            samples = 0
-        if not self._manager.is_participating():  # its steps began elsewhere than at the agreed weights
             samples = 0
         self._rounds.exchange(RoundReport(samples), self.steps)
 

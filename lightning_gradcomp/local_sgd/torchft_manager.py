@@ -44,4 +44,5 @@ def start_manager(
     where = {"store_addr": host, "store_port": store.port, "hostname": host, "lighthouse_addr": lighthouse}
     patience = {"timeout": round_timeout, "quorum_timeout": round_timeout}
     transport = StateTransport(host, round_timeout)
-    return Manager(rank=0, world_size=1, checkpoint_transport=transport, **where, **patience, **options), store
+    own = {"rank": 0, "world_size": 1, "use_async_quorum": False, "checkpoint_transport": transport}
+    return Manager(**own, **where, **patience, **options), store
