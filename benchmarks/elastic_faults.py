@@ -49,8 +49,8 @@ def rank(arguments: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(os.getpid())
     (images, labels), (val_images, val_labels) = (part.tensors for part in digits())
     with open(arguments.out, "w", buffering=1) as lines:
-        pending = 0
-        while time.time() < arguments.until:
+        pending = counted = 0
+        while not counted or time.time() < arguments.until:  # ranks end with a round, and so together
             if arguments.stop_in == "steps":
                 stop_if_due(arguments.stop_at)
             batch = torch.randint(len(images), (16,), generator=generator)

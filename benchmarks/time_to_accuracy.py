@@ -5,7 +5,7 @@
 Methods are what `gradcomp compressor=...` takes, with further overrides after a colon
 (`dgc:compressor.values=bf16;trainer.max_epochs=8`), and torch's own hooks in Lightning's DDPStrategy. Every run is the
 whole recipe, on nodes that benchmarks.link starts; the clock is rank 0's, starts with `fit` and runs on during
-validation. Bytes are those that the kernel has counted on node 0, headers and all. Methods take turns, seed by seed.
+validation. Bytes are those that the kernel has counted on all nodes, headers and all. Methods take turns, seed by seed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def train(folder: Path) -> None:
 
 
 def curve(method: str, seed: int, link: list[str]) -> tuple[Curve, int]:
-    """Run a recipe over the link. What it was, and the bytes that node 0 has sent."""
+    """Run a recipe over the link. What it was, and the bytes that all nodes have sent."""
     name, _, more = method.partition(":")
     hook = name if name in HOOKS else ""
     name = "none" if hook else name
@@ -99,11 +99,11 @@ def curve(method: str, seed: int, link: list[str]) -> tuple[Curve, int]:
         Path(folder, "hook").write_text(hook)
         command = [sys.executable, "-m", "benchmarks.link", *link, "--", sys.executable, "-m", __spec__.name]
         done = subprocess.run([*command, "--train", folder], stdout=subprocess.PIPE, text=True)
-        sent = re.search(r"node 0 sent ([\d,]+) bytes", done.stdout)
+        sent = re.findall(r"node \d+ sent ([\d,]+) bytes", done.stdout)
         if done.returncode or not sent:
             sys.exit(done.stdout)
         points = [tuple(point) for point in json.loads(Path(folder, "curve.json").read_text())]
-        return points, int(sent[1].replace(",", ""))
+        return points, sum(int(num_bytes.replace(",", "")) for num_bytes in sent)
 
 
 def reached(points: Curve, accuracy: float) -> float:
@@ -159,7 +159,7 @@ def main() -> None:
         megabytes = f"{median(sent[method]) / 1e6:,.1f}"
         rows.append([method, f"{median(times):.0f} ({each})", f"{median(whole):.0f} ({wholes})", megabytes])
     print(f"\n{report.machine()}, N={arguments.nodes}, {arguments.rate_mbit:g} Mbit/s, {arguments.delay_ms:g} ms")
-    head = ["method", f"seconds to {arguments.accuracy:.0%} (each seed)", "whole run", "MB sent by a node"]
+    head = ["method", f"seconds to {arguments.accuracy:.0%} (each seed)", "whole run", "MB sent by all nodes"]
     print(report.table(head, rows))
     figures = {method: {"curves": runs, "sent": sent[method]} for method, runs in curves.items()}
     report.write(arguments.out, "time_to_accuracy", figures, vars(arguments), draw(curves, arguments.accuracy))

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gradcomp.app import run_folder, sharding, summary
@@ -119,12 +120,18 @@ def train(run: Run, folder: Path, parts: Parts) -> None:
     if not classifier.images:  # stopped at the last step, before its validation
         steps = f"{run.ckpt} has completed all {trainer.global_step} steps of this run"
         sys.exit(f"gradcomp: {steps}: evaluate=true validates it; for more steps, raise trainer.max_epochs")
-    if keeps(run):
+    if keeps(run) and not saved(trainer):
         trainer.save_checkpoint(folder / LAST, weights_only=False)
     result = summary.collect(run, trainer, classifier, monitor.summary(), seconds)
     if trainer.is_global_zero:
         summary.write(result, folder)
         print(summary.table(result, folder))
+
+
+def saved(trainer: L.Trainer) -> bool:
+    """Whether last.ckpt is of this step already: ranks need not send what they remember once more."""
+    periodic = [made for made in trainer.checkpoint_callbacks if isinstance(made, ModelCheckpoint) and not made.monitor]
+    return any(made._last_global_step_saved == trainer.global_step for made in periodic)
 
 
 def evaluate(run: Run, folder: Path, parts: Parts) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -102,6 +102,7 @@ class AdamStep(State):
     """
 
     owns_momentum = makes_step = True
+    moments: ClassVar[Mapping[str, str]] = {kind: kind for kind in MOMENTS}
     buffers = ("unsent_step", *MOMENTS)
     scratch = ("_exp_avg", "_exp_avg_sq")
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -103,6 +103,7 @@ class SGDVelocity(State):
     """
 
     owns_momentum = True
+    moments: ClassVar[Mapping[str, str]] = {"momentum": "momentum_buffer"}
     buffers = ("u", "v")
     scratch = ("_u",)
 

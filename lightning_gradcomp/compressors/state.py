@@ -35,6 +35,8 @@ class State:
     """Whether the optimizer's momentum is applied to the local gradient, before it is accumulated."""
     makes_step: ClassVar[bool] = False
     """Whether what is sent are steps of the weights, which `apply` makes in place of the optimizer."""
+    moments: ClassVar[Mapping[str, str]] = {}
+    """Kinds of `state_dict` that the optimizer has without compression -> torch's names for them."""
     buffers: tuple[str, ...] = ()
     """Names of the attributes that hold what is remembered, flat fp32 [n] each."""
     scratch: tuple[str, ...] = ()

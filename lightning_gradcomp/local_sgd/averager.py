@@ -32,7 +32,12 @@ from lightning_gradcomp.local_sgd.round_report import RoundReport
 from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.local_sgd.stats import DelayedStats
-from lightning_gradcomp.local_sgd.sync import Buffers, broadcast, sync_buffers_and_moments, zero_nonfinite_state
+from lightning_gradcomp.local_sgd.sync import (
+    Buffers,
+    broadcast_unless_identical,
+    sync_buffers_and_moments,
+    zero_nonfinite_state,
+)
 from lightning_gradcomp.registry import build
 
 
@@ -121,7 +126,7 @@ class DelayedAverager:
         self._step_ended: float | None = None
         self._start()
         if self.ranks.world > 1:
-            broadcast([*model.parameters(), *model.buffers()], self.ranks)
+            broadcast_unless_identical([*model.parameters(), *model.buffers()], self.ranks)
         self._buffers = Buffers(model)
 
     def _start(self, state: Mapping[str, Any] | None = None) -> None:

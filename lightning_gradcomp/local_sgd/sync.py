@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_gradcomp.averaging.replicas import identical
 from lightning_gradcomp.averaging.workers import Ranks, add
 from lightning_gradcomp.local_sgd.round_report import sample_weight
 
@@ -23,6 +24,12 @@ def broadcast(tensors: list[torch.Tensor], ranks: Ranks) -> None:
         message = _to_bytes(tensors)
         dist.broadcast(message, group=ranks.group, group_src=0)
         _from_bytes(tensors, message)
+
+
+def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> None:
+    """Let all ranks hold rank 0's `tensors`, in place. Where they do, by a seed say, none are sent. Collective."""
+    if not identical(tensors, ranks.group):
+        broadcast(tensors, ranks)
 
 
 def _to_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:

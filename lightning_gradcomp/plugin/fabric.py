@@ -20,7 +20,8 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
-from lightning_gradcomp.plugin.rank_states import KEY, RankStates, export_optimizer_state
+from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
+from lightning_gradcomp.plugin.rank_states import KEY, OptimizerState, RankStates, export_optimizer_state
 from lightning_gradcomp.plugin.validation import corrected
 from lightning_gradcomp.registry import build
 
@@ -71,7 +72,9 @@ class CompressedFabricStrategy(DDPStrategy):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._loaded: tuple[dict[str, Any], Any] | None = None
         """The ranks' states of a checkpoint that was loaded before there was an averager; and the file's path."""
-        self._steps_itself = self._saves = False
+        self._steps_itself = False
+        self._kept: OptimizerState = {}
+        """While a checkpoint is saved: what the averager keeps of the optimizer's state, for it."""
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch begins."""
@@ -84,7 +87,8 @@ class CompressedFabricStrategy(DDPStrategy):
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         if self._ddp is not None:
             raise refusal("modules set up with CompressedFabricStrategy", "a second one", "one")
-        self._ddp = super().setup_module(module)
+        with sent_if_they_differ(module, self._ddp_kwargs):
+            self._ddp = super().setup_module(module)
         self._hook = DDPHook(self._ddp, at_optimizer_step=True)
         return self._ddp
 
@@ -159,8 +163,7 @@ class CompressedFabricStrategy(DDPStrategy):
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state; in a checkpoint with the momentum that the averager keeps, where plain SGD has it."""
         state = super().get_optimizer_state(optimizer)
-        if self._saves and self.averager is not None:  # by itself, `optimizer.state_dict()` may be one rank's
-            export_optimizer_state(self.averager, optimizer, state)
+        export_optimizer_state(self._kept, optimizer, state)  # by itself, `optimizer.state_dict()` may be one rank's
         return state
 
     def save_checkpoint(
@@ -170,11 +173,11 @@ class CompressedFabricStrategy(DDPStrategy):
         saved: dict[str, Any] = {}
         if self.averager is not None and _has_optimizer(state):
             self._rank_states.put_into(saved, path, self.averager, self._hook.accumulating)
-        self._saves = True
+            self._kept = self._rank_states.optimizer_state(saved, self.averager)
         try:
             super().save_checkpoint(path, {**state, **saved}, storage_options, filter)
         finally:
-            self._saves = False
+            self._kept = {}
         self._rank_states.after_saving(saved, path)
 
     def load_checkpoint(self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

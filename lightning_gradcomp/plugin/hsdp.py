@@ -34,7 +34,7 @@ from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import is_whole, refusal
-from lightning_gradcomp.local_sgd.sync import broadcast
+from lightning_gradcomp.local_sgd.sync import broadcast_unless_identical
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import ExplainedStrategy, warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
@@ -191,9 +191,9 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         """Let all replicas begin with the first one's weights, and all ranks with the first one's buffers."""
         assert self.model is not None
         with self.explained("sharing the initial weights"):
-            shards = [local(parameter) for parameter in self.model.parameters()]
-            broadcast([shard for shard in shards if shard.numel()], Ranks(self.device_mesh.get_group("replicate")))
-            broadcast(list(self.model.buffers()), Ranks(torch.distributed.group.WORLD))
+            shards = [shard for parameter in self.model.parameters() if (shard := local(parameter)).numel()]
+            broadcast_unless_identical(shards, Ranks(self.device_mesh.get_group("replicate")))
+            broadcast_unless_identical(list(self.model.buffers()), Ranks(torch.distributed.group.WORLD))
 
     def teardown(self) -> None:
         self._clipping.give_back()

@@ -35,6 +35,8 @@ GATHER_LIMIT = 2**30
 """Bytes of all ranks' states up to which they are gathered into one file, which every rank reads in full."""
 
 State = dict[str, Any]
+OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
+"""Parameter -> torch's name -> tensor, of what an optimizer has without compression."""
 
 
 def all_ranks_present(module: LightningModule | None) -> bool:
@@ -91,6 +93,26 @@ class RankStates:
             dist.gather_object(state, everyone, dst=0)
             saved["ranks"] = everyone or []
 
+    def optimizer_state(self, checkpoint: State, averager: GradientAverager) -> OptimizerState:
+        """The mean over the ranks of the optimizer's state that averagers keep; after `put_into`. A collective call.
+
+        Where rank 0 has gathered what it is the mean of, it alone gets it, and nothing is sent for it.
+        """
+        saved = checkpoint.get(KEY, {})
+        if "mean" not in saved and "ranks" not in saved:
+            return averager.optimizer_state()
+        states = [saved["mean"]] if "mean" in saved else saved["ranks"]
+        if not states:  # which rank 0 has
+            return {}
+        moments: Mapping[str, str] = averager.state.moments if averager.state else {}
+        means = mean_state({**state, "memory": {kind: state["memory"][kind] for kind in moments}} for state in states)
+        kept: OptimizerState = {}
+        for name, parameter in zip(averager.gradients.layout.names, averager.gradients.compressed, strict=True):
+            parts = {moments[kind]: parts[name] for kind, parts in means["memory"].items() if name in parts}
+            if parts:
+                kept[parameter] = parts
+        return kept
+
     def after_saving(self, checkpoint: State, path: Any) -> None:
         """The checkpoint is complete: remove the sidecars of an earlier one of this name."""
         self.sidecars.remove_old(path, keep=checkpoint.get(KEY, {}).get("sidecars"))
@@ -145,9 +167,8 @@ class RankStates:
         self._accumulated = {}
 
 
-def export_optimizer_state(averager: GradientAverager, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Write what is kept in the averager into `state` (an optimizer's state_dict), as plain DDP has it. Collective."""
-    kept = averager.optimizer_state()
+def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Write what is kept in the averager into `state` (an optimizer's state_dict), as plain DDP has it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         if parameter in kept:  # in a dict of its own: those in a state_dict are the optimizer's

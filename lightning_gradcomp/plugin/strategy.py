@@ -29,6 +29,7 @@ from lightning_gradcomp.plugin import buffers, sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
+from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
 from lightning_gradcomp.plugin.rank_states import all_ranks_present, export_optimizer_state
 from lightning_gradcomp.plugin.validation import (
     check_fit,
@@ -99,11 +100,14 @@ class CompressedDDPStrategy(BaseStrategy):
         check_fit(self, trainer, module)
 
     def configure_ddp(self) -> None:
-        super().configure_ddp()
-        assert isinstance(self.model, DistributedDataParallel) and self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
+        with self.explained("sharing the initial weights"), sent_if_they_differ(module, self._ddp_kwargs):
+            super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
         as_ddp_does = {"broadcast_buffers", "forward_sync_buffers"}.isdisjoint(self._ddp_kwargs)
         self._buffers_spared = as_ddp_does and buffers.spare_buffers(self.model, self.compressor)
-        self._hook = DDPHook(self.model, at_optimizer_step=not self.lightning_module.automatic_optimization)
+        self._hook = DDPHook(self.model, at_optimizer_step=not module.automatic_optimization)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -264,19 +268,15 @@ class CompressedDDPStrategy(BaseStrategy):
             allowed = "those of self.optimizers(), whose step averages the gradients first"
             raise refusal("optimizer in manual optimization", f"torch's own {type(optimizer).__name__}", allowed)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state as plain DDP would have it: with the momentum that is kept in the averager."""
-        state = super().optimizer_state(optimizer)
-        if self.averager is not None and all_ranks_present(self.lightning_module):
-            with self.explained("saving a checkpoint"):
-                export_optimizer_state(self.averager, optimizer, state)
-        return state
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As DDP's, with the states of all ranks; a checkpoint of weights alone has none."""
+        """As DDP's, with the states of all ranks, and optimizers with the momentum that is kept in the averager, as
+        plain DDP has it. A checkpoint of weights alone has none of it."""
         if "optimizer_states" in checkpoint and self.averager is not None and all_ranks_present(self.lightning_module):
             with self.explained("saving a checkpoint"):
                 self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
+                kept = self.rank_states.optimizer_state(checkpoint, self.averager)
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                export_optimizer_state(kept, optimizer, state)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.rank_states.after_saving(checkpoint, filepath)
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader
 
 from lightning_gradcomp.app.callbacks import Draws, ProgressBar
 from lightning_gradcomp.app.options import logger
-from lightning_gradcomp.app.trainer import build_trainer
+from lightning_gradcomp.app.train import saved
+from lightning_gradcomp.app.trainer import LAST, build_trainer
 from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
 from tests.app.test_compose import run_of
 
@@ -45,6 +47,16 @@ def test_a_warm_up_and_saving_reach_the_trainer(tmp_path):
     assert (list(warmup.schedule), warmup.by, warmup.dense) == ([0.5, 0.9], "step", 3)
     assert trainer.checkpoint_callbacks[1]._every_n_train_steps == 7
     assert not any(isinstance(callback, SparsityWarmup) for callback in trainer_of(tmp_path).callbacks)
+
+
+@pytest.mark.parametrize(("every", "written"), [(2, True), (3, False)])
+def test_the_last_step_is_saved_once(tmp_path, every, written):
+    run = run_of("compressor=none", "trainer.max_epochs=2", f"trainer.checkpoint_every_n_epochs={every}")
+    [_, periodic, *_] = build_trainer(run, tmp_path, CommunicationMonitor(), ("cpu", 1, 1)).checkpoint_callbacks
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_epochs=2, limit_train_batches=2, limit_val_batches=0, callbacks=[periodic], **quiet)
+    trainer.fit(BoringModel())
+    assert saved(trainer) == (tmp_path / LAST).exists() == written
 
 
 def test_a_moving_average_reaches_the_trainer(tmp_path):

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from strategies import forced
 from torch import nn
+from torch.nn.parallel import distributed
 
 import lightning_gradcomp as lgc
 
@@ -71,9 +72,9 @@ def data() -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 16)
 
 
-def fit(strategy, *, epochs=3, ckpt_path=None, nesterov=False, callbacks=(), **options):
-    """Train from seed 0; returns (trainer, all weights as one vector)."""
-    L.seed_everything(0, verbose=False)
+def fit(strategy, *, epochs=3, ckpt_path=None, nesterov=False, callbacks=(), seed=0, **options):
+    """Train from a seed; returns (trainer, all weights as one vector)."""
+    L.seed_everything(seed, verbose=False)
     net = Net(nesterov)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=WORLD, max_epochs=epochs, logger=False, callbacks=list(callbacks),
@@ -96,6 +97,25 @@ def apart(a, b):
 
 def sparse(**options):
     return forced(compressor=lgc.DGC(sparsity=0.9, warmup_epochs=1, min_elements=32, **options))
+
+
+@contextmanager
+def counted_collectives():
+    """Inside, calls of torch.distributed's collectives are counted by name."""
+    calls, names = Counter(), {"broadcast", "all_reduce", "all_gather_single", "all_gather_into_tensor", "barrier"}
+
+    def counting(name, collective):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return collective(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as patches:
+        for name in names & set(dir(torch.distributed)):
+            counted = counting(name, getattr(torch.distributed, name))
+            patches.enter_context(mock.patch.object(torch.distributed, name, counted))
+        yield calls
 
 
 class Keep(L.Callback):
@@ -142,7 +162,8 @@ def warm_up():
 def resume():
     _, end = fit(sparse(), epochs=4)
     stopped, _ = fit(sparse(), epochs=2)
-    stopped.save_checkpoint(FOLDER / "dgc.ckpt")
+    with counted_collectives() as besides_gathering:
+        stopped.save_checkpoint(FOLDER / "dgc.ckpt")
     stopped.save_checkpoint(FOLDER / "weights.ckpt", weights_only=True)
     _, resumed = fit(sparse(), epochs=4, ckpt_path=FOLDER / "dgc.ckpt")
     saved = torch.load(FOLDER / "dgc.ckpt", weights_only=True)
@@ -153,6 +174,7 @@ def resume():
     return {
         "resumed_apart": apart(end, resumed),
         "ranks_differ": not torch.equal(ranks[0]["features.0.weight"], ranks[1]["features.0.weight"]),
+        "besides_gathering": sorted(besides_gathering),
         "exported_momentum_apart": (mean - buffers[0]["momentum_buffer"]).abs().max().item(),
         "buffers_in_checkpoint": len([entry for entry in buffers.values() if "momentum_buffer" in entry]),
         "momentum_in_checkpoint": saved["optimizer_states"][0]["param_groups"][0]["momentum"],
@@ -174,7 +196,7 @@ def plain_to_sparse():
 
 def round_trips():
     """What is exchanged in compressed steps; how far the ranks' batch norms are apart then, and at the end."""
-    calls, apart_in_training = Counter(), []
+    apart_in_training = []
 
     class Count(L.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
@@ -185,21 +207,8 @@ def round_trips():
                 mean = module.features[1].running_mean
                 apart_in_training.append(apart(mean, everyones_first(mean)))
 
-    def counting(name):
-        collective = getattr(torch.distributed, name)
-
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return collective(*args, **kwargs)
-
-        return mock.patch.object(torch.distributed, name, call)
-
     calls_of_eight_steps = Counter()
-    with ExitStack() as patches:
-        for name in {"broadcast", "all_reduce", "all_gather_single", "all_gather_into_tensor", "barrier"} & set(
-            dir(torch.distributed)
-        ):
-            patches.enter_context(counting(name))
+    with counted_collectives() as calls:
         trainer, _ = fit(sparse(dense_epochs=0), epochs=1, callbacks=[Count()])
     mean = trainer.lightning_module.features[1].running_mean
     each_its_own = forced(sparse(dense_epochs=0).compressor, broadcast_buffers=False)
@@ -210,6 +219,16 @@ def round_trips():
         "apart_at_the_end": apart(mean, everyones_first(mean)),
         "own_apart_at_the_end": apart(own, everyones_first(own)),
     }
+
+
+def initial_weights():
+    """Whether DDP has sent the weights to ranks that had them, and to others; how far these are apart after a step."""
+    sent = []
+    for seed in (0, int(os.environ["RANK"])):
+        with mock.patch.object(distributed, "_sync_module_states", wraps=distributed._sync_module_states) as sending:
+            _, after = fit(sparse(), epochs=1, limit_train_batches=1, seed=seed)
+        sent.append(sending.called)
+    return {"sent": sent, "apart": apart(after, everyones_first(after))}
 
 
 def tried():
@@ -238,7 +257,10 @@ def everyones_first(tensor):
 if __name__ == "__main__":
     WORLD = int(os.environ["WORLD_SIZE"])
     outcome = {
-        f.__name__: f() for f in (dense_limit, sparse_training, warm_up, resume, plain_to_sparse, round_trips, tried)
-    }
+        f.__name__: f()
+        for f in (
+            dense_limit, sparse_training, warm_up, resume, plain_to_sparse, round_trips, initial_weights, tried,
+        )
+    }  # fmt: skip
     if os.environ["RANK"] == "0":
         print(json.dumps(outcome))

@@ -64,6 +64,15 @@ def test_stop_and_resume_is_the_straight_run(outcome):
     assert outcome["resume"]["resumed_apart"] == 0
 
 
+def test_ranks_that_hold_the_same_weights_are_not_sent_them(outcome):
+    assert outcome["initial_weights"]["sent"] == [False, True]
+    assert outcome["initial_weights"]["apart"] == 0
+
+
+def test_a_checkpoint_gathers_and_averages_nothing_besides(outcome):
+    assert outcome["resume"]["besides_gathering"] == ["barrier"]
+
+
 def test_checkpoint_is_also_one_of_plain_ddp(outcome):
     resume = outcome["resume"]
     assert resume["exported_momentum_apart"] <= 1e-7
