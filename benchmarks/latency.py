@@ -102,7 +102,7 @@ class Method:
         self.optimizer = optimizer or sgd(model)
         kind, _, codec = name.partition(":")
         self.averager: DelayedAverager | None = None
-        self._period = None if name in ("compute", "ddp") else period
+        self._period = None if name == "ddp" else period
         if kind in ("diloco", "diloco-late"):
             self.diloco = TorchftDiLoCo(model, self.optimizer, period, period - 1 if kind == "diloco-late" else 0)
         if kind in ("sparseloco", "sparseloco-late"):
@@ -123,7 +123,7 @@ class Method:
 
     @property
     def period(self) -> int | None:
-        """Steps of a round; None without rounds."""
+        """Steps of a round, or of as many as one has; None for DDP, whose steps may take minutes."""
         return self.averager.period if self.averager else self._period
 
     @property
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--period", type=int, default=8, help="K; of auto, the least")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="that are timed in a turn")
-    parser.add_argument("--ddp-steps", type=int, default=3, help="what is a round to methods without rounds")
+    parser.add_argument("--ddp-steps", type=int, default=3, help="what is a round to DDP")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of the link, for the record")
     parser.add_argument("--out", type=Path, help="a folder for latency.json")
     arguments = parser.parse_args()

@@ -75,7 +75,10 @@ class Rounds(GradientAverager):
             for z in self.anchor.module.parameters():
                 if z.grad is not None and weight != 1:
                     z.grad.mul_(weight)
-            self._average(1.0)
+            if self.error_decay is not None and self.world == 1:
+                self.after_dense_step()  # alone: the update is the mean, and what waits to be sent goes on waiting
+            else:
+                self._average(1.0)
             if self.error_decay is not None and self.state is not None and self.state.unsent is not None:
                 self.state.unsent.mul_(self.error_decay)  # as e <- decay · e + U at the end of the next round
             self.stats.bytes_sent += self.ranks.gather_traffic(REPORT_BYTES)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torchft.coordination import LighthouseServer
 
-from lightning_gradcomp import ElasticAverager
-from tests.averaging.workers import Table
+from lightning_gradcomp import ElasticAverager, GradientDropping
+from tests.averaging.workers import Table, weights
 from tests.processes import Forked
 
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
@@ -87,16 +87,46 @@ def test_what_survivors_have_trained_is_sent_or_remembered(lines):
     assert all(after.values())
 
 
-def test_a_round_with_too_few_ranks_is_not_averaged(caplog):
+@pytest.fixture
+def alone():
+    """Makes an ElasticAverager with these options, the only one of its lighthouse."""
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
-    model = Table()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
-    averager = ElasticAverager(model, optimizer, lighthouse=address, host="127.0.0.1", min_ranks=2)
-    assert not averager.average()
-    assert "round 1 is not averaged, its steps are with those of the next: 1 of 2 ranks" in caplog.text
-    averager.shutdown()
+    made = []
+
+    def make(model, **options):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made.append(ElasticAverager(model, optimizer, lighthouse=address, host="127.0.0.1", **options))
+        return made[0]
+
+    yield make
+    made[0].shutdown()
     server.shutdown()
+
+
+def test_a_round_with_too_few_ranks_is_not_averaged(alone, caplog):
+    assert not alone(Table(), min_ranks=2).average()
+    assert "round 1 is not averaged, its steps are with those of the next: 1 of 2 ranks" in caplog.text
+
+
+def test_a_rank_that_is_left_alone_trains_on_and_keeps_what_waits(alone):
+    model = Table()
+    compressor = GradientDropping(sparsity=0.8, min_elements=64, warmup_epochs=0)
+    averager = alone(model, compressor=compressor, period=2, error_decay=0.95)
+    state = averager.state_dict()
+    sizes = {name: p for name, p in model.named_parameters() if p.numel() >= 64}
+    waiting = {name: torch.full_like(p, 0.5) for name, p in sizes.items()}
+    memory = {**state["rounds"]["memory"], "residual": waiting}
+    averager.load_state_dict({**state, "rounds": {**state["rounds"], "memory": memory}})
+    start = weights(model)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        averager.step()
+    assert averager.rounds == 1
+    torch.testing.assert_close(weights(model), start - 0.2)
+    for left in averager.state_dict()["rounds"]["memory"]["residual"].values():
+        torch.testing.assert_close(left, torch.full_like(left, 0.95 * 0.5))
 
 
 @pytest.mark.parametrize(
