@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -172,8 +173,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         elif name != "compute":
             dense = 8 * (world - 1) / world * sum(p.numel() for p in model.parameters())
             results[name]["bytes_a_step"] = dense / (methods[name].period or 1)
-        if averager:
-            averager.drain()
     return results
 
 
@@ -213,7 +212,8 @@ def main() -> None:
         print(report.table(head, rows(results)))
         report.write(arguments.out, "latency", results, conditions, lambda axes: None)
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # the last rounds are still being exchanged, which may take minutes
 
 
 if __name__ == "__main__":
