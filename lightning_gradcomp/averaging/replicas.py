@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,17 @@ from lightning_gradcomp.averaging.workers import all_gather_single
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def identical(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> bool:
+def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> bool:
     """Whether all ranks hold tensors of the same shapes, types and bits. Sends 32 bytes to every rank. Collective.
 
     It compares SHA-256 digests, which take 0.8 s for a gigabyte on a CPU with instructions for them (AMD EPYC).
     """
-    digest, device = hashlib.sha256(), torch.device("cpu")
+    digest = hashlib.sha256()
     for tensor in tensors:
-        device = tensor.device
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(content.numpy().data)
-    own = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=device)
+    own = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=tensors[0].device)
     everyone = own.new_empty(dist.get_world_size(group) * len(own))
     all_gather_single(everyone, own, group)
     return bool((everyone.view(-1, len(own)) == own).all())

@@ -28,7 +28,7 @@ def broadcast(tensors: list[torch.Tensor], ranks: Ranks) -> None:
 
 def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> None:
     """Let all ranks hold rank 0's `tensors`, in place. Where they do, by a seed say, none are sent. Collective."""
-    if not identical(tensors, ranks.group):
+    if tensors and not identical(tensors, ranks.group):
         broadcast(tensors, ranks)
 
 
