@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -134,17 +135,21 @@ class Sidecars:
         return content["state"]
 
     def remove_old(self, checkpoint: str | Path, keep: str | None) -> None:
-        """On rank 0, remove the folders of `checkpoint` but `keep`."""
-        if not self.possible or (dist.is_initialized() and dist.get_rank() != 0):
+        """Remove the folders of `checkpoint` but `keep`. On a disk every rank does it: nodes may have their own."""
+        fs = get_filesystem(checkpoint)
+        on_disk = isinstance(fs, LocalFileSystem)
+        if not self.possible or (not on_disk and dist.is_initialized() and dist.get_rank() != 0):
             return
         path = str(checkpoint).replace(os.sep, "/")
-        fs = get_filesystem(checkpoint)
         fs.invalidate_cache()
         with suppress(FileNotFoundError):  # a CheckpointIO may write somewhere else
             for found in fs.ls(posixpath.dirname(path) or ".", detail=False):
                 folder = posixpath.basename(found.rstrip("/"))
                 if folder.startswith(f"{posixpath.basename(path)}.ranks-") and folder != keep:
-                    fs.rm(found, recursive=True)
+                    if on_disk:
+                        shutil.rmtree(found, ignore_errors=True)  # another rank may be doing the same
+                    else:
+                        fs.rm(found, recursive=True)
 
 
 def _file(folder: str, rank: int) -> str:

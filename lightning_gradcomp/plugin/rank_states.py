@@ -114,8 +114,12 @@ class RankStates:
         return kept
 
     def after_saving(self, checkpoint: State, path: Any) -> None:
-        """The checkpoint is complete: remove the sidecars of an earlier one of this name."""
-        self.sidecars.remove_old(path, keep=checkpoint.get(KEY, {}).get("sidecars"))
+        """Rank 0 has written the checkpoint: remove the sidecars of an earlier one. Collective where it has any."""
+        keep = checkpoint.get(KEY, {}).get("sidecars")
+        if keep is not None:
+            dist.barrier()  # until the checkpoint is complete, the earlier one is what there is
+        if keep is not None or not dist.is_initialized() or dist.get_rank() == 0:
+            self.sidecars.remove_old(path, keep)
 
     def after_removing(self, path: Any) -> None:
         """The checkpoint was removed: remove its sidecars."""

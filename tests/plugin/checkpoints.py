@@ -153,6 +153,17 @@ def best():
     return {"left": left, "apart": apart(straight, fit(DGC, "sidecar", folder / "last.ckpt")[1])}
 
 
+def own_disks():
+    """Two saves of one name, on a disk of each rank's own; what is left on each."""
+    disk = FOLDER / f"{WORLD}-disk-{dist.get_rank()}"
+    trainer = fit(DGC, "sidecar")[0]
+    for _ in range(2):
+        trainer.save_checkpoint(disk / "last.ckpt")
+    left = [None] * WORLD
+    dist.all_gather_object(left, sorted(os.listdir(disk)))
+    return left
+
+
 def off(memory, expected):
     """How far any rank, and the mean over ranks, is from what was `expected`; None where nothing is there."""
     pairs = [(memory[kind].get(name), part) for kind in memory for name, part in expected.get(kind, {}).items()]
@@ -196,7 +207,7 @@ def spawned():
 
 
 DGC, ONEBIT, FED_BACK = quick(lgc.DGC), quick(lgc.OneBit), quick(lgc.TernGrad, error_feedback=True)
-PARTS = {2: (exact, other_ways, best, from_two_ranks), 3: (exact_on_three, from_two_ranks)}
+PARTS = {2: (exact, other_ways, best, own_disks, from_two_ranks), 3: (exact_on_three, from_two_ranks)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -193,6 +193,12 @@ def test_sidecars_follow_save_top_k_and_links(two):
     assert two["best"]["apart"] == 0
 
 
+def test_sidecars_of_an_earlier_save_are_removed_on_every_disk(two):
+    checkpoint, sidecars = two["own_disks"][0]
+    assert checkpoint == "last.ckpt" and sidecars.startswith("last.ckpt.ranks-")
+    assert two["own_disks"][1] == [sidecars]
+
+
 def test_the_main_process_after_a_spawned_fit(tmp_path):
     done = Forked(SCRIPT, str(tmp_path), timeout=90).end()
     assert done.returncode == 0, done.stdout
