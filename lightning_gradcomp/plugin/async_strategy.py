@@ -230,7 +230,8 @@ class AsyncStrategy(BaseStrategy):
                 checkpoint[KEY] = {}
                 self.rank_states.put_into(checkpoint[KEY], filepath, self.averager, accumulating=False)  # type: ignore[arg-type]
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.rank_states.after_saving(checkpoint.get(KEY, {}), filepath)
+        with self.explained("saving a checkpoint"):
+            self.rank_states.after_saving(checkpoint.get(KEY, {}), filepath)
 
     def teardown(self) -> None:
         if self.averager is not None:

@@ -143,7 +143,7 @@ class Sidecars:
         path = str(checkpoint).replace(os.sep, "/")
         fs.invalidate_cache()
         with suppress(FileNotFoundError):  # a CheckpointIO may write somewhere else
-            for found in fs.ls(posixpath.dirname(path) or ".", detail=False):
+            for found in map(str, fs.ls(posixpath.dirname(path) or ".", detail=False)):
                 folder = posixpath.basename(found.rstrip("/"))
                 if folder.startswith(f"{posixpath.basename(path)}.ranks-") and folder != keep:
                     if on_disk:

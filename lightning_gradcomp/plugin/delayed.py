@@ -225,7 +225,8 @@ class DelayedStrategy(BaseStrategy):
                     self.rank_states.put_into(checkpoint[KEY], filepath, self.averager.rounds, accumulating=False)
                     checkpoint[KEY]["rounds"]["memory"] = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.rank_states.after_saving(checkpoint.get(KEY, {}), filepath)
+        with self.explained("saving a checkpoint"):
+            self.rank_states.after_saving(checkpoint.get(KEY, {}), filepath)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Also of a checkpoint that another strategy has written, or a world of another size."""

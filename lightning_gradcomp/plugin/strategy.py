@@ -278,7 +278,8 @@ class CompressedDDPStrategy(BaseStrategy):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 export_optimizer_state(kept, optimizer, state)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.rank_states.after_saving(checkpoint, filepath)
+        with self.explained("saving a checkpoint"):
+            self.rank_states.after_saving(checkpoint, filepath)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
