@@ -66,8 +66,8 @@ class DelayedAverager:
         stale_only: apply averages only, not local steps. Weights are then the same on all ranks at every step, all
             gradients of a round are taken at the same weights, and every update is applied late.
         pending_share: share of a rank's own update that its weights have from the end of the round until the average
-            arrives, 0 to 1. 1 is the paper's rule. Default: 1/N with Adam and AdamW, whose steps are mostly a rank's
-            own noise, of which the average has an N-th; else 1.
+            arrives, 0 to 1. 1 is the paper's rule. Default: half with Adam and AdamW, whose steps are mostly a rank's
+            own noise, of which little will be in the average; else 1, as with one rank.
         participation: share of the ranks that take part in a round, drawn anew for each (federated averaging's C). The
             others rest: they make no steps, and get the average.
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank: a drain
@@ -218,7 +218,8 @@ class DelayedAverager:
         """Share of a rank's own update that its weights have while its average is under way."""
         if self._pending_share is not None:
             return self._pending_share
-        return 1 / self.ranks.world if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) else 1.0
+        adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+        return 0.5 if adam and self.ranks.world > 1 else 1.0
 
     @property
     def resting(self) -> bool:

@@ -50,8 +50,8 @@ class DelayedStrategy(BaseStrategy):
             the clock: give a number where runs must repeat to the bit.
         outer: steps on the rounds' mean updates in place of adding them (DiLoCo).
         stale_only: apply only averages, so that weights are the same on all ranks at every step, and everything late.
-        pending_share: share of a rank's own update that its weights have until its average arrives; None: 1/N with Adam
-            and AdamW, else 1.
+        pending_share: share of a rank's own update that its weights have until its average arrives; None: half with
+            Adam and AdamW, else 1.
         participation: share of the ranks that take part in a round, drawn anew for each; the others compute in vain.
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank; None:
             every drain adds it to the weights, uncompressed.

@@ -46,7 +46,7 @@ def classifier(name: str, model: nn.Module, device: torch.device, *, batch: int,
     model.to(device).train()
     images = torch.randn(batch, 3, size, size, device=device)
     labels = torch.randint(classes, (batch,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     words = f"{name} ({classes} classes, {size}x{size})"
     return Workload(words, model, lambda: nn.functional.cross_entropy(model(images), labels), optimizer, batch)
 
