@@ -200,9 +200,17 @@ def test_a_cosine_may_end_above_zero():
     assert [rates(options, 8)[step] for step in (0, 4, 8)] == pytest.approx([0.4, 0.25, 0.1])
 
 
-@pytest.mark.parametrize(("precision", "fused"), [("32-true", True), ("bf16-mixed", True), ("16-mixed", False)])
-def test_optimizers_are_fused_where_gradients_can_still_be_clipped(tmp_path, precision, fused):
-    parts = build(run_of("optimizer=adamw", "trainer.devices=1", "trainer.accelerator=cpu"), tmp_path)
+@pytest.mark.parametrize(
+    ("precision", "words", "fused"),
+    [
+        ("32-true", (), True),
+        ("bf16-mixed", (), True),
+        ("16-mixed", (), False),
+        ("32-true", ("optimizer.fused=false",), False),
+    ],
+)
+def test_optimizers_are_fused_where_gradients_can_still_be_clipped(tmp_path, precision, words, fused):
+    parts = build(run_of("optimizer=adamw", "trainer.devices=1", "trainer.accelerator=cpu", *words), tmp_path)
     parts.data.trainer, parts.trainer.datamodule = parts.trainer, parts.data
     parts.data.setup("fit")
     parts.trainer.strategy.precision_plugin = SimpleNamespace(precision=precision)

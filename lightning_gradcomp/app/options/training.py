@@ -61,12 +61,16 @@ class Optimizer:
         warmup_epochs: the same in epochs, which may be broken.
         end: what the cosine ends at, as a share of the peak.
         decay_all: false: no weight decay for biases, norm weights and Swin's position biases.
+        fused: torch's kernel that reads and writes each weight once a step; not used with a loss scaler ("16-mixed"),
+            with which Lightning could not clip. False for SGD where a parameter may get its first gradient later than
+            others: torch's fails there.
     """
 
     lr: float | None
     lr_per_256: float | None = None
     weight_decay: float
     decay_all: bool
+    fused: bool = True
     end: float = 0.0
     warmup_steps: int | None
     warmup_epochs: float | None = None
