@@ -83,7 +83,8 @@ class Switched:
     def __init__(
         self, model: torch.nn.Module, averager: lgc.GradientAverager, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._ddp, self.averager, self._optimizer = DistributedDataParallel(model), averager, optimizer
+        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.averager, self._optimizer = averager, optimizer
         spare_buffers(self._ddp, averager.compressor)
         self._hook = DDPHook(self._ddp)
 
