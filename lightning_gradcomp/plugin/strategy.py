@@ -66,7 +66,7 @@ class CompressedDDPStrategy(BaseStrategy):
             more to do alone than that, such as preparing data.
         verify_replicas_every_n_steps: compare a checksum of every parameter over the ranks, every so many steps.
         ddp_options: everything that `DDPStrategy` takes, except the options that say how gradients are averaged.
-            `gradient_as_bucket_view` is True unless given: a hook costs DDP a pass over its buckets, and this saves one.
+            `gradient_as_bucket_view` is True unless given: a hook costs DDP a pass over its buckets, this saves one.
 
     Raises:
         ValueError: an option, a Trainer feature or an optimizer that can't be honoured, before training starts.
