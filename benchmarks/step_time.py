@@ -26,6 +26,7 @@ from benchmarks.methods import OPTIMIZERS, Switched, network, stepper
 from benchmarks.step_times import StepTime, record
 from lightning_gradcomp.averaging import Stats
 
+METHODS = "compute,ddp,fp16_hook,powersgd_hook,dgc,dgc@all_gather,gradient_dropping,powersgd,onebit,twobit,terngrad"
 PHASES = ("compress", "exchange", "decompress")
 
 
@@ -126,7 +127,7 @@ def draw(results: dict[str, dict[str, float]]) -> Callable[[Axes], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="compute,ddp,fp16_hook,powersgd_hook,dgc,powersgd,onebit,twobit,terngrad")
+    parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--model", default="torchvision.resnet18", help="or a name of the recipes', as resnet18")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
