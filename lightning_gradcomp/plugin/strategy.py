@@ -84,7 +84,8 @@ class CompressedDDPStrategy(BaseStrategy):
         **ddp_options: Any,
     ) -> None:
         check_options(checkpoint_state, verify_replicas_every_n_steps, ddp_options)
-        super().__init__(timeout=timeout, **{"gradient_as_bucket_view": True, **ddp_options})
+        ddp_options.setdefault("gradient_as_bucket_view", True)
+        super().__init__(timeout=timeout, **ddp_options)
         self.checkpoint_state = checkpoint_state
         self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
         self.compressor: Compressor = build(compressor)
