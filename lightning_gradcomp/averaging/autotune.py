@@ -102,15 +102,17 @@ class Autotune:
             Whether it was the one that decides.
         """
         waiting = not self._times and did == DENSE and self.choice in (None, DENSE)
-        times = self._dense if waiting else self._times.get(did)
-        if times is None or len(times) == UNCOUNTED + COUNTED:
+        if not waiting and not self._times:
             self._ended = None
             return False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        now = self._clock()
-        times.append(None if self._ended is None else now - self._ended)
+        now, began = self._clock(), self._ended
         self._ended = now
+        times = self._dense if waiting else self._times.get(did)
+        if times is None or len(times) == UNCOUNTED + COUNTED:  # another optimizer's, with nothing to compress
+            return False
+        times.append(None if began is None else now - began)
         if waiting or any(len(times) < UNCOUNTED + COUNTED for times in self._times.values()):
             return False
         return self._decide(density)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_gradcomp.averaging.step import CompressedStep, average_dense
 from lightning_gradcomp.averaging.topology import not_sharded_because, resolve
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import workers
+from lightning_gradcomp.compressors.adam_step import some_gradient
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.compressors.state import State
@@ -330,21 +331,19 @@ class GradientAverager:
             what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
             warnings.warn(f"{what} topology='all_gather' compresses all the same.", stacklevel=2)
 
-    def taken_over(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """For the length of `optimizer.step()`: no momentum or weight decay where the average already holds them."""
-        state = self.state
-        if not self._holds_momentum or state is None:
-            return nullcontext()
-        return self._stepping_shards(state, optimizer) if self.shards else state.stepping(optimizer)
-
     @contextmanager
-    def _stepping_shards(self, state: State, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        assert self.shards is not None
-        if self.shards.optimizer is None:
-            yield
-            return
-        self.shards.enter()
-        with state.stepping(self.shards.optimizer), self.shards.stepping(optimizer):
+    def taken_over(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """For the length of `optimizer.step()`: no momentum or weight decay where the average already holds them."""
+        with ExitStack() as stack:
+            if self._holds_momentum and self.state is not None:
+                if not self.shards:
+                    stack.enter_context(self.state.stepping(optimizer))
+                elif self.shards.optimizer is not None:
+                    self.shards.enter()
+                    stack.enter_context(self.state.stepping(self.shards.optimizer))
+                    stack.enter_context(self.shards.stepping(optimizer))
+                if self.state.makes_step:
+                    stack.enter_context(some_gradient(optimizer, self.gradients.device))
             yield
 
     def _traffic(self, compressor: Lossy, topology: str) -> int:

@@ -60,7 +60,7 @@ class Gradients:
         shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in self._every}
         names = compressor.choose(shapes)
         if shards:
-            check_shards(compressor, names, shards.shapes_on(shards.number - 1))
+            check_shards(compressor, names & shards.trainable, shards.shapes_on(shards.number - 1))
         self.chosen = {name: shape for name, shape in shapes.items() if name in names}
         """Shape of every parameter that is compressed when it trains."""
         self.left_dense = {name: shape for name, shape in shapes.items() if name not in names}

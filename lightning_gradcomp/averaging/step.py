@@ -257,7 +257,7 @@ class CompressedStep:
         for kind, mean in zip(own, means, strict=True):
             for (_, parameter), view in zip(named, gradients.layout.views(mean), strict=True):
                 if parameter in kept:
-                    kept[parameter][kind] = view.clone()
+                    kept[parameter][kind] = torch.empty_like(parameter, dtype=view.dtype).copy_(view)
         return kept
 
 

@@ -92,8 +92,8 @@ class WorkerState:
             state.move(self._gradients.device)
         if self.shared_by != self._ranks.per_worker:
             for state in (self.compressed, self.dense):
-                if state.buffers:
-                    self._ranks.average_inside([getattr(state, name) for name in state.buffers], [])
+                if remembered := state.remembered:
+                    self._ranks.average_inside(remembered, [])
             self.shared_by = self._ranks.per_worker
 
     def offload(self) -> None:

@@ -221,9 +221,10 @@ def scatter(group: dist.ProcessGroup | None, messages: list[torch.Tensor], rank:
 
 
 def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
-    """Those of a group, by their rank in it. Called by them alone, in one order."""
+    """Those of a group, by their rank in it, with its timeout. Called by them alone, in one order."""
     everyone = dist.get_process_group_ranks(group)
-    made = dist.new_group([everyone[member] for member in members], use_local_synchronization=True)
+    timeout = group._get_backend(group._device_types[0]).options._timeout
+    made = dist.new_group([everyone[member] for member in members], timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

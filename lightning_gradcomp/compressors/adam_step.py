@@ -19,7 +19,8 @@ by the same norms).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +47,7 @@ class AdamRule:
     eps: float
     weight_decay: float
     decoupled: bool
+    fused: bool
 
     @property
     def shrink(self) -> float:
@@ -94,11 +96,33 @@ def takes_optimizer(optimizer: Any) -> bool:
     )
 
 
+@contextmanager
+def some_gradient(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
+    """While this is entered, `optimizer` has a gradient of something, if only a zero of no parameter.
+
+    Where all tensors are compressed (of LoRA, say), `AdamStep.apply` leaves none, and torch's `GradScaler` ends with an
+    AssertionError.
+    """
+    groups = optimizer.param_groups
+    if any(parameter.grad is not None for group in groups for parameter in group["params"]):
+        yield
+        return
+    zero = torch.zeros(1, device=device)
+    zero.grad = torch.zeros_like(zero)
+    optimizer.param_groups = [*groups, {**groups[0], "params": [zero]}]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        optimizer.state.pop(zero, None)
+
+
 class AdamStep(State):
     """Adam's moments of the local gradient, and the sum of its steps that were not sent yet.
 
-    The optimizer's state holds the moments under torch's names all the time, as views of the buffers here. The averaged
-    step is made by `apply`, not by the optimizer, for which these parameters have no gradient then.
+    The optimizer's state holds the moments under torch's names all the time: as views of the buffers here, or, for
+    weights that are not contiguous fp32, as copies with their type and strides. The averaged step is made by `apply`,
+    not by the optimizer, for which these parameters have no gradient then.
     """
 
     owns_momentum = makes_step = True
@@ -117,7 +141,7 @@ class AdamStep(State):
         """Squared norms of this rank's gradient and of the mean, of uncompressed tensors: sums over steps, fading."""
         self._t = dict.fromkeys(layout.names, 0)
         self._shown: dict[str, torch.Tensor] = {}
-        """Parameter name -> the view of m that the optimizer's state holds."""
+        """Parameter name -> m as the optimizer's state holds it."""
         self._loaded: set[str] = set()
         """Parameters whose moments were loaded here, which the optimizer's state does not hold yet."""
 
@@ -152,6 +176,7 @@ class AdamStep(State):
                 group["eps"],
                 group["weight_decay"],
                 group.get("decoupled_weight_decay", decoupled),
+                bool(group.get("fused")),
             )
             for group in (self._optimizer.param_groups if self._optimizer else [])
             for parameter in group["params"]
@@ -168,9 +193,14 @@ class AdamStep(State):
         """√ρ for all."""
         return [self.local_scale] * len(self._parameters)
 
+    @property
+    def remembered(self) -> list[torch.Tensor]:
+        return [*super().remembered, self._squares]
+
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         beta2 = next((rule.betas[1] for rule in self._rules() if rule), 0.0)
-        self._squares = beta2 * self._squares + torch.stack([own, mean])
+        squares = beta2 * self._squares + torch.stack([own, mean])
+        self._squares = torch.where(squares.isfinite().all(), squares, self._squares)  # squares of 2e19 are not
 
     def _take_over_moments(self) -> None:
         """Copy the moments of dense steps, or those that the optimizer has loaded."""
@@ -180,11 +210,9 @@ class AdamStep(State):
             held = self._optimizer.state.get(parameter, {})
             if "exp_avg" not in held or name in self._loaded:
                 continue
-            shown = self._shown.get(name)
-            if held["exp_avg"] is not shown:
+            if held["exp_avg"] is not self._shown.get(name) or name not in self.started:  # dense steps in between
                 for kind, moment in zip(MOMENTS, moments, strict=True):
                     moment.copy_(held[kind])
-            if held["exp_avg"] is not shown or name not in self.started:  # dense steps may have come in between
                 self._t[name] = int(held["step"])
 
     def _show_moments(self, names: Set[str]) -> None:
@@ -194,10 +222,11 @@ class AdamStep(State):
         rules = self._rules()
         for name, parameter, rule, moments in zip(self.layout.names, self._parameters, rules, views, strict=True):
             if name in names and rule is not None:
-                if parameter.dtype != torch.float32:  # the optimizer's own steps need its type
-                    moments = tuple(moment.to(parameter.dtype) for moment in moments)
+                if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+                    moments = tuple(torch.empty_like(parameter).copy_(moment) for moment in moments)
                 held = self._optimizer.state[parameter]
-                step = held.get("step", torch.tensor(0.0)).fill_(self._t[name])
+                place = parameter.device if rule.fused else "cpu"  # as torch's own
+                step = held.get("step", torch.tensor(0.0, device=place)).fill_(self._t[name])
                 held.update(step=step, **dict(zip(MOMENTS, moments, strict=True)))
                 self._shown[name] = moments[0]
         self._loaded = self._loaded - names
@@ -254,6 +283,7 @@ class AdamStep(State):
 
     def clear(self) -> None:
         self.unsent_step.zero_()
+        self._squares.zero_()
         self.started = set()
 
     @property

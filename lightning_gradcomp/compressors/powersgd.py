@@ -38,9 +38,10 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
     return torch.linalg.qr(p / torch.where(scale > 0, scale, 1))[0]
 
 
-def query(name: str, rows: int, rank: int, device: torch.device) -> torch.Tensor:
-    """The first Q [rows, rank] of a parameter: normal numbers from its name, so the same on every rank."""
-    generator = torch.Generator().manual_seed(crc32(name.encode()))
+def query(name: str, rows: int, rank: int, device: torch.device, step: int = 0) -> torch.Tensor:
+    """A Q [rows, rank] to begin with: normal numbers from the parameter's name and the step, the same on every rank."""
+    seed = f"{name} {step}" if step else name  # of a CPU's generator 32 bits count
+    generator = torch.Generator().manual_seed(crc32(seed.encode()))
     return torch.randn(rows, rank, generator=generator).to(device)
 
 
@@ -84,7 +85,7 @@ class PowerSGD(Lossy):
     Args:
         rank: r, columns of the factors; more is closer to the gradient. The paper uses 1, 2 and 4, over 300 epochs; on
             short runs 2 stays behind (docs/methods/powersgd.md).
-        warm_start: begin each step's power iteration where the last one ended.
+        warm_start: begin each step's power iteration where the last one ended, else with a random Q.
         min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
         warmup_epochs: dense epochs before the compression begins. The paper has none, but raises the learning rate over
             five epochs; torch's hook waits for 1,000 steps.
@@ -169,5 +170,8 @@ class PowerSGD(Lossy):
             if self.warm_start:
                 # Only the span matters. At the gradient's scale M Q would have its square, and under- or overflow.
                 state.next_queries = [q / torch.where(m > 0, m, 1) for q, m in zip(qs, largest, strict=True)]
+            else:  # with one Q for ever, what lies outside of its span would never be sent
+                named = zip(layout.names, qs, strict=True)
+                state.next_queries = [query(n, len(q), r, flat.device, collectives.step + 1) for n, q in named]
         mean = Chunked(layout.bounds, lambda i: (ps[i] @ qs[i].T).view(-1), finite)
         return mean, Chunked(layout.bounds, lambda i: (ps[i] @ local[i].T).view(-1))

@@ -202,7 +202,7 @@ class SGDVelocity(State):
         views = self.layout.views(optimizer_state["momentum_buffer"])
         for name, parameter, rule, u in zip(self.layout.names, self._parameters, self._rules(), views, strict=True):
             if rule.momentum and name in moved:
-                self._optimizer.state[parameter]["momentum_buffer"] = u.to(parameter.dtype, copy=True)
+                self._optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(u)
 
     def assigned(self, mean: Decoded) -> None:
         self._sparse = {}

@@ -106,6 +106,11 @@ class State:
         """Forget everything, after all of it was sent."""
 
     @property
+    def remembered(self) -> list[torch.Tensor]:
+        """All that a worker remembers for itself, to be averaged in place where several ranks become one worker."""
+        return [getattr(self, name) for name in self.buffers]
+
+    @property
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """The state of the attached optimizer that is held here: torch's name for it -> flat fp32 [n]."""
         return {}

@@ -251,7 +251,10 @@ def sent_bytes():
 def refused():
     half = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(half[0], mesh=MESH["shard"])
+    small_head = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 1, bias=False))
+    small_head[0].requires_grad_(False)
     cases = {
+        "frozen": lambda: averager_of(sharded(small_head), dgc()),
         "powersgd": lambda: averager_of(
             sharded(), PowerSGD(min_elements=40, warmup_epochs=0, min_compression=1, rank=8)
         ),

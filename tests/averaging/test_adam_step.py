@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging import GradientAverager, mean_state
+from lightning_gradcomp.compressors.adam_step import AdamStep
+from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.state import Residual
 from tests.averaging.laws import REGISTERED
 from tests.averaging.workers import (
@@ -17,12 +19,14 @@ from tests.averaging.workers import (
     bowl_loss,
     conv_net,
     dgc,
+    filled,
     image_loss,
     prescribed_loss,
     same,
     train_ddp,
     weights,
 )
+from tests.compressors.one_worker import normal
 from tests.reference import adam_step as reference
 from tests.threads import run_ranks
 
@@ -352,6 +356,58 @@ def test_a_loss_scale_never_enters_what_is_remembered():
 
     plain, scaled = (run_ranks(2, partial(work, scale=scale))[0] for scale in (1.0, 65536.0))
     torch.testing.assert_close(scaled, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_a_grad_scaler_steps_where_every_tensor_is_compressed():
+    """As with LoRA: there is no gradient left for it to look at."""
+
+    def work(rank, group, enabled):
+        model = nn.Sequential(nn.Linear(12, 25, bias=False), nn.Linear(25, 12, bias=False))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=enabled)
+        made, averager = averager_of(filled(model), group, dgc())
+        for step in range(4):
+            made.zero_grad()
+            scaler.scale(model(normal(12, seed=step + 10 * rank)).square().sum()).backward()
+            averager.average(grad_scale=scaler.get_scale())
+            with averager.taken_over(made):
+                scaler.unscale_(made)
+                scaler.step(made)
+            scaler.update()
+        assert [len(group["params"]) for group in made.param_groups] == [2] and len(made.state) == 2
+        return weights(model), scaler.get_scale()
+
+    (scaled, scale), (plain, _) = (run_ranks(2, partial(work, enabled=enabled))[0] for enabled in (True, False))
+    assert scale == 2048.0
+    torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_of_dense_steps_between_compressed_ones_are_taken_over_in_bf16_too():
+    def moment(rank, group, dtype):
+        model = Table().to(dtype)
+        made, averager = averager_of(model, group, dgc(), schedule=lambda epoch, step: 0.0 if 2 <= step < 40 else 0.9)
+        for step in range(41):
+            made.zero_grad()
+            ((1 if step < 2 else -1) * sum(parameter.sum() for parameter in model.parameters())).backward()
+            averager.step()
+        return averager.state.state_dict()["exp_avg"]["kernel"].mean()
+
+    for dtype in (torch.float32, torch.bfloat16):
+        assert all(-1.01 < float(mean) < -0.98 for mean in run_ranks(2, partial(moment, dtype=dtype)))
+
+
+def test_a_huge_gradient_and_dense_steps_leave_the_ratio_of_norms_as_a_resumed_run_has_it():
+    layout = Layout(("w",), ((4, 8),))
+    states = [AdamStep(layout, torch.device("cpu")) for _ in range(2)]
+    for state in states:
+        parameter = nn.Parameter(torch.zeros(4, 8))
+        state.attach(torch.optim.AdamW([parameter]), [parameter])
+    [state, resumed] = states
+    state.observe(torch.tensor(4.0), torch.tensor(1.0))
+    state.observe(torch.tensor(torch.inf), torch.tensor(1.0))  # squares of what is finite
+    assert state.local_scale == 0.5
+    state.clear()
+    resumed.load_state_dict(state.state_dict())
+    assert resumed.local_scale == state.local_scale == 1
 
 
 def test_amsgrad_and_unknown_optimizers_keep_gradient_feedback():

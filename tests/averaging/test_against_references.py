@@ -18,6 +18,7 @@ import torch
 
 from lightning_gradcomp.compressors import GradientDropping, OneBit, PowerSGD, TernGrad, TwoBit
 from lightning_gradcomp.compressors.kernels.rng import Uniform
+from lightning_gradcomp.compressors.powersgd import query
 from tests.averaging.workers import Table, averaged, bowl_gradient, bowl_loss, train
 from tests.reference.gradient_dropping import PaperGradientDropping
 from tests.reference.onebit import PaperOneBit
@@ -66,7 +67,15 @@ def terngrad(**options):
 
 
 def powersgd(rank, **options):
-    return PowerSGD(rank=rank, **options), PaperPowerSGD, {"queries": queries(rank), **options}
+    return PowerSGD(rank=rank, **options), PaperPowerSGD, {"queries": queries(rank)}
+
+
+def cold_powersgd(rank):
+    def cold(name, step):
+        return query(name, len(first[name]), rank, torch.device("cpu"), step).numpy().astype(np.float64)
+
+    first = queries(rank)
+    return PowerSGD(rank=rank, warm_start=False), PaperPowerSGD, {"queries": first, "cold": cold}
 
 
 CASES = {
@@ -81,8 +90,8 @@ CASES = {
     "terngrad, error feedback": lambda: terngrad(error_feedback=True),
     "gradient dropping, global": lambda: dropping("global"),
     "gradient dropping, tensor": lambda: dropping("tensor"),
-    "powersgd, rank 1, cold": lambda: powersgd(1, warm_start=False),
-    "powersgd, rank 2, cold": lambda: powersgd(2, warm_start=False),
+    "powersgd, rank 1, cold": lambda: cold_powersgd(1),
+    "powersgd, rank 2, cold": lambda: cold_powersgd(2),
 }
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging import mean_state
+from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, SHARDED
-from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.averaging.workers import Table, all_equal, averaged, backward, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks, subgroups
 
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS and "," not in label}
@@ -183,6 +183,24 @@ def test_ranks_that_remembered_by_themselves_become_a_node(make):
     assert not same(states[0]["memory"], states[1]["memory"])
     for node in (0, NODE):
         assert same(then[node][2]["memory"], then[node + 1][2]["memory"])
+
+
+def test_with_adamw_too_what_each_rank_measured_becomes_the_nodes():
+    def work(rank, group, steps, per_node, saved=None):
+        model, inside = Table(), "dense" if per_node > 1 else "compressed"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options = {"optimizer": optimizer, "process_group": group, "inside": inside, "ranks_per_node": per_node}
+        averager = GradientAverager(model, dgc(), **options)
+        parts = model, optimizer, averager
+        for part, state in zip(parts, saved[rank] if saved else (), strict=False):
+            part.load_state_dict(state)
+        train(*parts, rank, steps, prescribed_loss)
+        return deepcopy([part.state_dict() for part in parts])
+
+    states = run_ranks(4, lambda rank, group: work(rank, group, range(6), 1))
+    [model, _, one], *others = run_ranks(4, lambda rank, group: work(rank, group, range(6, 11), NODE, states))
+    assert all(same({"": model}, {"": other}) for other, _, _ in others)
+    assert same({"": one["memory"]["squares"]}, {"": others[0][2]["memory"]["squares"]})
 
 
 def test_a_state_saved_before_sharing_is_each_ranks_own():

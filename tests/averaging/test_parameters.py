@@ -1,9 +1,12 @@
 """Parameters of every kind: frozen, tied, oddly laid out, of low precision, and none to compress."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_gradcomp import GradientAverager
 from tests.averaging.workers import (
     Table,
     all_equal,
@@ -99,6 +102,29 @@ def test_tied_weights_are_one_parameter():
 
     assert float((ours(0.0)[0] - run_ranks(2, ddp)[0]).abs().max()) <= 1e-6
     assert all_equal(ours(0.9))
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.AdamW, lr=0.01)])
+def test_fused_dense_steps_of_channels_last_weights_get_the_momentum_in_their_strides(kind):
+    """torch's fused kernels take weights and moments as they are in memory. Dense, compressed and dense again; after
+    compressed steps a checkpoint has such moments too."""
+
+    def run(memory_format, fused):
+        def work(rank, group):
+            model = Table()
+            model.kernel.data = model.kernel.data.to(memory_format=memory_format)
+            optimizer = kind(model.parameters(), fused=fused)
+            averager = GradientAverager(model, dgc(values="fp32"), optimizer=optimizer, process_group=group)
+            averager.schedule = lambda epoch, step: 0.9 if 2 <= step < 5 or step >= 8 else 0.0
+            train(model, optimizer, averager, rank, 10, prescribed_loss)
+            [held] = [moments for p, moments in averager.optimizer_state().items() if p is model.kernel]
+            assert {moment.stride() for moment in held.values()} == {model.kernel.stride()}
+            return weights(model)
+
+        return run_ranks(2, work)[0]
+
+    expected = run(torch.contiguous_format, fused=False)
+    torch.testing.assert_close(run(torch.channels_last, fused=True), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_channels_last_weights_keep_bits_and_layout():

@@ -58,6 +58,7 @@ def test_a_rank_sends_what_the_formula_says_of_its_shards(outcome):
 
 
 REFUSED = {
+    "frozen": "a rank whose shards are all empty",
     "powersgd": "a shard of 'matrix' with 6",
     "topology": "got 'two_phase', allowed: 'all_gather'",
     "inside": "got 'dense', allowed: 'compressed'",

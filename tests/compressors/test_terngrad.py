@@ -1,5 +1,7 @@
 """TernGrad: unbiased, ternary, with one scaler for all ranks, five digits a byte."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -52,6 +54,19 @@ def test_the_mean_of_10_000_draws_is_the_gradient():
     assert bool((t[:, 0] == 0).all())
     assert bool((t[:, 7] == 1).all())
     assert bool((t[:, 8] == -1).all())
+
+
+def test_the_largest_draw_of_a_gpu_makes_no_fourth_digit():
+    class OfGPU(Uniform):
+        """Its rounding and limit on the CPU, with the largest number that `torch.rand` makes."""
+
+        def __init__(self):
+            super().__init__(CPU, 0)
+            self._generator = True
+
+    s = torch.rand(20_000, generator=seeded(0)) + 0.1
+    with mock.patch.object(torch, "rand", lambda n, **_: torch.full((n,), 1 - 2**-24)):
+        assert {int(ternarise(each.view(1), each, OfGPU())) for each in s} == {2}
 
 
 def test_the_mean_of_many_steps_is_the_gradient():

@@ -6,14 +6,19 @@ from tests.reference.workers import Workers
 
 
 class PaperPowerSGD(Workers):
-    """`queries` is name -> the first Q. The basis comes from Gram-Schmidt, as in the paper, and all is done in fp64."""
+    """`queries` is name -> the first Q; `cold` is, for no warm start, (name, step) -> Q.
 
-    def __init__(self, *args, queries, warm_start=True, **options):
+    The basis comes from Gram-Schmidt, as in the paper, and all is done in fp64.
+    """
+
+    def __init__(self, *args, queries, cold=None, **options):
         super().__init__(*args, **options)
-        self.queries, self.warm_start = {name: np.array(q, dtype=np.float64) for name, q in queries.items()}, warm_start
+        self.queries, self.cold = {name: np.array(q, dtype=np.float64) for name, q in queries.items()}, cold
+        self.steps = 0
 
     def averages(self, gradients):
         averages = {}
+        self.steps += 1
         for name in self.compressed:
             shape = self.weights[name].shape
             compensated = [
@@ -25,8 +30,7 @@ class PaperPowerSGD(Workers):
             q = sum(own) / self.workers
             for residual, m, q_own in zip(self.residual, matrices, own, strict=True):
                 residual[name] = (m - p @ q_own.T).reshape(shape).astype(np.float32)
-            if self.warm_start:
-                self.queries[name] = q
+            self.queries[name] = self.cold(name, self.steps) if self.cold else q
             averages[name] = (p @ q.T).reshape(shape).astype(np.float32)
         return averages
 
