@@ -120,6 +120,8 @@ class GradientAverager:
         self._check_epochs_are_counted()
         self.stats = Stats()
         """What the last step cost."""
+        self.spent = Stats()
+        """What all steps have cost."""
         self.flag = self.flagged = False
         """What this rank tells the others along with its gradients, and whether any rank did in the last `average`."""
         self.measures_residual = False
@@ -326,6 +328,7 @@ class GradientAverager:
     def _end_step(self) -> None:
         decision = self.decision
         self.steps += 1
+        self.spent.add(self.stats)
         decided = self.autotune and self.autotune.step_ended(decision.topology, 1 - decision.sparsity)
         if self.autotune and decided and self.autotune.choice == DENSE and self.ranks.rank == 0:
             what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."

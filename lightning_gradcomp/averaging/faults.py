@@ -19,6 +19,7 @@ import re
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -57,7 +58,10 @@ atexit.register(_exit)  # handlers run in the reverse order: those of loggers, w
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether `error` is torch.distributed's about a rank that can't be reached."""
-    return isinstance(error, RuntimeError) and bool(LOST.search(str(error))) and dist.is_initialized()
+    if not isinstance(error, RuntimeError) or not LOST.search(str(error)) or not dist.is_initialized():
+        return False
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return not any(module.startswith("torch.utils.data") for module in modules)  # "DataLoader timed out"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from lightning_gradcomp.compressors.state import State
 
 @dataclass
 class Stats:
-    """One step of one rank.
+    """One step of one rank, or several.
 
     Args:
         bytes_sent: bytes of gradients that left this rank (traffic: the topology's factor of N is in it); with
@@ -41,6 +41,26 @@ class Stats:
     def ratio(self) -> float:
         """Dense traffic over this step's traffic; 1 where nothing is exchanged."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    def add(self, step: Stats) -> None:
+        """Let this be the costs of one step more; sparsity and norms are those of the latest."""
+        self.bytes_sent += step.bytes_sent
+        self.bytes_received += step.bytes_received
+        self.dense_bytes += step.dense_bytes
+        self.norm_seconds += step.norm_seconds
+        self.seconds = {phase: seconds + step.seconds[phase] for phase, seconds in self.seconds.items()}
+        self.sparsity, self.residual_to_gradient = step.sparsity, step.residual_to_gradient
+
+    def since(self, earlier: Stats) -> Stats:
+        """The difference to `earlier`, of costs that were added up."""
+        return replace(
+            self,
+            bytes_sent=self.bytes_sent - earlier.bytes_sent,
+            bytes_received=self.bytes_received - earlier.bytes_received,
+            dense_bytes=self.dense_bytes - earlier.dense_bytes,
+            norm_seconds=self.norm_seconds - earlier.norm_seconds,
+            seconds={phase: seconds - earlier.seconds[phase] for phase, seconds in self.seconds.items()},
+        )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

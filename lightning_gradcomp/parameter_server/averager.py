@@ -100,7 +100,7 @@ class AsyncAverager(Worker):
         """The workers that save checkpoints together; a strategy knows them."""
         self.shards = None
         """Models that FSDP2 has sharded are not taken."""
-        self.stats = AsyncStats()
+        self.stats, self.spent = AsyncStats(), Stats()
         """Of the last step."""
         self.staleness: Counter[int] = Counter()
         """Staleness -> how many steps so far had it."""
@@ -154,6 +154,7 @@ class AsyncAverager(Worker):
             self.commit(accepted)
             stats.dropped = accepted.count(False)
         self.stats, self.steps = stats, self.steps + 1
+        self.spent.add(stats)
         self.staleness[stats.staleness] += 1
 
     # Weights

@@ -114,9 +114,11 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
 
     @property
     def _interrupted(self) -> bool:
-        """Whether this rank can't count on the others: an interruption may have hit it alone."""
+        """Whether this rank can't count on the others: an interruption, but no SIGTERM, may have hit it alone."""
         module = self.lightning_module
-        return module is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
+        return module is None or (
+            module.trainer.state.status == TrainerStatus.INTERRUPTED and not module.trainer.received_sigterm
+        )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """As DDP's, with the files beside it."""

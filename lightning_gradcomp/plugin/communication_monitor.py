@@ -17,7 +17,7 @@ from lightning_gradcomp.averaging.stats import Totals
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.stats import DelayedStats
-from lightning_gradcomp.parameter_server.averager import AsyncAverager, AsyncStats
+from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
@@ -79,7 +79,16 @@ class CommunicationMonitor(Callback):
         self._begun = self._ended = 0.0
         self._summary: dict[str, Any] = {}
         self._saved = Totals()
-        self._spent: Totals | DelayedStats = Totals()
+        self._blank()
+
+    def _blank(self) -> None:
+        """Nothing was seen yet of a fit."""
+        self._spent: Stats | DelayedStats = Stats()
+        self._counted: Any = None
+        """What was spent when a batch ended last, of the same type."""
+        self._steps = self._bytes_sent = self._dense_bytes = self._last_bytes_sent = self._steps_seen = 0
+        self._times = {phase: deque[float](maxlen=RECENT_STEPS) for phase in PHASES}
+        self._elapsed = 0.0
 
     def check_strategy(self, strategy: Any) -> None:
         """ValueError for a strategy that has nothing to show."""
@@ -91,7 +100,8 @@ class CommunicationMonitor(Callback):
         self.check_strategy(trainer.strategy)
         if stage == "fit":  # before a checkpoint's state is loaded
             self._begun, self._ended, self._summary = time.perf_counter(), 0.0, {}
-            self._saved, self._spent = Totals(), Totals()
+            self._saved = Totals()
+            self._blank()
             # The totals are a rank's own, also beside a validation's metrics, which Lightning wants synchronised.
             ours = r"It is recommended to use `self\.log\('(comm/total_bytes_sent|time/total_s)'"
             warnings.filterwarnings("ignore", message=ours)
@@ -114,12 +124,8 @@ class CommunicationMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager = averager_of(trainer)
-        self._spent = averager.stats if isinstance(averager, DelayedAverager) else Totals()
-        self._seen: Stats | DelayedStats = averager.stats
-        self._counted, self._steps_seen = DelayedStats(), averager.steps
-        self._steps = self._bytes_sent = self._dense_bytes = self._last_bytes_sent = 0
-        self._times = {phase: deque[float](maxlen=RECENT_STEPS) for phase in PHASES}
-        self._elapsed = 0.0
+        self._spent = averager.stats if isinstance(averager, DelayedAverager) else averager.spent
+        self._counted, self._steps_seen = type(self._spent)(), averager.steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         averager = averager_of(trainer)
@@ -132,19 +138,20 @@ class CommunicationMonitor(Callback):
     ) -> None:
         averager = averager_of(trainer)
         self._elapsed += time.perf_counter() - self._begin
-        stats, more = self._of_step(averager)
-        if stats is None:  # gradients are still accumulating
+        if averager.steps == self._steps_seen:  # gradients are still accumulating
             return
+        stats, more = self._of_steps(averager)
         compute = self._elapsed - sum(stats.seconds.values()) - stats.norm_seconds
         phases = {"compute": compute, **stats.seconds}
-        self._steps += 1
+        self._steps += averager.steps - self._steps_seen
+        self._steps_seen = averager.steps
         self._bytes_sent += stats.bytes_sent
         self._dense_bytes += stats.dense_bytes
         self._last_bytes_sent = stats.bytes_sent
         for phase, times in self._times.items():
             times.append(phases[phase])
         self._elapsed = 0.0
-        world, ratio = averager.world, averager.stats.ratio
+        world, ratio = averager.world, (averager.stats if isinstance(averager, DelayedAverager) else stats).ratio
         if trainer._logger_connector.should_update_logs:  # at other steps it would take milliseconds, and go nowhere
             pl_module.log_dict(
                 {
@@ -160,26 +167,21 @@ class CommunicationMonitor(Callback):
         bar = {"sent_MB": stats.bytes_sent / 1e6, f"ratio(N={world})": ratio}
         pl_module.log_dict(bar, prog_bar=True, logger=False)
 
-    def _of_step(self, averager: Averager) -> tuple[Stats | None, dict[str, float]]:
-        """What the latest step cost, None if it was seen already; and what else there is to log."""
+    def _of_steps(self, averager: Averager) -> tuple[Stats, dict[str, float]]:
+        """What a batch's steps have cost (several, in manual optimization); and what else there is to log."""
         if isinstance(averager, DelayedAverager):
-            if averager.steps == self._steps_seen:
-                return None, {}
-            before, now = self._counted, replace(averager.stats)
-            self._counted, self._steps_seen = now, averager.steps
+            now = replace(averager.stats)
             names = ("overlapped_steps", "late_rounds", "consensus_distance")
-            return now.since(before), {f"dga/{name}": float(getattr(now, name)) for name in names}
-        if averager.stats is self._seen:
-            return None, {}
-        self._seen = averager.stats
-        assert isinstance(self._spent, Totals)
-        self._spent.bytes_sent += averager.stats.bytes_sent
-        self._spent.dense_bytes += averager.stats.dense_bytes
-        if isinstance(averager.stats, AsyncStats):
+            more = {f"dga/{name}": float(getattr(now, name)) for name in names}
+        elif isinstance(averager, AsyncAverager):
+            now = replace(averager.spent)
             names = ("clock", "staleness", "dropped")
-            return averager.stats, {f"async/{name}": float(getattr(averager.stats, name)) for name in names}
-        residual = averager.stats.residual_to_gradient
-        return averager.stats, {} if residual is None else {"memory/residual_to_gradient": residual}
+            more = {f"async/{name}": float(getattr(averager.stats, name)) for name in names}
+        else:
+            now, residual = replace(averager.spent), averager.stats.residual_to_gradient
+            more = {} if residual is None else {"memory/residual_to_gradient": residual}
+        stats, self._counted = now.since(self._counted), now
+        return stats, more
 
     def _so_far(self) -> dict[str, float]:
         totals = self.totals

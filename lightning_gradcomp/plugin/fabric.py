@@ -171,9 +171,10 @@ class CompressedFabricStrategy(DDPStrategy):
     ) -> None:
         """As DDP's; beside an optimizer also the states of all ranks, under the key "lightning_gradcomp"."""
         saved: dict[str, Any] = {}
-        if self.averager is not None and _has_optimizer(state):
-            self._rank_states.put_into(saved, path, self.averager, self._hook.accumulating)
-            self._kept = self._rank_states.optimizer_state(saved, self.averager)
+        if _has_optimizer(state) and (self.averager is not None or self._loaded is not None):
+            averager = self._averager()  # with what was loaded, if no step was made since
+            self._rank_states.put_into(saved, path, averager, self._hook.accumulating)
+            self._kept = self._rank_states.optimizer_state(saved, averager)
         try:
             super().save_checkpoint(path, {**state, **saved}, storage_options, filter)
         finally:

@@ -129,7 +129,22 @@ def goes_on():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Run("dgc").fabric.load(FOLDER / "dgc.ckpt")
-    return {**result, "warned": [str(warning.message) for warning in caught]}
+    return {**result, "warned": [str(warning.message) for warning in caught], "saved_again": saved_again()}
+
+
+def saved_again():
+    """Whether a checkpoint that is saved as soon as it was loaded holds what the ranks remember, and the momentum."""
+    run, again = Run("dgc"), FOLDER / "again.ckpt"
+    run.fabric.load(FOLDER / "dgc.ckpt", run.state)
+    run.fabric.save(again, run.state)
+    first, second = (torch.load(path, weights_only=True) for path in (FOLDER / "dgc.ckpt", again))
+    remembered = (saved["lightning_gradcomp"]["ranks"] for saved in (first, second))
+    same = all(
+        torch.equal(part, other["memory"]["velocity"][name])
+        for rank, other in zip(*remembered, strict=True)
+        for name, part in rank["memory"]["velocity"].items()
+    )
+    return same and first["optimizer"]["state"].keys() == second["optimizer"]["state"].keys()
 
 
 def clipping():

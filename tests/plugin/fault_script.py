@@ -83,6 +83,8 @@ class Say(L.Callback):
     def on_exception(self, trainer, module, error):
         momentum = [group["momentum"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         say("rank", trainer.global_rank, "ends with momentum", momentum, f"{type(error).__name__}: {error}")
+        if KIND == "term" and STRATEGY == "dga":
+            trainer.save_checkpoint(Path(FOLDER) / "term.ckpt")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from features_kit import (
     fit,
     nothing_dropped,
     on_every_rank,
+    onebit,
     run,
     spread,
     supported,
@@ -25,6 +26,8 @@ from features_kit import (
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+
+import lightning_gradcomp as lgc
 
 
 def accumulation():
@@ -87,8 +90,22 @@ class Adversaries(Net):
         return torch.optim.AdamW(self.head.parameters(), lr=0.01), torch.optim.SGD(self.body.parameters(), lr=0.01)
 
 
+class Counted(Adversaries):
+    """With the bytes of every step added up."""
+
+    sent = 0
+
+    def untoggle_optimizer(self, optimizer):
+        self.sent += self.trainer.strategy.averager.stats.bytes_sent
+        super().untoggle_optimizer(optimizer)
+
+
 def several_optimizers():
-    return supported(Adversaries, ddp={"find_unused_parameters": True})
+    ddp, monitor = {"find_unused_parameters": True}, lgc.CommunicationMonitor()
+    trainer, _ = fit(onebit(**ddp), Counted, callbacks=[monitor])
+    summary, sent = monitor.summary(), trainer.lightning_module.sent
+    counted = {"steps": summary["steps"], "unseen_bytes": sent - summary["bytes_sent"], "sent": sent}
+    return {**supported(Adversaries, ddp=ddp), "counted": counted}
 
 
 class PartlyUsed(Net):

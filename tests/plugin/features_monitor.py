@@ -32,11 +32,14 @@ def monitored():
         trainer.save_checkpoint(FOLDER / "monitored.ckpt")
         ran.append({"summary": monitor.summary(), "logger": logger})
     trainer.validate(trainer.lightning_module, verbose=False)
+    finished = lgc.CommunicationMonitor()
+    fit(forced(compressor=dense_first), Validated, ckpt_path=FOLDER / "monitored.ckpt", callbacks=[finished])
     saved = torch.load(FOLDER / "monitored.ckpt", weights_only=True)["callbacks"]["CommunicationMonitor"]
     return RANK == 0 and {
         "summaries": [run["summary"] for run in ran],
         "rows": [rows(run["logger"].log_dir) for run in ran],
         "saved": saved,
+        "finished": finished.summary(),
     }
 
 

@@ -70,27 +70,29 @@ def test_sparseloco_is_a_name_of_the_trainer():
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
-    """What happens to rank 1 at step 8 -> rank 0's exit code, and what both print."""
+    """What happens to rank 1 at step 8 -> rank 0's exit code, what both print, and their folder."""
     script = str(FOLDER / "fault_script.py")
     found = {}
     for kind in ("kill", "term"):
-        ranks = start_world(2, script, kind, str(tmp_path_factory.mktemp("fault")), "dga", "60")
+        folder = tmp_path_factory.mktemp("fault")
+        ranks = start_world(2, script, kind, str(folder), "dga", "60")
         first, other = [rank.end() for rank in ranks]
-        found[kind] = first.returncode, first.stdout + other.stdout
+        found[kind] = first.returncode, first.stdout + other.stdout, folder
     return found
 
 
 def test_a_rank_lost_in_mid_round_is_named(faults):
-    code, output = faults["kill"]
+    code, output, _ = faults["kill"]
     assert code != 0
     said = r"step \d+, averaging round \d: the exchange failed; rank 1 gives no sign of life"
     assert re.search(said, output), output
 
 
 def test_sigterm_on_one_rank_ends_all_together(faults):
-    _, output = faults["term"]
+    _, output, folder = faults["term"]
     ends = [line for line in output.splitlines() if " ends with momentum " in line]
     assert len(ends) == 2 and all("SIGTERMException" in line for line in ends), output
+    assert "lightning_gradcomp_delayed" in torch.load(folder / "term.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ def test_fabric_goes_on_from_a_checkpoint(outcome, name):
     assert outcome["goes_on"][name] == [0, 0]
 
 
+def test_fabric_saves_what_it_has_just_loaded(outcome):
+    assert outcome["goes_on"]["saved_again"]
+
+
 def test_fabric_warns_of_state_it_does_not_restore(outcome):
     assert any("what the ranks had not sent yet is in the checkpoint" in said for said in outcome["goes_on"]["warned"])
 

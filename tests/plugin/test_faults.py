@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_gradcomp.averaging.faults import is_lost_peer
 from lightning_gradcomp.plugin.base_strategy import warn_of_stale_addresses
 from tests.processes import Forked, start_world
 
@@ -154,3 +157,22 @@ def test_torchrun_restarts_from_the_checkpoint(outcomes):
     assert code == 0, output
     assert "kill on rank 1" in output
     assert "rank 0 did 30 steps, restored: True" in output and "rank 1 did 30 steps, restored: True" in output
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise RuntimeError("DataLoader timed out after 30 seconds")
+
+
+def test_a_data_loaders_timeout_is_no_lost_peer():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            next(iter(DataLoader(Slow())))
+        assert not is_lost_peer(caught.value)
+        assert is_lost_peer(RuntimeError("Timed out waiting 3000ms for recv operation to complete"))
+    finally:
+        dist.destroy_process_group()

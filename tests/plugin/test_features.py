@@ -129,6 +129,17 @@ def test_monitor_sees_the_users_momentum(result):
     assert outcome["logged"] == [0.9] * 20
 
 
+def test_monitor_counts_every_step_of_a_batch(result):
+    counted = result("several_optimizers")["counted"]
+    assert counted["steps"] == 40 and counted["unseen_bytes"] == 0 < counted["sent"]
+
+
+def test_monitor_of_a_fit_with_nothing_to_do_has_the_totals_that_it_goes_on_from(result):
+    summary, [_, before] = result("monitored")["finished"], result("monitored")["summaries"]
+    assert summary["steps"] == summary["bytes_sent"] == 0
+    assert summary["totals"]["bytes_sent"] == before["totals"]["bytes_sent"]
+
+
 def test_monitors_totals_go_on_and_stand_beside_a_validation(result):
     (first, second), rows = result("monitored")["summaries"], result("monitored")["rows"]
     assert second["totals"]["bytes_sent"] == first["bytes_sent"] + second["bytes_sent"]
