@@ -26,6 +26,7 @@ from lightning_gradcomp.app import processes, run_folder
 from lightning_gradcomp.app.compose import checked
 from lightning_gradcomp.app.config import HSDP, Run
 from lightning_gradcomp.app.data import missing
+from lightning_gradcomp.app.options.data import check_batch
 from lightning_gradcomp.app.options.logger import check_installed
 from lightning_gradcomp.app.redaction import redacted
 
@@ -45,8 +46,9 @@ def prepare(config: DictConfig, folder: Path, *, sweep: bool) -> Run:
     """
     run = checked(config)
     check_installed(run.logger)
+    _, per_node, nodes = processes.devices(run.trainer)  # raises
+    check_batch(run.data.batch_size, per_node * nodes)
     if isinstance(run.strategy, HSDP):
-        _, per_node, nodes = processes.devices(run.trainer)
         run.strategy.mesh(nodes, per_node)  # raises
     if not run.dry_run:
         missing.check(run.data)

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files
 from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
-from lightning_gradcomp.app.options.training import OPTIMIZERS, Model, Optimizer, Trainer, Warmup
+from lightning_gradcomp.app.options.training import OPTIMIZERS, AdamW, Model, Optimizer, Trainer, Warmup
 from lightning_gradcomp.averaging.mesh import mesh_shape
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor, Lossy
@@ -242,6 +242,11 @@ class Run:
                     raise refusal(f"{option} with strategy={name}", got, f"null: {why[type(self.strategy)]}")
         if isinstance(self.strategy, DistAsync):
             check_compressor(self.compressor)
+            for option, made in (("compressor", self.compressor), ("strategy.pull", self.strategy.pulls)):
+                if isinstance(made, Lossy) and isinstance(self.optimizer, AdamW):
+                    allowed = "none, fp16, bf16; with optimizer=sgd also those that compress"
+                    what = f"{option} with strategy=dist_async optimizer=adamw"
+                    raise refusal(what, name_of("compressor", made), allowed)
         if isinstance(self.strategy, HSDP):
             what = "trainer.{} with strategy=hsdp"
             if (decay := self.trainer.ema_decay) is not None:

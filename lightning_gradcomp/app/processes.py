@@ -20,6 +20,7 @@ import torch
 
 import lightning_gradcomp
 from lightning_gradcomp.app.options.training import Trainer
+from lightning_gradcomp.errors import refusal
 
 COMMAND = Path(lightning_gradcomp.__file__).resolve().parents[1] / "gradcomp_command.py"
 """Of the same checkout or installation as this package."""
@@ -53,8 +54,14 @@ def launched() -> tuple[int, int] | None:
 
 def devices(options: Trainer) -> tuple[str, int, int]:
     """(accelerator, devices a node, nodes), with "auto" replaced by what it means here: "cuda" or "cpu", and numbers of
-    processes."""
+    processes.
+
+    Raises:
+        ValueError: a GPU is asked for, and there is none.
+    """
     accelerator = options.accelerator
+    if accelerator == "cuda" and not torch.cuda.is_available():
+        raise refusal("trainer.accelerator", accelerator, "auto, cpu: there is no GPU here")
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     default = torch.cuda.device_count() if accelerator == "cuda" else 2  # 2: the fewest that exchange anything

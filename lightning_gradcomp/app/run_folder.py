@@ -159,12 +159,15 @@ def _check_fits(run: Run, path: Path, folder: Path) -> None:
     try:
         config = yaml.safe_load((earlier / CONFIG).read_text())
         names = {group: config[group]["name"] for group in ("model", "data", "optimizer")}
+        fold = config["data"].get("fold")
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise _unreadable(earlier / CONFIG, error) from error
     for group in ("model", "data") if run.evaluate else names:
         if names[group] != values[group]["name"]:
             allowed = f"{names[group]}, as in ckpt's run (options: {earlier}/.hydra/overrides.yaml)"
             raise refusal(group, values[group]["name"], allowed)
+    if (got := values["data"].get("fold")) != fold:  # images to validate with that ckpt's run has trained on
+        raise refusal("data.fold", got, f"{json.dumps(fold)}, as in ckpt's run")
     summary = earlier / "summary.json"
     if not run.evaluate and path.name == "last.ckpt" and summary.exists():
         try:

@@ -13,6 +13,8 @@ from tests.app.command import ROOT, gradcomp
 WRONG = [
     (["compressor=lzma"], "Could not find 'compressor/lzma'\n\nAvailable options in 'compressor':\n\t"),
     (["compressor.sparsity=1.5"], "gradcomp: DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1"),
+    (["data.batch_size=63"], "gradcomp: data.batch_size: got 63, allowed: a multiple of 2 (ranks), 4 or more"),
+    (["trainer.devices=3", "dry_run=true"], "gradcomp: data.batch_size: got 64, allowed: a multiple of 3 (ranks)"),
     (["compressor.sparsity=high"], "Value 'high' of type 'str' could not be converted to Float"),
     (["foo"], "gradcomp: argument: got 'foo', allowed: augment="),
     (["compressor=none,dgc"], "To sweep over it, add --multirun"),

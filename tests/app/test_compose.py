@@ -135,6 +135,14 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
             "strategy.checkpoint_state with strategy=dist_async: got 'mean'",
         ),
         (
+            ["strategy=dist_async", "optimizer=adamw"],
+            "compressor with strategy=dist_async optimizer=adamw: got 'dgc', allowed: none, fp16, bf16",
+        ),
+        (
+            ["strategy=dist_async", "optimizer=adamw", "compressor=none", "strategy.pull=onebit"],
+            "strategy.pull with strategy=dist_async optimizer=adamw: got 'onebit'",
+        ),
+        (
             ["strategy=dga", "strategy.checkpoint_state=mean"],
             "strategy.checkpoint_state without error_decay: got 'mean'",
         ),

@@ -43,7 +43,7 @@ def cifar10(tmp_path, monkeypatch):
     (folder / "batches.meta").write_bytes(pickle.dumps(meta))
     monkeypatch.setattr(TorchvisionCIFAR10, "_check_integrity", lambda self: True)  # md5 sums of the real files
     monkeypatch.setattr(TorchvisionCIFAR10, "meta", {**TorchvisionCIFAR10.meta, "md5": None})
-    options = DATA["cifar10"](batch_size=4, dir=str(tmp_path), workers=0, download=False)
+    options = DATA["cifar10"](batch_size=4, dir=str(tmp_path), workers=0, prefetch=5, download=False)
     return options, train, val
 
 
@@ -53,6 +53,7 @@ def test_cifar10_as_torchvision_reads_it(cifar10):
     source = choose(options, augment())
     train, val = source.load()
     assert (source.channels, source.size, source.classes, source.images) == (3, 32, 10, 50_000)
+    assert source.prefetch == 5
     assert (len(train), len(val)) == (20, 6) and [label for _, label in val] == [0, 1, 2, 3, 4, 5]
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
     for images, wanted in ((train, pixels), (val, val_pixels)):
@@ -117,6 +118,8 @@ def break_it(root, how):
     for part in ("train", "val"):
         if how == part:
             (root / part).rename(root / "elsewhere")
+    if how == "empty":
+        (root / "val" / "dog" / "0.png").unlink()
     if how == "classes":
         (root / "val" / "dog").rename(root / "val" / "wolf")
 
@@ -126,6 +129,7 @@ def break_it(root, how):
     [
         ("train", "images: no folders of classes in train/. Looked in "),
         ("val", "images: no folders of classes in val/. Looked in "),
+        ("empty", "images: no image in val/dog. Looked in "),
         ("classes", "images: train/ and val/ have different classes (2, such as dog, wolf). Looked in "),
     ],
 )
@@ -134,6 +138,13 @@ def test_incomplete_pictures_are_named(pictures, tmp_path, how, sentence):
     with pytest.raises(missing.MissingData) as refused:
         missing.check(pictures)
     assert str(refused.value).startswith(sentence + str(tmp_path)) and "data.dir" in str(refused.value)
+
+
+def test_a_class_without_an_image_is_named(pictures, tmp_path):
+    picture = tmp_path / "val" / "dog" / "0.png"
+    picture.rename(picture.with_suffix(".txt"))
+    with pytest.raises(missing.MissingData, match=r"^images: Found no valid file for the classes dog.* Looked in "):
+        choose(pictures, augment()).load()
 
 
 def test_imagenet_has_a_thousand_classes(pictures, tmp_path):

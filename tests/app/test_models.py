@@ -30,7 +30,9 @@ def test_what_torchvision_lacks_is_refused():
     model = run_of("model=torchvision", "model.name=vgg99").model
     with pytest.raises(ValueError, match=r"model\.name with model=torchvision: got 'vgg99', allowed: alexnet, "):
         build(model, channels=3, classes=2)
-    model.name = "vgg11"
+    model.name, model.options = "vgg11", {"height": 5}
+    with pytest.raises(ValueError, match=r"^model\.options: got {'height': 5}, allowed: keyword arguments of vgg11: "):
+        build(model, channels=3, classes=2)
     with pytest.raises(ValueError, match="images of 1 channel: got 'vgg11', allowed: images of 3"):
         build(model, channels=1, classes=2)
 
@@ -62,6 +64,11 @@ def test_a_network_of_ones_own(monkeypatch, tmp_path):
     model = run_of("model=custom", "model.target=my_nets:perceptron", "++model.options={width: 5}").model
     network = build(model, channels=1, classes=10, size=8)
     assert network(torch.zeros(3, 1, 8, 8)).shape == (3, 10) and network[1].out_features == 5
+    model.options = {"height": 5}
+    with pytest.raises(
+        ValueError, match=r"^model\.options: got {'height': 5}, allowed: keyword .* of my_nets:perceptron: "
+    ):
+        build(model, channels=1, classes=10)
     for target in ("my_nets:other", "no_such_module:Net"):
         model.target = target
         with pytest.raises(ValueError, match=f"model.target: got '{target}', allowed: module:Name"):

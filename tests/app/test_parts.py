@@ -3,6 +3,7 @@
 import logging
 import math
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -298,6 +299,14 @@ def test_ranks_and_devices_from_the_environment(environment, elsewhere, first, a
     assert (processes.started_by_launcher(), processes.is_rank_zero()) == (elsewhere, first)
     assert processes.devices(trainer("auto", "auto")) == ("cpu", *auto)
     assert processes.devices(trainer(3, 1)) == ("cpu", 3, 1)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"^trainer\.accelerator: got 'cuda', allowed: auto, cpu: there is no GPU here"
+    ):
+        processes.devices(replace(trainer("auto", "auto"), accelerator="cuda"))
 
 
 def trainer(count, nodes) -> Trainer:

@@ -68,6 +68,17 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
     assert str(refused.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("words", [["ckpt=last"], ["ckpt=best", "evaluate=true"]])
+def test_another_fold_is_refused(tmp_path, words):
+    earlier(tmp_path, "a", "data.fold=1")
+    assert resolved(tmp_path, *words, "data.fold=1")
+    with pytest.raises(ValueError, match=r"^data\.fold: got None, allowed: 1, as in ckpt's run"):
+        resolved(tmp_path, *words)
+    earlier(tmp_path, "b", age=-1)
+    with pytest.raises(ValueError, match=r"^data\.fold: got 3, allowed: null, as in ckpt's run"):
+        resolved(tmp_path, *words, "data.fold=3")
+
+
 def test_more_epochs_and_another_compressor_fit(tmp_path):
     earlier(tmp_path, "a", epochs=10)
     assert resolved(tmp_path, "ckpt=last", "trainer.max_epochs=11", "compressor=powersgd")

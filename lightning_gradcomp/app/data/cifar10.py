@@ -36,4 +36,5 @@ def cifar10(options: CIFAR10, augment: Augment) -> Source:
         except RuntimeError as error:  # missing, such as on a node that doesn't share rank 0's disk; or damaged
             raise missing(options, f"files are missing or damaged in {CIFAR10_FOLDER}") from error
 
-    return Source(3, SIZE, CLASSES, load, images=IMAGES, prepare=download, workers=options.workers)
+    workers, prefetch = options.workers, options.prefetch
+    return Source(3, SIZE, CLASSES, load, images=IMAGES, prepare=download, workers=workers, prefetch=prefetch)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchvision.datasets import ImageFolder as Images
 
-from lightning_gradcomp.app.data.missing import class_folders
+from lightning_gradcomp.app.data.missing import class_folders, missing
 from lightning_gradcomp.app.data.source import Pair, Source
 from lightning_gradcomp.app.data.transforms import to_train, to_validate
 from lightning_gradcomp.app.options.data import Augment, ImageFolder
@@ -19,7 +19,10 @@ def folders(options: ImageFolder, augment: Augment) -> Source:
     root, size = Path(options.dir).expanduser(), options.size
 
     def load() -> Pair:
-        train = Images(str(root / "train"), to_train(augment, size, MEAN, STD))
-        return train, Images(str(root / "val"), to_validate(augment, size, MEAN, STD))
+        try:
+            train = Images(str(root / "train"), to_train(augment, size, MEAN, STD))
+            return train, Images(str(root / "val"), to_validate(augment, size, MEAN, STD))
+        except FileNotFoundError as error:  # a class without an image, such as on a node that has a disk of its own
+            raise missing(options, str(error)) from error
 
     return Source(3, size, len(class_folders(root / "train")), load, workers=options.workers, prefetch=options.prefetch)

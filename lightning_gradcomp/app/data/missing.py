@@ -41,6 +41,9 @@ def check(data: Data) -> None:
         if different := set(train) ^ set(val):
             some = ", ".join(sorted(different)[:3])
             raise missing(data, f"train/ and val/ have different classes ({len(different)}, such as {some})")
+        for folder in (root / part / name for part in ("train", "val") for name in train):
+            if not any(path.is_file() for path in folder.rglob("*")):
+                raise missing(data, f"no image in {folder.relative_to(root)}")
         if isinstance(data, ImageNet) and len(train) != 1000:
             raise missing(data, f"{len(train)} classes, not 1,000")
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
 from lightning_gradcomp.app.data.source import Source
+from lightning_gradcomp.app.options.data import check_batch
 from lightning_gradcomp.errors import refusal
 
 
@@ -64,14 +65,8 @@ class SharedImages(L.LightningDataModule):
         self.repeats = repeats
         self.prepare_data_per_node = False  # nodes may share a disk, which two must not write to at once
         self.source, self.batch_size, self.ranks, self.seed = source, batch_size, ranks, seed
-        self._check(source.images or batch_size)
+        check_batch(batch_size, ranks, source.images)
         self.rank_batch = batch_size // ranks
-
-    def _check(self, images: int) -> None:
-        least = 2 * self.ranks  # batch norm needs two images
-        if self.batch_size % self.ranks or not least <= self.batch_size <= images:
-            allowed = f"a multiple of {self.ranks} (ranks), {least} to {images}"
-            raise refusal("data.batch_size", self.batch_size, allowed)
 
     def prepare_data(self) -> None:
         """Runs on rank 0 alone, while the others wait."""
@@ -80,7 +75,8 @@ class SharedImages(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Runs on every rank."""
         self.train, self.val = self.source.load()
-        self._check(len(self.train))  # pyrefly: ignore[bad-argument-type] - every data set here has a length
+        count = len(self.train)  # pyrefly: ignore[bad-argument-type] - every data set here has a length
+        check_batch(self.batch_size, self.ranks, count)
         if (images := len(self.val)) < self.ranks:  # pyrefly: ignore[bad-argument-type]
             raise refusal("images to validate with", images, f"one for each of {self.ranks} ranks")
         if stage == "fit" and (alpha := self.source.dirichlet) is not None:

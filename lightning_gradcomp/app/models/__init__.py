@@ -23,21 +23,29 @@ def build(model: Model | str, *, channels: int, classes: int, size: int = 32) ->
 
     Raises:
         ValueError: a name that the library doesn't know; a network that these images don't fit; a target that is not
-            there.
+            there, or doesn't take the options.
     """
     model = Model(name=model) if isinstance(model, str) else model
-    if model.library == "torchvision":
-        return _torchvision(model, channels, classes)
-    if model.library == "timm":
-        return _timm(model, channels, classes)
-    if model.library == "custom":
-        assert model.target is not None
-        return _imported(model.target)(**model.options)
+    if model.library is not None:
+        try:
+            return _of_library(model, channels, classes)
+        except TypeError as error:
+            allowed = f"keyword arguments of {model.target or model.name}: {error}"
+            raise refusal("model.options", model.options, allowed) from error
     if model.name == "swin_mini":
         return swin_mini(channels=channels, classes=classes, size=size)
     if model.name == "swin_t":
         return swin_t(channels=channels, classes=classes, size=size)
     return resnet(model.name, channels=channels, classes=classes, size=size)
+
+
+def _of_library(model: Model, channels: int, classes: int) -> nn.Module:
+    if model.library == "torchvision":
+        return _torchvision(model, channels, classes)
+    if model.library == "timm":
+        return _timm(model, channels, classes)
+    assert model.target is not None
+    return _imported(model.target)(**model.options)
 
 
 def _torchvision(model: Model, channels: int, classes: int) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gradcomp.app.options.limits import number, one_of, whole
+from lightning_gradcomp.errors import refusal
 
 SMALL = 64
 """Images of up to this many pixels a side are small: networks have other stems, and crops come from a padded copy."""
@@ -21,6 +22,14 @@ class Data:
 
     def __post_init__(self) -> None:
         whole("data.batch_size", self.batch_size, 1)
+
+
+def check_batch(batch_size: int, ranks: int, images: int | None = None) -> None:
+    """ValueError for a batch that so many ranks can't share, or that `images`, where they are counted, don't fill."""
+    least = 2 * ranks  # batch norm needs two images
+    if batch_size % ranks or not least <= batch_size <= (images or batch_size):
+        most = f"{least} to {images}" if images else f"{least} or more"
+        raise refusal("data.batch_size", batch_size, f"a multiple of {ranks} (ranks), {most}")
 
 
 @dataclass(kw_only=True)
