@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from lightning_gradcomp.app.compose import choices
+from lightning_gradcomp.app.compose import choices, default_choices
 from lightning_gradcomp.app.config import ONE_CLASS, Run, classes
 from lightning_gradcomp.errors import refusal
 
@@ -32,7 +32,8 @@ def own_config(flags: list[str]) -> bool:
 
 
 def check(flags: list[str], words: list[str]) -> None:
-    """ValueError for a bare word, an unknown group or option, a group without a choice, and an endless number."""
+    """ValueError for a bare word, an unknown group or option, an option of another choice than the default, a group
+    without a choice, and an endless number."""
     for word in words:
         if long := re.search(r"\d{100,}", word):
             raise refusal(word.split("=")[0], f"{len(long[0])} digits", "a number of fewer than 100 digits")
@@ -44,7 +45,7 @@ def check(flags: list[str], words: list[str]) -> None:
         return  # groups and options of the user's own, which Hydra checks
     overrides = [found for word in words if (found := OVERRIDE.fullmatch(word))]
     chosen = {override["root"]: override["value"] for override in overrides if not override["option"]}
-    groups = choices()
+    groups, defaults = choices(), default_choices(chosen.get("recipe"))
     for override in overrides:
         root, option, value = override["root"], override["option"], override["value"]
         if root == "hydra":
@@ -53,6 +54,10 @@ def check(flags: list[str], words: list[str]) -> None:
             raise refusal(root, value, ", ".join([*groups, *ALONE]))
         if option and option not in (allowed := _options(root, chosen.get(root))):
             raise refusal(f"{root}.{option}", value, ", ".join(allowed) or f"{root} alone, which has no options")
+        if option and root not in chosen and option not in _options(root, default := defaults.get(root)):
+            having = [name for name in classes()[root] if option in _options(root, name)]
+            allowed = f"an option of {', '.join(having)}: add {root}={'|'.join(having)}"
+            raise refusal(f"{root}.{option} with {root}={default}", value, allowed)
         if root in groups and not option and value in ("", "null"):
             raise refusal(root, value, ", ".join(groups[root]))
 

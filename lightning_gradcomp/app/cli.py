@@ -39,8 +39,7 @@ def main() -> None:
 
         process, address, words = server_arguments.split(sys.argv[1:])
         flags, words = arguments.split(words)
-        if not arguments.own_config(flags):
-            words = shorthands.expand(words)
+        words = shorthands.expand(words, own_config=arguments.own_config(flags))
         arguments.check(flags, words)
         if process != "train" and {"-m", "--multirun"} & set(flags):
             raise refusal(f"--multirun with gradcomp {process}", "a sweep", "one run for each start")

@@ -41,11 +41,25 @@ def _register_recipe(store: ConfigStore, path: Path) -> None:
     a recipe don't apply to another choice that the command line makes.
     """
     recipe: Any = OmegaConf.to_container(OmegaConf.load(path))
-    chosen = {key.removeprefix("override /"): choice for entry in recipe["defaults"] for key, choice in entry.items()}
+    chosen = chosen_by(recipe)
     for group in [name for name, value in recipe.items() if isinstance(value, dict)]:
         options = recipe.pop(group)
         store.store(group=f"hydra/recipe/{group}", name=f"{path.stem}-{chosen[group]}", node=options, package="_group_")
     store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
+
+
+def chosen_by(recipe: dict[str, Any]) -> dict[str, str]:
+    """Group -> the choice that the content of a recipe makes."""
+    return {key.removeprefix("override /"): choice for entry in recipe["defaults"] for key, choice in entry.items()}
+
+
+def default_choices(recipe: str | None) -> dict[str, str]:
+    """Group -> the choice that a recipe makes, else conf/train.yaml; nothing where there is no such recipe."""
+    main: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "train.yaml"))
+    found = {group: name for entry in main["defaults"] if isinstance(entry, dict) for group, name in entry.items()}
+    path = shipped("recipes") / f"{recipe or found['recipe']}.yaml"
+    content: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.exists() else None
+    return found | chosen_by(content) if content else {}
 
 
 def choices() -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_gradcomp.app.compose import shipped
+from lightning_gradcomp.app.compose import chosen_by, shipped
 
 RESULT = re.compile(r"^# Result: (.+)[,;] (not measured by us|measured)", re.MULTILINE)
 """The comment with a recipe's expected result, and whether it was measured. Its further lines begin with `#   `."""
@@ -28,7 +28,7 @@ def row(path: Path) -> tuple[str, ...]:
     """The row of one recipe."""
     text = path.read_text()
     content: dict[str, Any] = yaml.safe_load(text)
-    chosen = {key.removeprefix("override /"): value for entry in content["defaults"] for key, value in entry.items()}
+    chosen = chosen_by(content)
     found = RESULT.search(text.replace("\n#   ", " "))
     assert found, f"{path} has no line with its result, and whether it was measured"
     measured = "yes" if found[2] == "measured" else "not by us"

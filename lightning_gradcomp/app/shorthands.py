@@ -25,8 +25,11 @@ def strategies() -> list[str]:
     return [*STRATEGIES, *(entry.strategy for entry in entries()), "sparseloco"]
 
 
-def expand(words: list[str]) -> list[str]:
+def expand(words: list[str], *, own_config: bool = False) -> list[str]:
     """The overrides `words`, with shorthands replaced by what they stand for.
+
+    Args:
+        own_config: there may be choices of the user's own, so that unknown ones are left to Hydra.
 
     >>> expand(["strategy=dgc", "optimizer.lr=0.1"])
     ['strategy=ddp', 'compressor=dgc', 'optimizer.lr=0.1', 'optimizer.lr_per_256=null']
@@ -35,7 +38,7 @@ def expand(words: list[str]) -> list[str]:
         ValueError: a strategy name that isn't one, or another compressor beside it; a strategy's name for a compressor.
     """
     _check_compressor(words)
-    return _free_options(_one_of_two(_without_strategy_names(words)))
+    return _free_options(_one_of_two(_without_strategy_names(words, own_config)))
 
 
 def _value(words: list[str], name: str) -> str | None:
@@ -53,13 +56,15 @@ def _check_compressor(words: list[str]) -> None:
             raise refusal("compressor", got, f"{', '.join(compressors.values())}; or strategy={got}")
 
 
-def _without_strategy_names(words: list[str]) -> list[str]:
+def _without_strategy_names(words: list[str], own_config: bool) -> list[str]:
     given = _value(words, "strategy")
     names = (given or "").split(",")
     if given in (None, "", "null") or set(names) <= {*STRATEGIES}:
         return words
     compressors = {entry.strategy: entry.name for entry in entries()}
     if unknown := [name for name in names if name not in strategies()]:
+        if own_config:
+            return words
         raise refusal("strategy", unknown[0], ", ".join(strategies()))
     if given != "sparseloco" and not set(names) <= {*compressors}:
         raise refusal(

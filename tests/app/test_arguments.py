@@ -18,6 +18,9 @@ from lightning_gradcomp.app.arguments import check, split
         "compressor=none,dgc compressor.sparsity=0.9",
         "hydra.run.dir=there ~recipe +compressor.new=1 ++seed=2",
         "compressor.exclude=[a.*,b=c]",
+        "recipe=digits_dga strategy.period=4",
+        "recipe=digits,digits_dga strategy.period=4",
+        "recipe=nowhere strategy.period=4",
         "hydra/job_logging=stdout",
     ],
 )
@@ -39,6 +42,15 @@ def test_left_to_hydra(line):
         ("optimiser=sgd", "optimiser: got 'sgd', allowed: augment, compressor, data"),
         ("trainer.epochs=3", "trainer.epochs: got '3', allowed: max_epochs, devices"),
         ("compressor=none compressor.sparsity=0.9", "compressor.sparsity: got '0.9', allowed: min_elements, exclude"),
+        ("compressor.rank=2", "compressor.rank with compressor=dgc: got '2', allowed: an option of powersgd: add "),
+        (
+            "strategy.period=4",
+            "strategy.period with strategy=ddp: got '4', allowed: an option of dga: add strategy",
+        ),
+        (
+            "recipe=resnet18_cifar10 data.size=9",
+            "data.size with data=cifar10: got '9', allowed: an option of imagenet, imagefolder, synthetic: add data=",
+        ),
         (
             "optimizer=adamw optimizer.momentum=0.9",
             "optimizer.momentum: got '0.9', allowed: lr, lr_per_256",

@@ -78,6 +78,16 @@ def test_the_command_trains_a_strategy_by_name(command):
     assert "got 'dgc', allowed: onebit" in code and not trained
 
 
+def test_shorthands_are_known_beside_a_config_of_ones_own(command, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\noptimizer: {lr: null, lr_per_256: 0.1}\n")
+    network = ("model=torchvision", "model.name=vgg11", "model.options.dropout=0.1")
+    code, [(_, run)] = command("-cd", ".", "recipe=mine", "strategy=sparseloco", "optimizer.lr=0.3", *network)
+    assert not code and run.compressor == SPARSELOCO["compressor"]
+    assert (run.optimizer.lr, run.optimizer.lr_per_256, run.model.options) == (0.3, None, {"dropout": 0.1})
+    assert expand(["strategy=mine"], own_config=True) == ["strategy=mine"]
+
+
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_listed_options_compose_to_the_defaults(entry):
     lines = compressors.options_of(entry.name).splitlines()
