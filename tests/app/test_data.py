@@ -231,3 +231,7 @@ def test_a_dry_run_has_random_images_of_the_data_s_shape(recipe, shape):
     train, val = source.load()
     assert len(train) == len(val) == 12 and train[11][0].shape == (shape[0], shape[1], shape[1])
     assert torch.equal(train[0][0], source.load()[0][0][0])
+
+
+def test_a_dry_run_has_as_many_classes_as_the_folder(pictures):
+    assert stand_in(pictures, 12).classes == 2

@@ -49,6 +49,28 @@ class Two(Tiny):
         return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
 
 
+class Searching(Tiny):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Attached(Tiny):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.max_epochs)
+
+
+class Sparse(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(9, 64, sparse=True)
+
+    def training_step(self, batch, index):
+        return self.words(torch.arange(8)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Manual(Tiny):
     def __init__(self):
         super().__init__()
@@ -110,6 +132,8 @@ def test_wrong_options_are_refused(line, sentence):
         ("Other", "MODEL: got 'tiny_module:Other', allowed: a LightningModule"),
         ("Argument", "Argument(): got TypeError"),
         ("Two", "Two.configure_optimizers(): got [SGD"),
+        ("Searching", "Searching.configure_optimizers(): got LBFGS"),
+        ("Attached", "Attached.trainer: got None, allowed: hooks that don't use it"),
         ("Manual", "Manual.automatic_optimization: got False, allowed: True"),
         ("NoData", "NoData.train_dataloader: got None, allowed: a method of the class's own"),
         ("NoStep", "NoStep.training_step: got None, allowed: a method of the class's own"),
@@ -119,6 +143,22 @@ def test_a_module_that_cannot_be_planned_is_refused(tiny, name, sentence):
     with pytest.raises(ValueError) as refused:
         lightning_module(f"tiny_module:{name}", CPU)
     assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("tiny_module:Sparse", "gradcomp: gradients of 'words': got 'Embedding(sparse=True)', allowed: sparse=False"),
+        ("resnet18 --batch-size 1 --image-size 32", "gradcomp: Expected more than 1 value per channel when training"),
+    ],
+)
+def test_a_step_that_cannot_be_measured_is_answered_with_a_sentence(tiny, monkeypatch, line, sentence):
+    monkeypatch.setattr(measure, "hide_known_messages", lambda: None)
+    monkeypatch.setattr(measure, "TIMED_SECONDS", 0)
+    monkeypatch.setattr(sys, "argv", ["gradcomp", "--process", "plan", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        measure.main()
+    assert str(ended.value).startswith(sentence)
 
 
 def test_the_command_plans_a_module_of_the_users(tiny, tmp_path):

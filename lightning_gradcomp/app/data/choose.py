@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lightning_gradcomp.app.data import digits
+from lightning_gradcomp.app.data.missing import class_folders
 from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.app.data.synthetic import synthetic
 from lightning_gradcomp.app.options.data import CIFAR10, Augment, Data, Digits, ImageFolder, Synthetic
@@ -28,11 +31,12 @@ def choose(data: Data, augment: Augment) -> Source:
 
 
 def stand_in(data: Data, images: int) -> Source:
-    """`images` random images of the shape of `data`; 1,000 classes where only its folders would show their number."""
+    """`images` random images of the shape of `data`; 1,000 classes where the folders that show their number are
+    missing."""
     if isinstance(data, Synthetic):
         shape = 3, data.size, data.classes
     elif isinstance(data, ImageFolder):
-        shape = 3, data.size, 1000
+        shape = 3, data.size, len(class_folders(Path(data.dir).expanduser() / "train")) or 1000
     else:
         shape = SHAPES[type(data)]
     return synthetic(*shape, images, images)

@@ -45,10 +45,10 @@ def main() -> None:
         options = plan_options.read(sys.argv[3:])
         device = own_device()
         workload = workload_of(options, device)
+        group = join(device)
+        run(options, workload, group, device)
     except ValueError as error:
         sys.exit(f"gradcomp: {error}")
-    group = join(device)
-    run(options, workload, group, device)
     if group:
         dist.barrier(group)
         dist.destroy_process_group()

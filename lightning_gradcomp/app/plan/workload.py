@@ -73,12 +73,6 @@ def lightning_module(path: str, device: torch.device) -> Workload:
             raise refusal(f"{class_name}.{method}", None, "a method of the class's own")
     if not module.automatic_optimization:
         raise refusal(f"{class_name}.automatic_optimization", False, "True: manual optimization needs a Trainer")
-    module.prepare_data()
-    module.setup("fit")
-    module.configure_model()
-    module.to(device).train()
-    batch = move_data_to_device(next(iter(module.train_dataloader())), device)
-    optimizer = _optimizer(class_name, module.configure_optimizers())
 
     def loss() -> torch.Tensor:
         result = module.training_step(batch, 0)
@@ -87,7 +81,18 @@ def lightning_module(path: str, device: torch.device) -> Workload:
             raise refusal(f"{class_name}.training_step()", found, "a loss (a tensor, or a dict with 'loss')")
         return found
 
-    loss()  # so that a wrong one is refused before anything is measured
+    try:
+        module.prepare_data()
+        module.setup("fit")
+        module.configure_model()
+        module.to(device).train()
+        batch = move_data_to_device(next(iter(module.train_dataloader())), device)
+        optimizer = _optimizer(class_name, module.configure_optimizers())
+        loss()  # so that a wrong one is refused before anything is measured
+    except RuntimeError as error:
+        if "attached to a `Trainer`" not in str(error):
+            raise
+        raise refusal(f"{class_name}.trainer", None, "hooks that don't use it: there is no Trainer here") from error
     return Workload(path, module, loss, optimizer, extract_batch_size(batch))
 
 
@@ -100,6 +105,7 @@ def _optimizer(class_name: str, configured: Any) -> torch.optim.Optimizer:
         [found] = found
     if isinstance(found, dict):
         found = found.get("optimizer")
-    if not isinstance(found, torch.optim.Optimizer):
-        raise refusal(f"{class_name}.configure_optimizers()", configured, "one optimizer")
+    if not isinstance(found, torch.optim.Optimizer) or isinstance(found, torch.optim.LBFGS):
+        allowed = "one optimizer, which takes one gradient a step"
+        raise refusal(f"{class_name}.configure_optimizers()", configured, allowed)
     return found
