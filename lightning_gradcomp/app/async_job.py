@@ -15,6 +15,9 @@ from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.processes import devices
 from lightning_gradcomp.app.train import classifier_of
 
+ITS_OWN = ("dir", "workers", "prefetch", "download")
+"""Options of the data in which a worker may differ from the server."""
+
 
 class AsyncJob:
     """The network, its optimizer, the images, and how much is to be done.
@@ -42,7 +45,9 @@ class AsyncJob:
         peak, warmup = options.peak(run.data.batch_size), options.warmup(self.epoch_steps)
         self.optimizer, schedule = build_optimizer(options, self.classifier, peak, warmup, steps)
         self._factor = schedule.lr_lambdas[0]
-        said = [name_of("data", run.data), run.data.batch_size, self.workers, self.pushes, asdict(options)]
+        images = {option: value for option, value in asdict(run.data).items() if option not in ITS_OWN}
+        clip, augment = run.trainer.gradient_clip_val, asdict(run.augment)
+        said = [name_of("data", run.data), images, augment, self.workers, self.pushes, asdict(options), clip]
         self.identity = json.dumps(said)
         """What workers and server must have alike, besides what they check in any case."""
 

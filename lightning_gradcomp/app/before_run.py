@@ -29,6 +29,7 @@ from lightning_gradcomp.app.data import missing
 from lightning_gradcomp.app.options.data import check_batch
 from lightning_gradcomp.app.options.logger import check_installed
 from lightning_gradcomp.app.redaction import redacted
+from lightning_gradcomp.errors import refusal
 
 BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 
@@ -46,7 +47,9 @@ def prepare(config: DictConfig, folder: Path, *, sweep: bool) -> Run:
     """
     run = checked(config)
     check_installed(run.logger)
-    _, per_node, nodes = processes.devices(run.trainer)  # raises
+    accelerator, per_node, nodes = processes.devices(run.trainer)  # raises
+    if accelerator == "cpu" and run.trainer.precision == "16-mixed":  # Lightning would take bf16
+        raise refusal("trainer.precision on a CPU", "16-mixed", "32-true, bf16-mixed")
     check_batch(run.data.batch_size, per_node * nodes)
     if isinstance(run.strategy, HSDP):
         run.strategy.mesh(nodes, per_node)  # raises

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files
+from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files, ImageFolder
 from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
 from lightning_gradcomp.app.options.training import OPTIMIZERS, AdamW, Model, Optimizer, Trainer, Warmup
@@ -110,6 +110,9 @@ class DGA(WholeModels):
         whole("strategy.period", self.period, 1)
         if self.delay != "auto":  # at most one average is on its way at a time
             whole("strategy.delay", self.delay, 0, self.period, also="auto, or ")
+        if self.outer_lr is None and self.outer_momentum != Nesterov.momentum:
+            what = "strategy.outer_momentum without outer_lr"
+            raise refusal(what, self.outer_momentum, f"{Nesterov.momentum}: there is no outer optimizer")
         if self.outer_lr is not None:
             number("strategy.outer_lr", self.outer_lr, 0)
         check_pending_share(self.pending_share, stale_only=self.stale_only)
@@ -163,6 +166,16 @@ STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "dga": DGA, "dist_async": D
 
 ONE_CLASS: dict[str, type] = {"model": Model, "augment": Augment, "sparsity_warmup": Warmup, "trainer": Trainer}
 """Groups whose choices are values of one class."""
+
+NOT_AUGMENTED = {
+    "interpolation": "bilinear",
+    "resize": None,
+    "repeats": 1,
+    "crop_and_flip": False,
+    "trivial_augment": False,
+    "random_erase": 0,
+}
+"""Options of `Augment` for images that are not in files."""
 
 
 def classes() -> dict[str, Mapping[str, type]]:
@@ -218,14 +231,14 @@ class Run:
             raise refusal("ckpt with dry_run=true", self.ckpt, "null: a dry run starts from nothing")
 
     def _check_data(self) -> None:
-        if self.augment.repeats > 1 and not isinstance(self.data, Files):
-            name = name_of("data", self.data)
-            raise refusal(f"augment.repeats with data={name}", self.augment.repeats, "1: images are not augmented")
         if not isinstance(self.data, Files):
-            for option in ("crop_and_flip", "trivial_augment", "random_erase"):
-                if got := getattr(self.augment, option):
-                    name = name_of("data", self.data)
-                    raise refusal(f"augment.{option} with data={name}", got, "none: these images are not augmented")
+            name = name_of("data", self.data)
+            for option, allowed in NOT_AUGMENTED.items():
+                if (got := getattr(self.augment, option)) != allowed:
+                    raise refusal(f"augment.{option} with data={name}", got, f"{allowed}: images are not augmented")
+        resize = self.augment.resize
+        if isinstance(self.data, ImageFolder) and resize is not None and resize < self.data.size:
+            raise refusal("augment.resize", resize, f"null, or from data.size={self.data.size} on")
 
     def _check_exchange(self) -> None:
         resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises

@@ -30,6 +30,7 @@ from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.train import STOPPED
 from lightning_gradcomp.app.trainer import LAST
+from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.server import ParameterServer
 
 POLL_SECONDS = 0.1
@@ -66,7 +67,8 @@ class JobServer:
         address: HOST:PORT to listen at.
 
     Raises:
-        ValueError, OSError: an option that can't be honoured, an address that can't be listened at.
+        ValueError, OSError: an option that can't be honoured, a checkpoint that has all pushes, an address that
+            can't be listened at.
     """
 
     def __init__(self, run: Run, folder: Path, address: str) -> None:
@@ -77,6 +79,9 @@ class JobServer:
             saved = torch.load(run.ckpt, map_location="cpu", weights_only=True)
             self.classifier.load_state_dict(saved["state_dict"])
             done = saved["global_step"] * self.job.workers
+            if done >= self.job.pushes:
+                allowed = f"more than the {saved['epoch']} that ckpt has completed"
+                raise refusal("trainer.max_epochs", run.trainer.max_epochs, allowed)
         host, _, port = address.rpartition(":")
         options = run.strategy
         self.server = ParameterServer(

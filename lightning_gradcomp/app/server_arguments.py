@@ -12,23 +12,28 @@ from pathlib import Path
 
 from lightning_gradcomp.app import processes
 from lightning_gradcomp.app.config import DistAsync, Run, name_of
+from lightning_gradcomp.app.options.limits import one_of
 from lightning_gradcomp.errors import refusal
 
 SECRET = "GRADCOMP_SECRET"
 """Environment variable: what a worker has to know to join."""
 ADDRESS = re.compile(r"\[?[\w.:-]+\]?:\d{1,5}")
 
+MOST_PORT = 65535
+
 
 def split(words: list[str]) -> tuple[str, str, list[str]]:
     """(process, address, overrides) of a command line: the process is "train", "server" or "join".
 
     Raises:
-        ValueError: no address to join, or no secret; ranks that a launcher has started.
+        ValueError: no address to join, a port that is none, or no secret; ranks that a launcher has started.
     """
     if words[:1] not in (["server"], ["join"]):
         return "train", "", words
     process, *rest = words
     address = rest.pop(0) if rest and ADDRESS.fullmatch(rest[0]) else ""
+    if address and int(address.rpartition(":")[2]) > MOST_PORT:
+        raise refusal(f"gradcomp {process}", address, f"HOST:PORT, with a port up to {MOST_PORT}")
     if process == "join" and not address:
         raise refusal("gradcomp join", " ".join(rest[:1]) or None, "HOST:PORT first, as `gradcomp server` prints it")
     if process == "join" and not os.environ.get(SECRET):
@@ -61,10 +66,12 @@ def check(run: Run) -> None:
         "trainer.precision": (run.trainer.precision, "32-true"),
         "trainer.accumulate_grad_batches": (run.trainer.accumulate_grad_batches, 1),
         "trainer.ema_decay": (run.trainer.ema_decay, None),
+        "trainer.checkpoint_every_n_steps": (run.trainer.checkpoint_every_n_steps, None),
         "trainer.patience": (run.trainer.patience, None),
         "trainer.profiler": (run.trainer.profiler, None),
         "data.dirichlet": (getattr(run.data, "dirichlet", None), None),
     }
+    one_of("logger with gradcomp server and join", name_of("logger", run.logger), ("csv", "none"))
     for option, (got, allowed) in plain.items():
         if got != allowed:
             raise refusal(f"{option} with gradcomp server and join", got, f"{allowed}")

@@ -15,6 +15,10 @@ WRONG = [
     (["compressor.sparsity=1.5"], "gradcomp: DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1"),
     (["data.batch_size=63"], "gradcomp: data.batch_size: got 63, allowed: a multiple of 2 (ranks), 4 or more"),
     (["trainer.devices=3", "dry_run=true"], "gradcomp: data.batch_size: got 64, allowed: a multiple of 3 (ranks)"),
+    (
+        ["trainer.precision=16-mixed", "trainer.accelerator=cpu"],
+        "gradcomp: trainer.precision on a CPU: got '16-mixed', all",
+    ),
     (["compressor.sparsity=high"], "Value 'high' of type 'str' could not be converted to Float"),
     (["foo"], "gradcomp: argument: got 'foo', allowed: augment="),
     (["compressor=none,dgc"], "To sweep over it, add --multirun"),

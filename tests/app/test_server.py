@@ -11,6 +11,7 @@ import torch
 from lightning_gradcomp import DGC, GradientDropping
 from lightning_gradcomp.app import run_folder, server_arguments
 from lightning_gradcomp.app.join import work
+from lightning_gradcomp.app.options import logger
 from lightning_gradcomp.app.server import JobServer
 from lightning_gradcomp.parameter_server.connection import ConnectionLost
 
@@ -63,7 +64,11 @@ def test_a_run_ends_with_its_pushes_and_a_checkpoint(serve, capsys):
     last = job.folder / "checkpoints" / "last.ckpt"
     saved = torch.load(last, weights_only=True)
     assert saved["global_step"] == 6 and saved["epoch"] == 2
-    resumed = JobServer(replace(job.run, ckpt=str(last)), job.folder, "127.0.0.1:0").server.shard
+    again = replace(job.run, ckpt=str(last))
+    with pytest.raises(ValueError, match=r"^trainer\.max_epochs: got 2, allowed: more than the 2 that"):
+        JobServer(again, job.folder, "127.0.0.1:0")
+    longer = replace(again, trainer=replace(again.trainer, max_epochs=3))
+    resumed = JobServer(longer, job.folder, "127.0.0.1:0").server.shard
     weights = resumed.snapshot()
     assert resumed.version == 12 and all(torch.equal(weights[name], saved["state_dict"][name]) for name in weights)
 
@@ -85,6 +90,9 @@ def test_who_does_not_fit_is_refused_and_nobody_else_notices(serve, monkeypatch)
         replace(job.run, compressor=DGC(sparsity=0.5)),
         replace(job.run, optimizer=replace(job.run.optimizer, lr=0.5)),
         replace(job.run, trainer=replace(job.run.trainer, max_epochs=3)),
+        replace(job.run, trainer=replace(job.run.trainer, gradient_clip_val=0.1)),
+        replace(job.run, augment=replace(job.run.augment, label_smoothing=0.5)),
+        replace(job.run, data=replace(job.run.data, fold=2)),
     ]
     for other in others:
         with pytest.raises(ValueError, match="another than the server's"):
@@ -104,6 +112,9 @@ WORDS = {
     "another strategy": (["server", "strategy=ddp"], {}, "strategy of a server: got 'ddp', allowed: dist_async"),
     "a sweep": (["server", "-m", "seed=0,1"], {}, "--multirun with gradcomp server"),
     "torchrun": (["server"], {"LOCAL_RANK": "0"}, "gradcomp server: got 'ranks of torchrun or SLURM'"),
+    "no port": (["server", "127.0.0.1:99999"], {}, "gradcomp server: got '127.0.0.1:99999', allowed: HOST:PORT"),
+    "no logger": (["server", "logger=tensorboard"], {}, "logger with gradcomp server and join: got 'tensorboard'"),
+    "another period": (["server", "trainer.checkpoint_every_n_steps=5"], {}, "trainer.checkpoint_every_n_steps with"),
     "what has no effect": (
         ["server", "trainer.patience=2"],
         {},
@@ -115,6 +126,7 @@ WORDS = {
 @pytest.mark.parametrize(("words", "environment", "told"), WORDS.values(), ids=WORDS)
 def test_words_that_are_refused(command, monkeypatch, words, environment, told):
     monkeypatch.delenv(server_arguments.SECRET, raising=False)
+    monkeypatch.setattr(logger, "find_spec", lambda name: name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     code, trained = command(*words)

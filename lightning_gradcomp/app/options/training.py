@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from math import inf
 from typing import Any
@@ -137,10 +137,10 @@ class Warmup:
         dense: periods of dense training before the first level.
     """
 
-    schedule: Any  # a union of str and list is none of OmegaConf's
-    periods: int
-    by: str
-    dense: int
+    schedule: Any = None  # a union of str and list is none of OmegaConf's
+    periods: int = 4
+    by: str = "epoch"
+    dense: int = 0
 
     def __post_init__(self) -> None:
         whole("sparsity_warmup.periods", self.periods, 0)
@@ -148,6 +148,11 @@ class Warmup:
         one_of("sparsity_warmup.by", self.by, ("epoch", "step"))
         if self.schedule is not None:
             Ramp(as_levels(self.schedule, 0.999, self.periods), 0.999, self.dense, self.by)  # refuses
+            return
+        for option in fields(self):
+            if (got := getattr(self, option.name)) != option.default:
+                allowed = f"{option.default}; others with sparsity_warmup=exponential or linear"
+                raise refusal(f"sparsity_warmup.{option.name} without a schedule", got, allowed)
 
 
 @dataclass(kw_only=True)
