@@ -17,7 +17,7 @@ from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, connect
+from lightning_gradcomp.parameter_server.connection import POLL_SECONDS, Connection, ConnectionLost, connect
 from lightning_gradcomp.parameter_server.messages import (
     HELLO,
     LEAVE,
@@ -32,8 +32,6 @@ from lightning_gradcomp.parameter_server.messages import (
 from lightning_gradcomp.parameter_server.server import built
 from lightning_gradcomp.parameter_server.shard import agreed
 from lightning_gradcomp.parameter_server.worker import Worker
-
-NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass
@@ -60,7 +58,7 @@ class AsyncAverager(Worker):
         averager.step()              # pushes the gradient, pulls the weights
 
     What a push does not send is remembered, and so is a push that a server drops. The weights are the servers';
-    learning rates are read from `optimizer` at each step, so schedulers work as they are.
+    learning rates are read from `optimizer` at each step, so schedulers work, but for those that change other options.
 
     Args:
         model: the bare module.
@@ -104,6 +102,10 @@ class AsyncAverager(Worker):
         """Of the last step."""
         self.staleness: Counter[int] = Counter()
         """Staleness -> how many steps so far had it."""
+        self.flag = False
+        """A flag that asks all workers to stop, sent with the next push."""
+        self.flagged = False
+        """Whether a worker's flag ends the training here: after as many pushes on every worker."""
         self._connections: list[Connection] = []
         self._versions = [0] * len(servers)
         worker, clock = -1, 0
@@ -111,7 +113,7 @@ class AsyncAverager(Worker):
             connection = connect(address, secret, timeout)
             options = agreed(self.gradients, optimizer, self.compressor, self.pull_compressor, job)
             own = fingerprint(number, len(servers), *options)
-            Request(HELLO, worker, clock, own, ()).send(connection, NOTHING)
+            Request(HELLO, worker, clock, own, ()).send(connection)
             self._connections.append(connection)
             answer, body = self._receive(number, whole=True)
             self._take(number, answer, body, whole=True)
@@ -130,16 +132,19 @@ class AsyncAverager(Worker):
             grad_scale: the loss scale that is in the gradients.
 
         Raises:
+            ValueError: a layer was frozen or unfrozen, or the optimizer's groups have changed but for learning rates.
             ConnectionLost: a server does not answer. What this worker remembers is as it was before the step.
         """
+        self.check_unchanged()
         stats = AsyncStats(clock=self.steps + 1, dense_bytes=2 * self.gradients.nbytes)
         with stats.phase("compress"):
             bodies = self.encode(self.worker, grad_scale)
         with stats.phase("exchange"):
             for number, connection in enumerate(self._connections):
                 kind, version = SKIP if bodies is None else PUSH, self._versions[number]
-                request = Request(kind, self.worker, self.steps, version, self.rates)
-                stats.bytes_sent += request.send(connection, NOTHING if bodies is None else bodies[number])
+                request = Request(kind, self.worker, self.steps, version, self.rates, self.flag)
+                body = () if bodies is None else (bodies[number], self.present[number])
+                stats.bytes_sent += request.send(connection, *body)
         before, accepted = self._versions[0], []
         for number in range(len(self._connections)):
             with stats.phase("exchange"):
@@ -147,6 +152,8 @@ class AsyncAverager(Worker):
             with stats.phase("decompress"):
                 self._take(number, answer, body, whole=False)
             accepted.append(bool(answer.accepted))
+            if number == 0:  # each server counts by itself: the first decides
+                self.flagged = answer.stop
             stats.bytes_received += Answer.BYTES + body.numel()
         stats.bytes_sent = stats.bytes_received = stats.bytes_sent + stats.bytes_received
         stats.staleness = self._versions[0] - before - 1
@@ -173,7 +180,7 @@ class AsyncAverager(Worker):
         self._versions[number] = answer.version
 
     def _ask(self, kind: int, connection: Connection) -> None:
-        Request(kind, self.worker, self.steps, 0, self.rates).send(connection, NOTHING)
+        Request(kind, self.worker, self.steps, 0, len(self._groups) * (0.0,)).send(connection)
 
     def pull(self, timeout: timedelta = TIMEOUT) -> None:
         """Lets the model have the servers' weights, whole, all of them with the same pushes.
@@ -193,6 +200,7 @@ class AsyncAverager(Worker):
                 return
             if time.monotonic() - begin > timeout.total_seconds():
                 raise RuntimeError("pull: the servers never had the same pushes while it lasted")
+            time.sleep(POLL_SECONDS)
 
     @property
     def version(self) -> int:

@@ -18,6 +18,7 @@ class Clocks:
     def __init__(self, staleness: float) -> None:
         self.staleness = staleness
         self._clocks: dict[int, int] = {}
+        self._last = math.inf
         self._changed = threading.Condition()
         self.widest = 0
         """Largest difference between two live workers' clocks so far."""
@@ -35,12 +36,22 @@ class Clocks:
             self._clocks.pop(worker, None)
             self._changed.notify_all()
 
-    def tick(self, worker: int) -> None:
-        """A worker has pushed."""
+    def tick(self, worker: int, flag: bool = False) -> bool:
+        """A worker has pushed.
+
+        Args:
+            flag: it asks all workers to stop, at the step that the furthest of them has begun: none is beyond that.
+
+        Returns:
+            Whether this is the step to stop at.
+        """
         with self._changed:
+            if flag and self._last == math.inf:
+                self._last = max(self._clocks.values()) + 1
             self._clocks[worker] += 1
             self.widest = max(self.widest, max(self._clocks.values()) - min(self._clocks.values()))
             self._changed.notify_all()
+            return self._clocks[worker] >= self._last
 
     def wait(self, worker: int, timeout: float | None = None) -> bool:
         """Waits until the worker may start its next step, `timeout` seconds at most. Returns whether it may."""

@@ -100,25 +100,31 @@ class Listener:
             master_listen_fd=listening.detach(),
             timeout=timedelta(seconds=HANDSHAKE_SECONDS),
         )
-        self._answered = 0
+        self._asked = 0
+        self._pending: dict[int, float] = {}
+        """Number of a connection that was asked for -> until when its digest is waited for."""
 
     def poll(self) -> int | None:
         """The number of a worker that knows the secret and waits for its connection; None if there is none just now.
 
         To be called from one thread.
         """
-        if self._store.add("asked", 0) == self._answered:
-            time.sleep(POLL_SECONDS)
-            return None
-        number = self._answered + 1
-        if not self._store.check([f"digest/{number}"]):
-            time.sleep(POLL_SECONDS)  # it comes right after
-        self._answered = number
-        known = self._store.check([f"digest/{number}"]) and hmac.compare_digest(
-            self._store.get(f"digest/{number}"), digest(self._secret, number).encode()
-        )
-        self._store.set(f"answer/{number}", "welcome" if known else "refused")
-        return number if known else None
+        if self._store.add("asked", 0) > self._asked:
+            self._asked += 1
+            self._pending[self._asked] = time.monotonic() + HANDSHAKE_SECONDS
+        for number, deadline in list(self._pending.items()):
+            said = self._store.check([f"digest/{number}"])
+            if not said and time.monotonic() < deadline:
+                continue  # it comes a round trip later
+            del self._pending[number]
+            known = said and hmac.compare_digest(
+                self._store.get(f"digest/{number}"), digest(self._secret, number).encode()
+            )
+            self._store.set(f"answer/{number}", "welcome" if known else "refused")
+            if known:
+                return number
+        time.sleep(POLL_SECONDS)
+        return None
 
     def connect(self, number: int) -> Connection:
         """The connection with this worker. Blocking; in any thread."""

@@ -9,7 +9,7 @@ import torch
 
 from lightning_gradcomp.parameter_server.connection import Connection
 
-PROTOCOL = 1
+PROTOCOL = 2
 HELLO, PUSH, SKIP, PULL, LEAVE = range(5)
 """Kinds of requests. A skip is a push of nothing: the worker's gradient was not finite."""
 ACCEPTED, REFUSED = 1, -1
@@ -31,6 +31,7 @@ class Request:
         clock: its steps so far.
         version: of the weights that the gradient is of; in a hello, the fingerprint of model and compressors.
         rates: learning rate of each of the optimizer's groups; none in a hello.
+        flag: whether the worker asks all to stop.
     """
 
     kind: int
@@ -38,26 +39,27 @@ class Request:
     clock: int
     version: int
     rates: tuple[float, ...]
+    flag: bool = False
 
     @property
     def skip(self) -> bool:
         """Whether it is a skip."""
         return self.kind == SKIP
 
-    def send(self, connection: Connection, body: torch.Tensor) -> int:
-        """Sends it, and then the body (uint8). Returns the bytes of both."""
-        numbers = torch.tensor([self.kind, self.worker, self.clock, self.version], dtype=torch.int64)
+    def send(self, connection: Connection, *body: torch.Tensor) -> int:
+        """Sends it, and then the parts of its body (uint8). Returns the bytes of all."""
+        numbers = torch.tensor([self.kind, self.worker, self.clock, self.version, self.flag], dtype=torch.int64)
         header = torch.cat([numbers.view(torch.uint8), torch.tensor(self.rates, dtype=torch.float64).view(torch.uint8)])
-        connection.send(header)
-        connection.send(body)
-        return header.numel() + body.numel()
+        for part in (header, *body):
+            connection.send(part)
+        return header.numel() + sum(part.numel() for part in body)
 
     @classmethod
     def receive(cls, connection: Connection, groups: int) -> Request:
         """The header; its body is to be received next."""
-        header = connection.receive(torch.empty(8 * (4 + groups), dtype=torch.uint8))
-        kind, worker, clock, version = header[:32].view(torch.int64).tolist()
-        return cls(kind, worker, clock, version, tuple(header[32:].view(torch.float64).tolist()))
+        header = connection.receive(torch.empty(8 * (5 + groups), dtype=torch.uint8))
+        kind, worker, clock, version, flag = header[:40].view(torch.int64).tolist()
+        return cls(kind, worker, clock, version, tuple(header[40:].view(torch.float64).tolist()), bool(flag))
 
 
 @dataclass(frozen=True)
@@ -68,21 +70,25 @@ class Answer:
         accepted: whether a push counts; in the answer to a hello, the worker's number, or `REFUSED`.
         clock: the worker's.
         version, fingerprint: of the weights in the body.
+        stop: whether this push was the last, since a worker asks all to stop.
     """
 
     accepted: int
     clock: int
     version: int
     fingerprint: int
+    stop: bool = False
 
-    BYTES = 32
+    BYTES = 40
 
     def send(self, connection: Connection, body: torch.Tensor) -> None:
         """Sends it, and then the body (uint8)."""
-        connection.send(torch.tensor([self.accepted, self.clock, self.version, self.fingerprint], dtype=torch.int64))
+        numbers = [self.accepted, self.clock, self.version, self.fingerprint, self.stop]
+        connection.send(torch.tensor(numbers, dtype=torch.int64))
         connection.send(body)
 
     @classmethod
     def receive(cls, connection: Connection) -> Answer:
         """The header; its body is to be received next."""
-        return cls(*connection.receive(torch.empty(4, dtype=torch.int64)).tolist())
+        accepted, clock, version, weights, stop = connection.receive(torch.empty(5, dtype=torch.int64)).tolist()
+        return cls(accepted, clock, version, weights, bool(stop))

@@ -190,16 +190,18 @@ class ParameterServer:
         request, shard = Request.receive(connection, self._groups), self.shard
         if request.kind == LEAVE:
             return False
-        accepted = ACCEPTED
+        accepted, stop = ACCEPTED, False
         if request.kind != PULL:
-            push = Push(worker, request.clock, request.version, request.rates, request.skip)
-            length = 0 if push.skip else shard.part.body_bytes(codec_of(self.compressor, worker, push.clock))
+            length = 0 if request.skip else shard.part.body_bytes(codec_of(self.compressor, worker, request.clock))
             body = connection.receive(torch.empty(length, dtype=torch.uint8))
+            present = connection.receive(torch.empty(0 if request.skip else len(shard.weights), dtype=torch.uint8))
+            of = tuple(map(bool, present.tolist()))
+            push = Push(worker, request.clock, request.version, request.rates, request.skip, of)
             accepted = int(shard.push(push, body))
-            self.clocks.tick(worker)
+            stop = self.clocks.tick(worker, request.flag)
             self.clocks.wait(worker, self._wait)
         pull = shard.pull(worker, request.kind == PULL)
-        Answer(accepted, request.clock, pull.version, pull.fingerprint).send(connection, pull.body)
+        Answer(accepted, request.clock, pull.version, pull.fingerprint, stop).send(connection, pull.body)
         return True
 
 

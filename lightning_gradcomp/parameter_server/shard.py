@@ -35,6 +35,7 @@ class Push:
         version: of the shard, when the worker pulled the weights that the gradient is of.
         rates: learning rate of each of the optimizer's groups.
         skip: nothing to apply: the worker's gradient was not finite.
+        present: which of the shard's parameters it is of. The optimizer leaves the others as they are. None: of all.
     """
 
     worker: int
@@ -42,6 +43,7 @@ class Push:
     version: int
     rates: tuple[float, ...]
     skip: bool = False
+    present: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,9 @@ class ServerShard:
         self._owns_momentum = compressor.owns_momentum(optimizer)
         self.version = 0
         """Pushes so far, dropped ones and skips included."""
-        self.fingerprint = 0
-        """Of the set of those pushes: shards with the same one have the same pushes."""
+        self._latest: dict[int, int] = {}
+        """Worker that is there -> clock of its latest push. Shards with the same ones have the same pushes of these
+        workers, as a worker's pushes are consecutive."""
         self._views: dict[int, torch.Tensor] = {}
         """What each worker has of the compressed parameters, where pulls are compressed."""
         self._lock = threading.Lock()
@@ -205,7 +208,7 @@ class ServerShard:
         with self._lock:
             staleness = self.version - push.version
             self.version += 1
-            self.fingerprint = (self.fingerprint + hash((push.worker, push.clock))) % 2**62
+            self._latest[push.worker] = push.clock
             if push.skip or (self.max_staleness is not None and staleness > self.max_staleness):
                 return False
             if self.optimizer is not None:
@@ -223,6 +226,9 @@ class ServerShard:
             self.weights[name].grad = view.to(self.weights[name].dtype)
         if part.layout.n:
             self._use(codec.decode(body[end:], part.layout))
+        for name, present in zip(part.names, push.present or (), strict=False):
+            if not present:
+                self.weights[name].grad = None
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -249,7 +255,7 @@ class ServerShard:
         """All weights in fp32 (`whole`, or without a compressor of pulls), or the uncompressed parameters and what the
         compressor sends of the others' change."""
         with self._lock:
-            return Pull(self._body(worker, whole), self.version, self.fingerprint)
+            return Pull(self._body(worker, whole), self.version, hash(frozenset(self._latest.items())) % 2**62)
 
     def _body(self, worker: int, whole: bool) -> torch.Tensor:
         flat, dense = (self._flat(layout) for layout in (self.part.layout, self.part.dense_layout))
@@ -268,6 +274,7 @@ class ServerShard:
         """A worker has gone."""
         with self._lock:
             self._views.pop(worker, None)
+            self._latest.pop(worker, None)
 
     def _flat(self, layout: Layout) -> torch.Tensor:
         return torch.cat([torch.zeros(0), *(self.weights[name].detach().reshape(-1).float() for name in layout.names)])
@@ -288,8 +295,12 @@ class ServerShard:
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace it."""
         with self._lock:
-            for name in self.weights.keys() & state.keys():
-                self.optimizer.state[self.weights[name]] = deepcopy(dict(state[name]))
+            for name, weight in self.weights.items():
+                self.optimizer.state.pop(weight, None)
+                if name in state:  # on a GPU, where the model is
+                    values = deepcopy(dict(state[name]))
+                    moved = {k: v.to(weight.device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+                    self.optimizer.state[weight] = moved
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:

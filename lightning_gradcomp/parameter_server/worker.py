@@ -18,6 +18,7 @@ from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.state import Residual, State
+from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.shard import codec_of, parts
 
 
@@ -49,7 +50,10 @@ class Worker:
         self.state, self.dense_state = self._blank()
         self.world, self.steps = world, 0
         """Steps so far: this worker's clock."""
+        self.present: list[torch.Tensor] = []
+        """Which of each server's parameters the latest push is of (uint8, 0 or 1): those with a gradient, or a rest."""
         self._sent: list[Decoded] = []
+        self._groups = self._options()
 
     def _blank(self) -> tuple[State, State]:
         layout, device = self.gradients.layout, self.gradients.device
@@ -63,6 +67,25 @@ class Worker:
     def rates(self) -> tuple[float, ...]:
         """Learning rate of each of the optimizer's groups, as a push has it."""
         return tuple(float(group["lr"]) / self.world for group in self.optimizer.param_groups)
+
+    def _options(self) -> list[dict[str, Any]]:
+        """What the servers' optimizers have been made with: of each group, all but the learning rate."""
+        return [
+            {name: group[name] for name in self.optimizer.defaults if name != "lr"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def check_unchanged(self) -> None:
+        """ValueError for what servers would have to know, and are not told."""
+        if self.gradients.stale:
+            allowed = "the same from start to end: the servers hold what trained at the start"
+            raise refusal("layers that train with dist_async", "one that was frozen or unfrozen", allowed)
+        if (options := self._options()) != self._groups:
+            pairs = zip(self._groups, options, strict=False)
+            others = {f"another {name}" for old, new in pairs for name in old if old[name] != new[name]}
+            allowed = "as at the start: learning rates alone may change (OneCycleLR: cycle_momentum=False)"
+            got = ", ".join(sorted(others)) or "one that was added"
+            raise refusal("groups of the optimizer with dist_async", got, allowed)
 
     # Pushes
 
@@ -82,12 +105,15 @@ class Worker:
         self.dense_state.compensate(local_dense, gradients.dense_flat)
         if not bool(local.finite & local_dense.finite):
             return None
-        codec, bodies, self._sent = codec_of(self.compressor, worker, self.steps), [], []
+        codec, bodies, self._sent, self.present = codec_of(self.compressor, worker, self.steps), [], [], []
+        has = dict(zip(gradients.names, gradients.present, strict=True))
         for part in self.parts:
             flat, dense = part.of(gradients.compressed_flat, gradients.dense_flat)
             payload, decoded = _encode(codec, flat, part.layout)
             bodies.append(torch.cat([dense.cpu().view(torch.uint8), payload.cpu()]))
             self._sent.append(decoded)
+            views = zip(part.names, [*part.layout.views(flat), *part.dense_layout.views(dense)], strict=True)
+            self.present.append(torch.tensor([has[name] or bool(view.any()) for name, view in views]).to(torch.uint8))
         return bodies
 
     def commit(self, accepted: list[bool]) -> None:

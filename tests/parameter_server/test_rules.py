@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_gradcomp import NoCompression
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.clocks import Clocks
-from lightning_gradcomp.parameter_server.connection import connect
+from lightning_gradcomp.parameter_server.connection import ConnectionLost, connect
+from lightning_gradcomp.parameter_server.messages import Request
 from lightning_gradcomp.parameter_server.server import ParameterServer
 from lightning_gradcomp.parameter_server.shard import Push, ServerShard, codec_of, parts
 from tests.parameter_server.conftest import SECRET, TIMEOUT, dgc, dropping, loss, net, onebit, sgd
@@ -58,6 +60,9 @@ def test_one_worker_is_the_optimizer_alone_to_the_bit(job, servers, optimizer):
         for trained in (model, alone):
             trained.zero_grad()
             loss(trained, 0, step).backward()
+        if step == 3:  # a layer that has no part in the loss
+            for trained in (model, alone):
+                trained[2].zero_grad()
         for each in (stepped, averager.optimizer):
             each.param_groups[0]["lr"] = 0.01 * (step + 1)  # a schedule
         averager.step()
@@ -172,6 +177,40 @@ def test_who_comes_later_begins_with_the_slowest():
     assert clocks.wait(1, 0.01) and clocks.live == {1: 3}
 
 
+def test_all_stop_at_the_step_that_the_furthest_has_begun():
+    clocks = Clocks(staleness=math.inf)
+    for worker in (1, 2):
+        clocks.join(worker)
+    assert not any(clocks.tick(1) for _ in range(3))
+    assert [clocks.tick(2, flag=True) for _ in range(4)] == [False, False, False, True]
+    assert clocks.tick(1)
+
+
+CHANGES = {
+    "a frozen layer": (
+        lambda model, optimizer: model[0].requires_grad_(False),
+        "got 'one that was frozen or unfrozen'",
+    ),
+    "a group": (lambda _, optimizer: optimizer.add_param_group({"params": torch.ones(1)}), "got 'one that was added'"),
+    "momentum": (
+        lambda _, optimizer: optimizer.param_groups[0].update(momentum=0.5),
+        "got 'another momentum', allowed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
+def test_what_servers_are_not_told_is_refused(job, change, told):
+    running = job()
+    model, averager = running.worker()
+    train(model, averager, 0, 1)
+    change(model, averager.optimizer)
+    with pytest.raises(ValueError, match=told):
+        train(model, averager, 0, 1)
+    averager.close()
+    train(*running.worker(), 0, 1)  # the others don't notice
+
+
 @pytest.mark.parametrize("delay", [0, 1, 3])
 def test_the_stability_limit_of_a_delayed_quadratic(delay):
     """x(t+1) = x(t) - a x(t - delay) is stable if and only if 0 < a < 2 cos(pi delay / (2 delay + 1))."""
@@ -280,6 +319,28 @@ def test_versions_of_a_pull_are_the_same_on_all_servers(job):
         assert any(all(torch.equal(a, b) for a, b in zip(got, one, strict=True)) for one in allowed)
 
 
+def test_a_push_that_one_server_alone_has_gives_the_others_no_trouble(job, monkeypatch):
+    running = job(servers=2)
+    broken, (model, averager) = running.worker(), running.worker()
+    sent, send = [], Request.send
+
+    def once(request, connection, *body):
+        if sent:
+            raise ConnectionLost("killed")
+        sent.append(send(request, connection, *body))
+        return sent[0]
+
+    monkeypatch.setattr(Request, "send", once)
+    with pytest.raises(ConnectionLost, match="killed"):
+        train(*broken, 0, 1)
+    monkeypatch.undo()
+    broken[1]._connections = []  # as where its process ends
+    gc.collect()
+    train(model, averager, 1, 1)
+    averager.pull(TIMEOUT)
+    assert all(torch.equal(running.weights()[name], p) for name, p in model.named_parameters())
+
+
 @every
 def test_a_worker_goes_on_from_its_state(job, make):
     """In the middle of a run a worker leaves, and another takes its place with what it remembered."""
@@ -298,6 +359,21 @@ def test_a_worker_goes_on_from_its_state(job, make):
         averager.step()
     pairs = zip(model.parameters(), straight[0].parameters(), strict=True)
     assert averager.steps == 6 and all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_secret_that_comes_later_is_waited_for_and_holds_up_nobody(job, monkeypatch):
+    running = job()
+
+    class Far(dist.TCPStore):
+        def add(self, *arguments):
+            number = super().add(*arguments)
+            monkeypatch.undo()
+            train(*running.worker(), 0, 1)
+            return number
+
+    monkeypatch.setattr(dist, "TCPStore", Far)
+    train(*running.worker(), 1, 1)
+    assert len(running.servers[0].clocks.live) == 2
 
 
 def test_a_wrong_secret_is_refused(job):
