@@ -25,9 +25,10 @@ from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
+from lightning_gradcomp.local_sgd.sync import Buffers, broadcast_unless_identical, sync_buffers_and_moments
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer, built, check_staleness
+from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.launchers import optimizers_of
 from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_sidecars
@@ -35,6 +36,8 @@ from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_async"
 """Where a checkpoint has what the workers remember."""
+NO_LIMIT = timedelta(days=365)
+"""How long a server waits for its rank's next push: a validation may be long, and a lost rank closes its connection."""
 
 
 class AsyncStrategy(BaseStrategy):
@@ -116,6 +119,7 @@ class AsyncStrategy(BaseStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        sigterm.restore_handler(trainer)
         self.averager = self.server = None  # of an earlier fit
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -123,6 +127,8 @@ class AsyncStrategy(BaseStrategy):
         module, [optimizer] = self.lightning_module, self.optimizers
         timeout = timedelta(seconds=self._timeout.total_seconds())  # type: ignore[union-attr]
         with self.explained("starting the servers"):
+            ranks = Ranks(dist.group.WORLD)
+            broadcast_unless_identical([*module.parameters(), *module.buffers()], ranks)
             secret = self.broadcast(secrets.token_hex())
             self.server = ParameterServer(
                 module,
@@ -132,7 +138,7 @@ class AsyncStrategy(BaseStrategy):
                 host=_own_address(trainer.num_nodes),
                 shard=self.global_rank,
                 servers=self.world_size,
-                timeout=timeout,
+                timeout=NO_LIMIT,
                 **self.rule,
             )
             self.server.start()
@@ -148,8 +154,9 @@ class AsyncStrategy(BaseStrategy):
                 world=self.world_size,
                 timeout=timeout,
             )
-            self._buffers, self.averager.ranks = Buffers(module), Ranks(dist.group.WORLD)
+            self._buffers, self.averager.ranks, self._pulled = Buffers(module), ranks, 0
             self.barrier()
+        sigterm.set_handler(trainer, self.averager)
         rank_zero_info(self._describe())
 
     def _describe(self) -> str:
@@ -168,23 +175,37 @@ class AsyncStrategy(BaseStrategy):
         **kwargs: Any,
     ) -> Any:
         """As `Strategy.optimizer_step`, but the gradient goes to the servers."""
-        assert self.averager is not None
+        assert self.averager is not None and self.lightning_module is not None
         with self.explained("pushing and pulling"):
             pushing: Any = _Pushing(optimizer, self.averager)
-            return super().optimizer_step(pushing, closure, model, **kwargs)
+            result = super().optimizer_step(pushing, closure, model, **kwargs)
+        trainer = self.lightning_module.trainer
+        sigterm.stop_after_batch(self.averager, trainer)
+        if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
+            self.synchronise()  # before callbacks look at the weights, or replace them
+        return result
 
     # Wherever the weights are looked at
 
     def synchronise(self) -> None:
-        """Let all ranks hold the servers' weights, and the mean of the buffers. Collective. After a fit they do."""
+        """Let all ranks hold the servers' weights, and the mean of the buffers. Collective. After a fit they do.
+
+        Without a step since the last time the weights stay as they are: a callback may have replaced them.
+        """
         if self.averager is not None and self.averager.connected:
             with self.explained("pulling the weights"):
                 self.barrier()  # nobody pushes any more
-                self.averager.pull()
+                if self.averager.steps != self._pulled:
+                    self._pull()
                 sync_buffers_and_moments(
                     self.averager.ranks, self._buffers, None, self.averager.steps, moments_valid=True
                 )
                 self.barrier()
+
+    def _pull(self) -> None:
+        assert self.averager is not None
+        self.averager.pull()
+        self._pulled = self.averager.steps
 
     on_validation_start = on_test_start = on_predict_start = synchronise
 
@@ -211,7 +232,8 @@ class AsyncStrategy(BaseStrategy):
         return super().optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Also of a checkpoint that another strategy has written, or a world of another size."""
+        """Also of a checkpoint that another strategy has written, or a world of another size. The servers take over the
+        module's weights, which have been restored: they may be of earlier steps than the servers'. Collective."""
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None and self.server is not None
         [optimizer], gradients = self.optimizers, self.averager.gradients
@@ -222,6 +244,10 @@ class AsyncStrategy(BaseStrategy):
         if KEY in checkpoint:
             self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager)  # type: ignore[arg-type]
         self.averager.steps = checkpoint["global_step"]
+        self.server.shard.load_weights(by_name)
+        with self.explained("loading a checkpoint"):
+            self.barrier()  # all servers have
+            self._pull()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with what the workers remember; a checkpoint of weights alone has none of it."""

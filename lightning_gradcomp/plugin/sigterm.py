@@ -2,7 +2,8 @@
 
 Lightning 2.6 broadcasts from inside the signal handler, where it meets another rank's exchange of gradients, and both
 wait until the timeout; it also broadcasts from rank 0 before every batch, one round trip each. Here the handler only
-sets a flag. A compressed step, or a delayed round, sends it with its message; before a dense step it is all-reduced.
+sets a flag. A compressed step, or a delayed round, sends it with its message; before a dense step it is all-reduced;
+a push has it for the servers, whose answers say after which step all stop.
 
 Private Lightning names used here: the Trainer's `_signal_connector` with its `_sigterm_notifier_fn` and
 `received_sigterm`, and the epoch loop's `_broadcast_sigterm_tensor`.
@@ -19,9 +20,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
+from lightning_gradcomp.parameter_server.averager import AsyncAverager
 
 log = logging.getLogger(__name__)
-Averager = GradientAverager | DelayedAverager
+Averager = GradientAverager | DelayedAverager | AsyncAverager
 HANDLER, BROADCAST = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
 
 

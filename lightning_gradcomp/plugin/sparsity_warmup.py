@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.communication_monitor import averager_of
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 
@@ -50,6 +51,9 @@ class SparsityWarmup(Callback):
 
     def check_strategy(self, strategy: Any) -> None:
         """ValueError for a strategy whose compressor has no sparsity."""
+        if isinstance(strategy, AsyncStrategy):
+            allowed = "a strategy whose ranks step together: a push has one sparsity from start to end"
+            raise refusal("the strategy of SparsityWarmup", "AsyncStrategy", allowed)
         if not hasattr(getattr(strategy, "compressor", None), "sparsity"):
             compressor = getattr(strategy, "compressor", None)
             got = type(strategy if compressor is None else compressor).__name__

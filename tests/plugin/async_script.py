@@ -5,17 +5,24 @@ usage: async_script.py FOLDER
 
 import json
 import logging
+import math
+import os
+import signal
 import sys
+import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.app.callbacks import SaveOnSigterm
 
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -23,16 +30,20 @@ SMALL = {"sparsity": 0.9, "min_elements": 32}
 
 
 class Net(L.LightningModule):
-    """A small classifier with batch norm, whose learning rate falls."""
+    """A small classifier with batch norm, a frozen weight and a buffer, whose learning rate falls."""
 
-    def __init__(self):
+    lr = 0.05
+
+    def __init__(self, seed=0):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
+        self.scale = nn.Parameter(1 + torch.rand(1) / 100, requires_grad=False)
+        self.register_buffer("shift", torch.rand(1) / 100)
         layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)]
         self.layers, self.losses = nn.Sequential(*layers), []
 
     def loss(self, batch):
-        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self.layers(batch[0] * self.scale + self.shift), batch[1])
 
     def training_step(self, batch, index):
         return self.loss(batch)
@@ -44,8 +55,29 @@ class Net(L.LightningModule):
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
+class Unequal(Net):
+    """Rank 1 waits in its first batch until rank 0 has come to the last of the epoch."""
+
+    def training_step(self, batch, index):
+        last = Path(sys.argv[1]) / "last batch"
+        if self.global_rank == 0 and index == 3:
+            last.touch()
+        while self.global_rank == 1 and not last.exists():
+            time.sleep(0.01)
+        return self.loss(batch)
+
+
+class Terminated(Net):
+    """Rank 1 receives a SIGTERM in its second batch."""
+
+    def training_step(self, batch, index):
+        if self.global_rank == 1 and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.loss(batch)
 
 
 def batches():
@@ -55,17 +87,29 @@ def batches():
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 16)
 
 
-def fit(strategy, epochs, folder, devices, ckpt=None, **options):
+def fit(strategy, epochs, folder, devices, ckpt=None, model=None, callbacks=(), **options):
     """The trainer and the model after a fit that saves a checkpoint in each epoch."""
-    model, saving = Net(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    model, saving = model or Net(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     monitor = [lgc.CommunicationMonitor()] if isinstance(strategy, lgc.AsyncStrategy) else []
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=epochs, callbacks=[saving, *monitor],
-        num_sanity_val_steps=0, logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
+        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=epochs, num_sanity_val_steps=0, logger=False,
+        callbacks=[saving, *monitor, *callbacks], enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     trainer.fit(model, batches(), batches(), ckpt_path=ckpt)
     trainer.save_checkpoint(folder / "end.ckpt")
     return trainer, model
+
+
+def terminated(folder):
+    """Each rank's steps, and the checkpoint on the way out."""
+    model, path = Terminated(), folder / "term.ckpt"
+    with suppress(SIGTERMException):
+        fit(lgc.AsyncStrategy("dgc"), 3, folder, 2, model=model, callbacks=[SaveOnSigterm(path)])
+    steps = [None, None]
+    dist.all_gather_object(steps, model.trainer.global_step)
+    saved = torch.load(path, weights_only=True)
+    remembered = [rank["steps"] for rank in saved["lightning_gradcomp_async"]["lightning_gradcomp"]["ranks"]]
+    return {"steps": steps, "saved": saved["global_step"], "remembered": remembered}
 
 
 def outcome(trainer, model):
@@ -83,13 +127,16 @@ def outcome(trainer, model):
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     compressed = {"compressor": lgc.DGC(**SMALL), "pull": lgc.GradientDropping(**SMALL, warmup_epochs=0)}
     outcomes = {
-        "none": outcome(*fit(lgc.AsyncStrategy(), 3, folder / "none", 2, gradient_clip_val=1.0)),
+        "none": outcome(*fit(lgc.AsyncStrategy(), 3, folder / "none", 2, model=Net(rank), gradient_clip_val=1.0)),
         "dgc": outcome(*fit(lgc.AsyncStrategy(**compressed, staleness=1), 3, folder / "dgc", 2)),
     }
     dist.barrier()
     on = fit(lgc.AsyncStrategy(**compressed), 4, folder / "on", 2, ckpt=folder / "dgc" / "end.ckpt")
     outcomes["resumed"] = outcome(*on)
+    free = fit(lgc.AsyncStrategy(staleness=math.inf), 1, folder / "free", 2, model=Unequal())
+    outcomes["free"] = outcome(*free)
+    outcomes["terminated"] = terminated(folder / "terminated")
     print(json.dumps(outcomes))

@@ -1,11 +1,14 @@
 """dist_async in Lightning: two ranks with a server each, and one rank alone, which is plain SGD."""
 
 import json
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 
 import lightning_gradcomp as lgc
 from tests.plugin.async_script import SMALL, Net, batches, fit
@@ -39,6 +42,15 @@ def test_compressed_pulls_raise_the_ratio(outcome):
     assert outcome["none"]["ratio"] < 1 < 2 < outcome["dgc"]["ratio"]
 
 
+def test_a_rank_does_not_wait_for_a_slow_one(outcome):
+    assert outcome["free"]["steps"] == 4 and outcome["free"]["spread"] == 0
+
+
+def test_sigterm_on_one_rank_ends_all_together(outcome):
+    found = outcome["terminated"]
+    assert found["steps"] == found["remembered"] == 2 * [found["saved"]] and found["saved"] < 12
+
+
 def test_two_ranks_go_on_from_a_checkpoint(outcome):
     assert outcome["resumed"]["steps"] == 16
     assert outcome["resumed"]["losses"][-1] < outcome["dgc"]["losses"][-1] + 0.2
@@ -68,6 +80,39 @@ def test_one_rank_is_sgd_to_the_bit(tmp_path):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LearningRateFinder(min_lr=0.1, max_lr=0.5, num_training_steps=5, update_attr=False),
+        lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),
+    ],
+    ids=["LearningRateFinder", "StochasticWeightAveraging"],
+)
+def test_weights_that_a_callback_sets_stay(tmp_path, make, monkeypatch):
+    """Before training goes on, and after it has ended."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for strategy in ("ddp", lgc.AsyncStrategy()):
+        model = Net()
+        model.layers[1] = torch.nn.Identity()
+        found.append(weights(fit(strategy, 3, tmp_path, 1, model=model, callbacks=[make()])[1]))
+        end()
+    assert torch.equal(*found)
+
+
+def test_a_validation_may_be_longer_than_the_timeout(tmp_path):
+    class Slow(Net):
+        def setup(self, stage):
+            self.trainer.strategy._timeout = timedelta(seconds=1)
+
+        def on_validation_epoch_end(self):
+            time.sleep(1.2)
+
+    trainer, _ = fit(lgc.AsyncStrategy(), 2, tmp_path, 1, model=Slow())
+    end()
+    assert trainer.global_step == 16
+
+
 @pytest.mark.parametrize("make", [lambda: "none", lambda: lgc.DGC(**SMALL)], ids=["none", "dgc"])
 def test_a_run_that_goes_on_is_the_straight_one(tmp_path, make):
     _, straight = fit(lgc.AsyncStrategy(make()), 3, tmp_path / "straight", 1)
@@ -85,6 +130,11 @@ REFUSED = {
     ),
     "PowerSGD": ({"compressor": "powersgd"}, {}, "compressor with dist_async: got 'PowerSGD', allowed: one whose"),
     "a warm-up": ({"compressor": lgc.DGC(warmup_epochs=2)}, {}, "DGC.warmup_epochs with dist_async: got 2, allowed: 0"),
+    "SparsityWarmup": (
+        {"compressor": "dgc"},
+        {"callbacks": [lgc.SparsityWarmup()]},
+        "SparsityWarmup: got 'AsyncStrategy'",
+    ),
     "sync_batchnorm": ({}, {"sync_batchnorm": True}, "sync_batchnorm with AsyncStrategy: got True"),
 }
 
