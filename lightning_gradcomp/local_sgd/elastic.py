@@ -52,6 +52,7 @@ class ElasticAverager:
 
     Args:
         model: the bare module. A process that comes first, or alone, starts from its own weights; others from those.
+            Layers may be frozen and unfrozen, on all ranks in the same round, which ends there.
         optimizer: any; a rank that comes new starts with the moments of the one that it learns from.
         compressor: compresses the update of each round. Its warm-up must not count epochs.
         lighthouse: the address of torchft's lighthouse, http://HOST:PORT.
@@ -142,6 +143,8 @@ class ElasticAverager:
         Args:
             weight: samples in this step, its weight in the average; 0: the optimizer does not step.
         """
+        if self._anchor.trainable_changed:
+            self._follow_trainable()
         if weight:
             self.optimizer.step()
         self.steps += 1
@@ -149,6 +152,14 @@ class ElasticAverager:
         self._samples += weight
         if self._steps_in_round >= self.period:
             self.average()
+
+    def _follow_trainable(self) -> None:
+        """Where layers were frozen or unfrozen, end the round first; what is not averaged then is dropped."""
+        if self._samples and not self.average():
+            self._anchor.reset_model()
+            self._samples = 0
+        self._anchor.refresh_trainable()
+        self._anchor.copy_from_model()
 
     def average(self) -> bool:
         """End the round now: average with all ranks that are there. They have to end theirs, too.
@@ -240,7 +251,10 @@ class ElasticAverager:
         """What a rank that comes new receives: agreed weights, buffers, outer velocity, and this one's moments."""
         outer = self._rounds.shared_state()["outer"]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        weights = {name: z.detach().clone() for name, z in self._anchor.module.named_parameters()}
+        weights = {
+            name: (z if z.requires_grad else self._anchor.live[name]).detach().clone()
+            for name, z in self._anchor.module.named_parameters()
+        }
         moments, counts = self.optimizer.state_dict(), {"steps": self.steps, "rounds": self._rounds.steps}
         return {"weights": weights, "buffers": buffers, "outer": outer, "optimizer": moments, **counts}
 
@@ -248,6 +262,7 @@ class ElasticAverager:
     def _load_agreed(self, state: dict[str, Any]) -> None:
         for name, z in self._anchor.module.named_parameters():
             z.copy_(state["weights"][name])
+            self._anchor.live[name].copy_(z)
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state["buffers"][name])
         self._anchor.reset_model()

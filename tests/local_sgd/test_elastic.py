@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchft.coordination import LighthouseServer
 
-from lightning_gradcomp import ElasticAverager, GradientDropping
+from lightning_gradcomp import ElasticAverager, GradientDropping, Nesterov
 from tests.averaging.workers import Table, weights
 from tests.processes import Forked
 
@@ -107,6 +107,30 @@ def alone():
 def test_a_round_with_too_few_ranks_is_not_averaged(alone, caplog):
     assert not alone(Table(), min_ranks=2).average()
     assert "round 1 is not averaged, its steps are with those of the next: 1 of 2 ranks" in caplog.text
+
+
+def test_layers_may_be_unfrozen_and_frozen(alone):
+    model = Table()
+    model.matrix.requires_grad_(False)
+    averager = alone(model, period=2, outer=Nesterov(lr=0.5, momentum=0.0))
+    start = model.matrix.detach().clone()
+
+    def step():
+        model.zero_grad()
+        sum(p.sum() for p in model.parameters() if p.requires_grad).backward()
+        averager.step()
+
+    step()
+    model.matrix.requires_grad_(True)
+    step()
+    step()
+    assert averager.rounds == 2  # the first was ended where its layers changed
+    torch.testing.assert_close(model.matrix.detach(), start - 0.5 * 0.2)
+    model.matrix.requires_grad_(False)
+    step()
+    step()
+    assert averager.rounds == 3
+    torch.testing.assert_close(model.matrix.detach(), start - 0.5 * 0.2)
 
 
 def test_a_rank_that_is_left_alone_trains_on_and_keeps_what_waits(alone):
