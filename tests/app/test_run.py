@@ -42,7 +42,7 @@ def commands(tmp_path_factory):
     lines = {
         "sweep": (*TINY, "-m", "trainer.devices=1,2", "hydra.sweep.dir=sweep"),
         "run": (*TINY, "trainer.devices=2"),
-        "failed": ("trainer=smoke", "trainer.devices=2", "data.batch_size=63", "hydra.run.dir=failed"),
+        "failed": ("trainer=smoke", "trainer.devices=2", "data.batch_size=1438", "hydra.run.dir=failed"),
     }
     folders = {name: tmp_path_factory.mktemp(name) for name in lines}
     with ThreadPoolExecutor(2) as pool:
@@ -149,7 +149,7 @@ def test_a_sweep_repeats_a_run_of_the_same_seed(run, sweep):
 def test_a_training_that_fails_is_a_sentence_and_an_exit_code(commands):
     folder, done = commands["failed"]
     assert done.returncode == 1
-    assert "gradcomp: data.batch_size: got 63, allowed: a multiple of 2 (ranks)" in done.stderr
+    assert "gradcomp: data.batch_size: got 1438, allowed: a multiple of 2 (ranks), 4 to 1437" in done.stderr
     assert f"training failed with exit code 1; its folder is {folder / 'failed'}" in done.stderr
     assert "Traceback" not in done.stderr and not (folder / "failed" / "summary.json").exists()
 
