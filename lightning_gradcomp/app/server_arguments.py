@@ -18,7 +18,6 @@ from lightning_gradcomp.errors import refusal
 SECRET = "GRADCOMP_SECRET"
 """Environment variable: what a worker has to know to join."""
 ADDRESS = re.compile(r"\[?[\w.:-]+\]?:\d{1,5}")
-
 MOST_PORT = 65535
 
 

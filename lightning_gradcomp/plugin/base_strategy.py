@@ -14,7 +14,6 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import (
@@ -26,7 +25,7 @@ from lightning_gradcomp.averaging.faults import (
 )
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read
 from lightning_gradcomp.plugin.launchers import SubprocessLauncher, launcher
-from lightning_gradcomp.plugin.rank_states import RankStates
+from lightning_gradcomp.plugin.rank_states import RankStates, interrupted
 from lightning_gradcomp.plugin.validation import check_batches
 
 
@@ -114,11 +113,8 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
 
     @property
     def _interrupted(self) -> bool:
-        """Whether this rank can't count on the others: an interruption, but no SIGTERM, may have hit it alone."""
-        module = self.lightning_module
-        return module is None or (
-            module.trainer.state.status == TrainerStatus.INTERRUPTED and not module.trainer.received_sigterm
-        )
+        """Whether this rank can't count on the others."""
+        return self.lightning_module is None or interrupted(self.lightning_module)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """As DDP's, with the files beside it."""

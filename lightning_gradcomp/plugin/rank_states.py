@@ -39,14 +39,19 @@ OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
 """Parameter -> torch's name -> tensor, of what an optimizer has without compression."""
 
 
-def all_ranks_present(module: LightningModule | None) -> bool:
-    """Whether all ranks are here to gather: not after an interruption, which may have hit one of them alone.
+def interrupted(module: LightningModule) -> bool:
+    """Whether an interruption has ended the fit, which may have hit this rank alone.
 
-    A SIGTERM ends all of them after the same step (plugin/sigterm.py).
+    A SIGTERM is none: it ends all ranks after the same step (plugin/sigterm.py).
     """
+    return module.trainer.state.status == TrainerStatus.INTERRUPTED and not module.trainer.received_sigterm
+
+
+def all_ranks_present(module: LightningModule | None) -> bool:
+    """Whether all ranks are here to gather: not after an interruption, of which this warns."""
     if module is None:
         return False
-    if module.trainer.state.status == TrainerStatus.INTERRUPTED and not module.trainer.received_sigterm:
+    if interrupted(module):
         rank_zero_warn("Interrupted: this checkpoint holds the model, without what the ranks had not sent yet.")
         return False
     return True
