@@ -84,9 +84,9 @@ class CommunicationMonitor(Callback):
     def _blank(self) -> None:
         """Nothing was seen yet of a fit."""
         self._spent: Stats | DelayedStats = Stats()
-        self._counted: Any = None
+        self._counted: Any = Stats()
         """What was spent when a batch ended last, of the same type."""
-        self._steps = self._bytes_sent = self._dense_bytes = self._last_bytes_sent = self._steps_seen = 0
+        self._steps = self._last_bytes_sent = self._steps_seen = 0
         self._times = {phase: deque[float](maxlen=RECENT_STEPS) for phase in PHASES}
         self._elapsed = 0.0
 
@@ -145,8 +145,6 @@ class CommunicationMonitor(Callback):
         phases = {"compute": compute, **stats.seconds}
         self._steps += averager.steps - self._steps_seen
         self._steps_seen = averager.steps
-        self._bytes_sent += stats.bytes_sent
-        self._dense_bytes += stats.dense_bytes
         self._last_bytes_sent = stats.bytes_sent
         for phase, times in self._times.items():
             times.append(phases[phase])
@@ -210,9 +208,9 @@ class CommunicationMonitor(Callback):
             "world_size": averager.world,
             **how,
             "steps": self._steps,
-            "bytes_sent": self._bytes_sent,
-            "dense_bytes": self._dense_bytes,
-            "ratio": self._dense_bytes / self._bytes_sent if self._bytes_sent else 1.0,
+            "bytes_sent": self._counted.bytes_sent,
+            "dense_bytes": self._counted.dense_bytes,
+            "ratio": self._counted.ratio,
             "totals": {**asdict(self.totals), "ratio": self.totals.ratio},
             "last_step": {"bytes_sent": self._last_bytes_sent, "ratio": averager.stats.ratio},
             "milliseconds": {phase: 1e3 * median(times) if times else 0.0 for phase, times in self._times.items()},
