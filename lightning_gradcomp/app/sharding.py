@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_gradcomp.app.classifier import Classifier
+from lightning_gradcomp.app.options.training import SGD
 from lightning_gradcomp.averaging.fsdp import Sharding
 from lightning_gradcomp.averaging.gradients import check_shards
 from lightning_gradcomp.compressors import Compressor
@@ -40,6 +42,8 @@ class ShardedClassifier(Classifier):
     def __init__(self, *args: Any, compiled: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compiled = compiled
+        if isinstance(self.options, SGD):  # torch can't run its fused kernel on shards
+            self.options = replace(self.options, fused=False)
 
     def configure_model(self) -> None:
         if isinstance(self.model, FSDPModule):

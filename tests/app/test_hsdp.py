@@ -71,6 +71,7 @@ def runs(tmp_path_factory):
     said = {"first": trained("first", 4, "strategy.shard=2", "trainer.max_epochs=1", "trainer.compile=true")}
     said["rest"] = trained("rest", 2, f"ckpt={folder / 'first'}", "trainer.max_epochs=2")
     said["eval"] = trained("eval", 2, f"ckpt={folder / 'rest'}", "evaluate=true")
+    said["sgd"] = trained("sgd", 2, "optimizer=sgd", "compressor=gradient_dropping", "trainer.max_epochs=1")
     return folder, said
 
 
@@ -98,6 +99,10 @@ def test_another_mesh_resumes_its_folder(runs):
     assert summary_of(runs, "rest")["epochs"] == 2 and "nothing: there is one replica" in said["rest"]
     meta = torch.load(folder / "rest" / "checkpoints" / "last.ckpt" / "meta.pt")
     assert meta["global_step"] == 4
+
+
+def test_sgd_trains_shards(runs):
+    assert summary_of(runs, "sgd")["communication"]["steps"] == 2
 
 
 def test_evaluate_validates_the_weights_of_a_folder(runs):
