@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 
 import lightning_gradcomp as lgc
-from benchmarks import report
+from benchmarks import report, started
 from benchmarks.methods import compressor
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
@@ -60,14 +61,27 @@ def passes(flat: torch.Tensor) -> dict[str, Callable[[], object]]:
     return {"copy": lambda: u.copy_(flat), "momentum": momentum, "topk": lambda: flat.abs().topk(few, sorted=False)}
 
 
+class Timed(Stats):
+    """Phases that end when `device` is done with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started.wait(self._device)
+        with super().phase(name):
+            yield
+            started.wait(self._device)
+
+
 def timed(action: Callable[[], object], device: torch.device) -> float:
     """Milliseconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    started.wait(device)
     begin = time.perf_counter()
     action()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    started.wait(device)
     return 1e3 * (time.perf_counter() - begin)
 
 
@@ -87,7 +101,7 @@ def measure(elements: int, methods: list[str], device: torch.device, steps: int)
         figures = {name: (timed(action, device), 0.0) for name, action in plain.items()}
         for method, compression in compressions.items():
             models[method].new_gradients()
-            stats = Stats()
+            stats = Timed(device)
             final = compression.compressor.at(compression.compressor.final_sparsity)
             compression.compressed(final, "all_gather", step, 1.0, stats, False)
             figures[method] = (1e3 * stats.seconds["compress"], 1e3 * stats.seconds["decompress"])

@@ -32,7 +32,7 @@ def resident() -> int:
 
 def train(method: str, arguments: argparse.Namespace) -> float:
     """Bytes that a few steps of `method` needed on this rank at most."""
-    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = started.device()
     before = resident()
     torch.manual_seed(0)
     model = network(arguments.model).to(device)

@@ -6,7 +6,7 @@
 Every method trains a copy of the model. They take turns, a few steps each, so that the machine's noise meets all of
 them alike; figures are medians over all steps of all turns, of the slower rank. Images are random, weights are trained
 as usual (SGD with momentum, or AdamW), and warm-ups are left out: what is timed is the compressed phase. One thread a
-process.
+process. On a GPU where there is one; its ranks exchange by gloo all the same, since NCCL refuses two on one GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 
-from benchmarks import report
+from benchmarks import report, started
 from benchmarks.methods import OPTIMIZERS, Switched, network, stepper
 from benchmarks.step_times import StepTime, record
 from lightning_gradcomp.averaging import Stats
@@ -32,13 +32,13 @@ PHASES = ("compress", "exchange", "decompress")
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Method -> median milliseconds of a step, spread over the turns, ratio to computation, what the exchange cost."""
-    rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
-    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, generator=generator)
-    labels = torch.randint(0, 10, (arguments.batch,), generator=generator)
+    rank, device, generator = dist.get_rank(), started.device(), torch.Generator().manual_seed(dist.get_rank())
+    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, generator=generator).to(device)
+    labels = torch.randint(0, 10, (arguments.batch,), generator=generator).to(device)
     steps = {}
     for method in arguments.methods.split(","):
         torch.manual_seed(0)  # the same weights on every rank
-        model = network(arguments.model)
+        model = network(arguments.model).to(device)
         steps[method] = stepper(method, model, OPTIMIZERS[arguments.optimizer](model))
     for method, step in steps.items():
         if isinstance(step, Switched) and step.averager.autotune:
@@ -55,6 +55,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
                 dist.barrier()
                 begin = time.perf_counter()
                 costs[method].append(step(images, labels))
+                started.wait(device)
                 own.append(time.perf_counter() - begin)
             slower = torch.tensor(own)
             dist.all_reduce(slower, op=dist.ReduceOp.MAX)

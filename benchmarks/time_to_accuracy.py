@@ -6,6 +6,7 @@ Methods are what `gradcomp compressor=...` takes, with further overrides after a
 (`dgc:compressor.values=bf16;trainer.max_epochs=8`), and torch's own hooks in Lightning's DDPStrategy. Every run is the
 whole recipe, on nodes that benchmarks.link starts; the clock is rank 0's, starts with `fit` and runs on during
 validation. Bytes are those that the kernel has counted on all nodes, headers and all. Methods take turns, seed by seed.
+Where the machine has a GPU, the nodes share it, and gloo carries what they exchange.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def train(folder: Path) -> None:
     else:
         parts = build(run, folder)
     parts.trainer.callbacks.append(clock)
+    parts.trainer.strategy._process_group_backend = "gloo"  # the nodes share this machine's GPU; NCCL would refuse that
     parts.trainer.fit(parts.classifier, parts.data)
     if parts.trainer.is_global_zero:
         (folder / "curve.json").write_text(json.dumps(clock.curve))
