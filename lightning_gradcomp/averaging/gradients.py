@@ -12,7 +12,7 @@ from torch import nn
 from lightning_gradcomp.averaging.fsdp import Shards
 from lightning_gradcomp.averaging.local_weights import plain_name
 from lightning_gradcomp.compressors import Compressor
-from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
+from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.errors import refusal
@@ -147,32 +147,35 @@ class Gradients:
 
     def collect(self, scale: float) -> None:
         """Fill the buffers with every `p.grad` / scale, 0 where there is none."""
-        _fill(self.layout.views(self.compressed_flat), self.compressed, scale)
+        _fill(self.layout, self.compressed_flat, self.compressed, scale)
         self.collect_dense(scale)
 
     def collect_dense(self, scale: float) -> None:
         """As `collect`, of the dense ones alone."""
-        _fill(self.dense_layout.views(self.dense_flat), self.dense, scale)
+        _fill(self.dense_layout, self.dense_flat, self.dense, scale)
 
     def local_gradient(self, scale: float) -> LocalGradient:
-        """The compressed ones, as they are in `p.grad`."""
+        """The compressed ones: as they are in `p.grad`, or on a GPU from `compressed_flat`, where they are put."""
+        if self.device.type == "cuda":
+            _fill(self.layout, self.compressed_flat, self.compressed, scale)
+            return LocalGradient.of(self.compressed_flat, self.layout)
         parts = [None if p.grad is None else p.grad.reshape(-1) for p in self.compressed]
-        return LocalGradient(parts, self.layout, self.device, scale)
+        return LocalGradient(parts, self.layout, scale)
 
     def assign(self, compressed: Decoded, dense: torch.Tensor, present: list[bool], scale: float) -> None:
         """Write the averages · scale into `p.grad` wherever `present`, making a gradient where there is none."""
         few = present[: len(self.compressed)]
-        for parameter, wanted, part in zip(self.compressed, few, by_tensor(compressed, self.layout), strict=True):
-            if wanted:
-                _write(parameter, *part, scale)
+        if isinstance(compressed, Dense):
+            _write(self.layout, compressed.values, self.compressed, few, scale)
+        else:
+            for parameter, wanted, part in zip(self.compressed, few, by_tensor(compressed, self.layout), strict=True):
+                if wanted:
+                    _write_at(parameter, *part, scale)
         self.assign_dense(dense, present, scale)
 
     def assign_dense(self, dense: torch.Tensor, present: list[bool], scale: float) -> None:
         """As `assign`, of the dense ones alone."""
-        many = present[len(self.compressed) :]
-        for parameter, wanted, view in zip(self.dense, many, self.dense_layout.views(dense), strict=True):
-            if wanted:
-                _write(parameter, None, view, scale)
+        _write(self.dense_layout, dense, self.dense, present[len(self.compressed) :], scale)
 
     def fill(self, value: float, present: list[bool]) -> None:
         """Let every `p.grad` that is `present` be `value`."""
@@ -195,17 +198,38 @@ def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str,
     compressor.check_shards(taken)
 
 
-def _fill(views: list[torch.Tensor], parameters: list[nn.Parameter], scale: float) -> None:
-    for view, parameter in zip(views, parameters, strict=True):
-        if parameter.grad is None:
-            view.zero_()
-        else:
-            view.copy_(parameter.grad)
-            if scale != 1:
-                view.div_(scale)
+# Lists of tensors are copied in one call, which on a GPU is one launch where they are contiguous and of one type.
 
 
-def _write(parameter: nn.Parameter, places: torch.Tensor | None, values: torch.Tensor, scale: float) -> None:
+def _fill(layout: Layout, flat: torch.Tensor, parameters: list[nn.Parameter], scale: float) -> None:
+    """Let `flat` be every `p.grad` / scale, 0 where there is none."""
+    views = layout.views(flat)
+    grads = [(view, p.grad) for view, p in zip(views, parameters, strict=True) if p.grad is not None]
+    if len(grads) < len(parameters):
+        flat.zero_()
+    if grads:
+        torch._foreach_copy_([view for view, _ in grads], [grad for _, grad in grads])
+    if scale != 1:
+        flat.div_(scale)
+
+
+def _write(
+    layout: Layout, values: torch.Tensor, parameters: list[nn.Parameter], wanted: list[bool], scale: float
+) -> None:
+    """Let every `p.grad` that is `wanted` be its part of `values` (fp32 [n]) · scale."""
+    if scale != 1:
+        values = values * scale
+    chosen = []
+    for parameter, view, wants in zip(parameters, layout.views(values), wanted, strict=True):
+        if wants:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            chosen.append((parameter.grad, view))
+    if chosen:
+        torch._foreach_copy_([grad for grad, _ in chosen], [view for _, view in chosen])
+
+
+def _write_at(parameter: nn.Parameter, places: torch.Tensor | None, values: torch.Tensor, scale: float) -> None:
     """Let the gradient be `values` · scale at `places`, and 0 elsewhere; without places, everywhere."""
     if scale != 1:
         values = values * scale

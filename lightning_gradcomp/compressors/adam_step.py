@@ -60,7 +60,6 @@ def add_adam_step(
     m: torch.Tensor,
     v: torch.Tensor,
     e: torch.Tensor,
-    w: torch.Tensor,
     rule: AdamRule,
     t: int,
     scale: torch.Tensor,
@@ -69,16 +68,13 @@ def add_adam_step(
     """m, v and e + u after a gradient, into `out`, in the order of operations of `torch.optim.Adam`.
 
     Args:
-        g, m, v, e: gradient, moments, and what is not sent; fp32 [n].
-        w: the weights, for a weight decay that is not decoupled.
+        g, m, v, e: gradient (with a weight decay that is not decoupled), moments, and what is not sent; fp32 [n].
         rule: of the parameter.
         t: the number of this step, from 1.
         scale: √ρ, 0-d.
         out: for the new m, v and e. The new e may share g's memory.
     """
     (beta1, beta2), (new_m, new_v, new_e) = rule.betas, out
-    if rule.weight_decay and not rule.decoupled:
-        g = torch.add(g, w, alpha=rule.weight_decay, out=new_e)
     torch.lerp(m, g, 1 - beta1, out=new_m)
     scaled = torch.mul(g, scale, out=new_e)
     torch.mul(v, beta2, out=new_v).addcmul_(scaled, scaled, value=1 - beta2)
@@ -235,16 +231,17 @@ class AdamStep(State):
         """out = what is not sent, with the step for this gradient."""
         self._take_over_moments()
         self._out, scale = out, self.local_scale
-        tensors = zip(self.layout.names, self._parameters, self._rules(), strict=True)
-        for number, (name, parameter, rule) in enumerate(tensors):
-            weights = parameter.detach().reshape(-1)
-            for part, own, g in gradient.chunks(number):
-                if rule is None:
-                    out[part] = self.unsent_step[part]
-                    continue
-                old = self.exp_avg[part], self.exp_avg_sq[part], self.unsent_step[part]
-                new = self._exp_avg[part], self._exp_avg_sq[part], out[part]
-                add_adam_step(g, *old, weights[own], rule, self._t[name] + 1, scale, new)
+        rules = [(rule, self._t[name]) for rule, name in zip(self._rules(), self.layout.names, strict=True)]
+        for piece in gradient.pieces(rules):
+            (rule, t), part, g = rules[piece.numbers[0]], piece.part, piece.g
+            if rule is None:
+                out[part] = self.unsent_step[part]
+                continue
+            if rule.weight_decay and not rule.decoupled:
+                g = piece.plus(self._parameters, rule.weight_decay, out[part])
+            old = self.exp_avg[part], self.exp_avg_sq[part], self.unsent_step[part]
+            new = self._exp_avg[part], self._exp_avg_sq[part], out[part]
+            add_adam_step(g, *old, rule, t + 1, scale, new)
 
     def subtract(self, decoded: Decoded) -> None:
         decoded.subtract_from(self._out)

@@ -31,7 +31,6 @@ def correct_momentum(
     g: torch.Tensor,
     u: torch.Tensor,
     v: torch.Tensor,
-    w: torch.Tensor | None,
     rule: SGDRule,
     first: bool,
     out: tuple[torch.Tensor, torch.Tensor],
@@ -39,20 +38,16 @@ def correct_momentum(
     """Momentum correction (Lin et al. 2018, §3.2, eq. 7), into `out`: u ← m·u + g, v ← v + u; Nesterov v ← v + g + m·u.
 
     u has the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so that a
-    momentum that a schedule changes acts as it does in `torch.optim.SGD`, and the two can be exchanged. Weight decay
-    λ·w is added to g first: inside the momentum it has the strength that it has in SGD.
+    momentum that a schedule changes acts as it does in `torch.optim.SGD`, and the two can be exchanged.
 
     Args:
-        g, u, v: gradient, momentum, velocity; fp32 [n].
-        w: the weights; None for no decay.
+        g, u, v: gradient with weight decay, momentum, velocity; fp32 [n].
         rule: of the parameter.
         first: no earlier gradient, hence no dampening, as in torch.
         out: for the new u and v. The new v may share g's memory.
     """
     m, damp = rule.momentum, 0.0 if first else rule.dampening
     new_u, new_v = out
-    if w is not None and rule.weight_decay:
-        g = torch.add(g, w, alpha=rule.weight_decay, out=new_v)
     if damp:
         torch.mul(u, m, out=new_u).add_(g, alpha=1 - damp)
     else:
@@ -160,15 +155,18 @@ class SGDVelocity(State):
                 self.started.add(name)
 
     def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
-        """out = the velocity after this step's gradient."""
+        """out = the velocity after this step's gradient.
+
+        Weight decay λ·w is added to the gradient first: inside the momentum it has the strength that it has in SGD.
+        """
         self._borrow_momentum()
         self._out = out
-        tensors = zip(self.layout.names, self._parameters, self._rules(), strict=True)
-        for number, (name, parameter, rule) in enumerate(tensors):
-            weights = parameter.detach().reshape(-1)
-            for part, own, g in gradient.chunks(number):
-                new = self._u[part], out[part]
-                correct_momentum(g, self.u[part], self.v[part], weights[own], rule, name not in self.started, new)
+        rules = [(r, name not in self.started) for r, name in zip(self._rules(), self.layout.names, strict=True)]
+        for piece in gradient.pieces(rules):
+            (rule, first), part, g = rules[piece.numbers[0]], piece.part, piece.g
+            if rule.weight_decay:
+                g = piece.plus(self._parameters, rule.weight_decay, out[part])
+            correct_momentum(g, self.u[part], self.v[part], rule, first, (self._u[part], out[part]))
 
     def subtract(self, decoded: Decoded) -> None:
         """Take what was sent out of v; with masking (eq. 9) also stop the momentum there."""

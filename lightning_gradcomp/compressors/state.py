@@ -173,9 +173,8 @@ class Residual(State):
     def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
         """out = residual + gradient."""
         self._out = out
-        for number in range(len(self.layout.names)):
-            for part, _, g in gradient.chunks(number):
-                torch.add(self.residual[part], g, out=out[part])
+        for piece in gradient.pieces():
+            torch.add(self.residual[piece.part], piece.g, out=out[piece.part])
 
     def subtract(self, decoded: Decoded) -> None:
         decoded.subtract_from(self._out)

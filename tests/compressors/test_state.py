@@ -45,7 +45,7 @@ class Worker:
     def compensate(self, g):
         """What to send for the flat gradient `g`; of a parameter of NaN there is no gradient."""
         parts = [None if part.isnan().all() else part for part in g.split(self.layout.sizes)]
-        self.state.compensate(LocalGradient(parts, self.layout, CPU), self.out)
+        self.state.compensate(LocalGradient(parts, self.layout), self.out)
         return self.out
 
     def commit(self, moved=BOTH):
@@ -318,7 +318,7 @@ def test_a_state_of_nothing_sends_the_gradient_and_stays_empty():
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_local_gradients_are_fp32_without_the_scale(dtype, scale):
     first = gradients(1, 12)[0].to(dtype)
-    gradient, flat = LocalGradient([first * scale, None], LAYOUT, CPU, scale), torch.full((LAYOUT.n,), torch.nan)
+    gradient, flat = LocalGradient([first * scale, None], LAYOUT, scale), torch.full((LAYOUT.n,), torch.nan)
     gradient.copy_to(flat)
     assert torch.equal(flat, torch.cat([first.float(), torch.zeros(10)]))
     assert gradient.finite
@@ -331,6 +331,6 @@ def test_local_gradients_know_whether_they_are_finite(value, scale):
     g[3:5] = value
     gradient = LocalGradient.of(g, LAYOUT)
     if scale != 1:
-        gradient = LocalGradient(list(g.split(LAYOUT.sizes)), LAYOUT, CPU, scale)
+        gradient = LocalGradient(list(g.split(LAYOUT.sizes)), LAYOUT, scale)
     gradient.copy_to(torch.empty(LAYOUT.n))
     assert bool(gradient.finite) == (abs(value) < torch.inf)
