@@ -29,7 +29,7 @@ class Sparse:
 
     def zero(self, flat: torch.Tensor) -> None:
         """flat[indices] = 0."""
-        flat[self.indices] = 0
+        flat.index_fill_(0, self.indices, 0)
 
     def finite(self) -> torch.Tensor:
         """Whether all values are: 0-d bool."""

@@ -55,7 +55,7 @@ def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 def _levels(device: torch.device) -> torch.Tensor:
     """What the four codes of every byte stand for: each -1, 0 or 1, fp32 [256, 4]."""
     codes = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(6, -1, -2, device=device)) & 3
-    return torch.tensor([0.0, 0.0, -1.0, 1.0], device=device)[codes]
+    return torch.tensor([0.0, 0.0, -1.0, 1.0]).to(device, non_blocking=True)[codes]
 
 
 def unpack(packed: torch.Tensor, n: int, t: torch.Tensor) -> torch.Tensor:

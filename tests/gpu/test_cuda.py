@@ -14,7 +14,10 @@ from lightning_gradcomp.compressors.kernels.topk import topk
 from tests.averaging.workers import seeded
 from tests.gpu.worlds import CASES, NAMES, Echo, Model, Steps, draw_on_the_cpu, no_sum, sum_of_pair, train_pair
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 EXACT = [
     DGC(),
     DGC(momentum_masking=False),
@@ -35,6 +38,38 @@ def test_averages_are_those_of_the_cpu(cls, options, monkeypatch):
         for own, theirs in zip(averages, expected, strict=True):
             torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
     assert all(torch.equal(first, second) for first, second in zip(on_gpu[0][0], on_gpu[1][0], strict=True))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+def test_steps_of_adam_are_those_of_the_cpu(make, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", no_sum)
+    weights = {}
+    for device in ("cpu", "cuda"):
+        model = Model(device)
+        groups = [{"params": [*model.parts[:2]]}, {"params": [*model.parts[2:]], "lr": 0.02}]
+        # Steps differ in size by this eps: among equal ones, a GPU takes others than a CPU.
+        optimizer = make(groups, lr=0.01, weight_decay=0.1, eps=1.0)
+        compressed = Steps(model, DGC(sparsity=0.9, min_elements=500), Echo(), optimizer=optimizer)
+        for step in range(5):
+            model.prescribe(0, step)
+            compressed.average()
+            optimizer.step()
+        weights[device] = [part.detach().cpu() for part in model.parts]
+    for own, theirs in zip(weights["cuda"], weights["cpu"], strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
+def test_deterministic_algorithms_are_all_that_is_used(cls, options, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(dist, "all_reduce", sum_of_pair)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, again = (train_pair(cls(**{"min_elements": 500, **options}), "cuda", steps=3) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for (expected, _), (averages, _) in zip(first, again, strict=True):
+        assert all(torch.equal(own, theirs) for own, theirs in zip(averages, expected, strict=True))
 
 
 @pytest.mark.parametrize("compressor", EXACT, ids=repr)

@@ -15,7 +15,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.topology import SHARDED, Topology, not_sharded_because
 from lightning_gradcomp.compressors import base, terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits
+from lightning_gradcomp.compressors.kernels import bits, topk
 from tests.gpu.worlds import CASES, Echo, Model, Steps, draw_on_the_cpu, no_sum
 
 
@@ -33,11 +33,20 @@ def holds_no_data():
 pytestmark = pytest.mark.skipif(not holds_no_data(), reason="this torch needs a GPU's driver for tensors without data")
 
 
+ATEN = torch.ops.aten
+COPIES = (ATEN.copy_.default, ATEN._to_copy.default, ATEN.index_put_.default)
+"""What copies a number or a tensor of the host's to the GPU: for x[0] = 1 and x[indices] = 1 too."""
+
+
 class NothingLeaves(TorchDispatchMode):
-    """Refuses to copy from the GPU, which FakeTensorMode allows where the shape is known."""
+    """Refuses copies that the host waits for, and FakeTensorMode allows: from the GPU, of a number that is assigned."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        if op in COPIES and result.is_cuda and not (kwargs.get("non_blocking") or any(arg is True for arg in args)):
+            given = (arg for arg in args if isinstance(arg, torch.Tensor))
+            assert all(arg.is_cuda for arg in given), f"{op} waits for a copy to the GPU"
         if isinstance(result, torch.Tensor) and not result.is_cuda:
             assert not any(arg.is_cuda for arg in args if isinstance(arg, torch.Tensor)), f"{op} waits for the GPU"
         return result
@@ -53,8 +62,11 @@ def data_on_the_cpu(monkeypatch):
             return sample(*arguments)
 
     monkeypatch.setattr(base, "_sample", with_data)
+    tables = (bits.bit_table, twobit._levels, terngrad._digit_table, topk.to_column)
+    for table in tables:
+        table.cache_clear()
     yield
-    for table in (bits.bit_table, twobit._levels, terngrad._digit_table):
+    for table in tables:
         table.cache_clear()
 
 
@@ -130,9 +142,21 @@ def test_what_is_not_sent_lies_between_steps_where_it_is_wanted(cls, options, re
             assert all(buffer.is_cuda for buffer in (part.grad for part in model.parts))
 
 
+def assign_where(number):
+    number.view(1)[torch.zeros(1, dtype=torch.long, device="cuda")] = 1
+
+
+def assign_one(number):
+    number.view(1)[0] = 1
+
+
 @pytest.mark.parametrize(
-    "ask", [torch.Tensor.item, bool, float, exchange.read_flags, torch.nonzero, torch.unique, torch.Tensor.cpu]
-)
+    "ask",
+    [
+        torch.Tensor.item, bool, float, exchange.read_flags, torch.nonzero, torch.unique, torch.Tensor.cpu,
+        assign_where, assign_one,
+    ],
+)  # fmt: skip
 def test_so_would_any_other(ask, no_data):
     number = torch.zeros(1, device="cuda")
     assert number.is_cuda

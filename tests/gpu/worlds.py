@@ -40,14 +40,15 @@ class Model(torch.nn.Module):
 
     def __init__(self, device):
         super().__init__()
-        self.parts = torch.nn.ParameterList(torch.zeros(shape, device=device) for shape in SHAPES)
+        weights = [torch.randn(shape, generator=seeded(99, *shape)) for shape in SHAPES]
+        self.parts = torch.nn.ParameterList(part.to(device, non_blocking=True) for part in weights)
 
     def prescribe(self, rank, step):
         """Heavy-tailed gradients, the same on every device; the last vector has none on rank 1."""
         generator = seeded(rank, step)
         for part in self.parts:
             noise = torch.randn(part.shape, generator=generator)
-            part.grad = (noise * noise.abs()).to(part.device)
+            part.grad = (noise * noise.abs()).to(part.device, non_blocking=True)
         if rank == 1:
             self.parts[-1].grad = None
 
@@ -88,6 +89,9 @@ class Pair(Ranks):
         self.messages.append(message.cpu())
         return lambda: self.both(message)
 
+    def add(self, flat):
+        return flat.copy_(self.both(flat).sum(0))
+
 
 def sum_of_pair(tensor, group, op=dist.ReduceOp.SUM):
     """In place of `dist.all_reduce`."""
@@ -98,9 +102,9 @@ def sum_of_pair(tensor, group, op=dist.ReduceOp.SUM):
 class Steps(CompressedStep):
     """The compressed steps of `model`, at a density of 0.1 where the compressor has one."""
 
-    def __init__(self, model, compressor, ranks, topology=None):
+    def __init__(self, model, compressor, ranks, topology=None, optimizer=None):
         self.topology, self.steps = topology or Topology(), 0
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         super().__init__(compressor, Gradients(model, compressor), ranks, self.topology, optimizer)
 
     def average(self, grad_scale=1.0):
@@ -111,6 +115,7 @@ class Steps(CompressedStep):
 def train_pair(compressor, device, steps):
     """For each of two ranks: the averages (a flat tensor a step) and the messages, on the CPU."""
     table, together = [None, None], threading.Barrier(2)
+    torch.linalg.qr(torch.eye(2, device=device))  # torch loads its solver for a GPU; not in two threads at once
 
     def work(rank):
         model, ranks = Model(device), Pair(rank, table, together)
@@ -133,7 +138,7 @@ class UniformOnCPU(Uniform):
         self.wanted = device
 
     def draw(self, n, begin):
-        return super().draw(n, begin).to(self.wanted)
+        return super().draw(n, begin).to(self.wanted, non_blocking=True)
 
 
 def draw_on_the_cpu(monkeypatch):

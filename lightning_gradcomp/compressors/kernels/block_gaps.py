@@ -56,7 +56,7 @@ def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
     block = flat // size
     place = _narrow(flat - block * size, size)
     has_any = _all_false(_blocks(n, bits), flat)
-    has_any[block] = True
+    _set(has_any, block)
     same = block[1:] == block[:-1]  # for each but the first: as the one before
     wide = same & (place[1:] - place[:-1] > size // 2)
     digits = _turn(block, place, wide, size, len(has_any))
@@ -102,8 +102,8 @@ def _turn(block: Any, place: Any, wide: Any, size: int, blocks: int) -> Any:
         wide: for each index but the first, whether the gap before it is in its block and above half of it: bool [k-1].
     """
     turned = _all_false(blocks + 1, block)
-    turned[(block[1:] + 1) * wide] = True  # number 0 is no block: what has no wide gap is written there
-    turned[0] = False
+    _set(turned, (block[1:] + 1) * wide)  # number 0 is no block: what has no wide gap is written there
+    turned[:1] = False  # a slice: a GPU would wait for one element
     in_turned = turned[block + 1]
     some = _chosen(in_turned)
     before = in_turned[some] & (place[some] <= size // 2)  # a gap above half of the block has its middle between
@@ -121,6 +121,14 @@ def _all_false(length: int, like: Any) -> Any:
     if isinstance(like, torch.Tensor):
         return torch.zeros(length, dtype=torch.bool, device=like.device)
     return np.zeros(length, bool)
+
+
+def _set(mask: Any, places: Any) -> None:
+    """True at `places`. An assignment would copy the one True to a GPU, and the host would wait for that."""
+    if isinstance(mask, torch.Tensor):
+        mask.index_fill_(0, places, True)
+    else:
+        mask[places] = True
 
 
 def _narrow(x: Any, size: int) -> Any:
