@@ -221,9 +221,10 @@ class AdamStep(State):
                 if parameter.dtype != torch.float32 or not parameter.is_contiguous():
                     moments = tuple(torch.empty_like(parameter).copy_(moment) for moment in moments)
                 held = self._optimizer.state[parameter]
-                place = parameter.device if rule.fused else "cpu"  # as torch's own
-                step = held.get("step", torch.tensor(0.0, device=place)).fill_(self._t[name])
-                held.update(step=step, **dict(zip(MOMENTS, moments, strict=True)))
+                if "step" not in held:
+                    held["step"] = torch.zeros((), device=parameter.device if rule.fused else "cpu")  # as torch's own
+                held["step"].fill_(self._t[name])
+                held.update(zip(MOMENTS, moments, strict=True))
                 self._shown[name] = moments[0]
         self._loaded = self._loaded - names
 

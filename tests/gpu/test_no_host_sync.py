@@ -79,10 +79,11 @@ def no_data(monkeypatch):
         yield
 
 
-def steps(cls, options, number, topology="all_gather"):
-    """`number` steps, each of which is yielded after."""
+def steps(cls, options, number, topology="all_gather", make=None):
+    """`number` steps, each of which is yielded after. `make` makes an optimizer in place of SGD."""
     model = Model("cuda")
-    compressed = Steps(model, cls(**{"min_elements": 500, **options}), Echo(), Topology(topology))
+    optimizer = make(model.parameters()) if make else None
+    compressed = Steps(model, cls(**{"min_elements": 500, **options}), Echo(), Topology(topology), optimizer)
     for step in range(number):
         model.prescribe(1, step)
         compressed.average(2.0**16)
@@ -113,6 +114,13 @@ def test_the_flags_are_all_that_a_step_reads(cls, options, topology, no_data, mo
     for step, _ in enumerate(steps(cls, options, 2, topology)):
         assert len(reads) == step + 1
     assert all(flags.is_cuda and flags.shape == (1 + 5 + 1,) for flags in reads)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_of_adam_read_the_flags_alone(fused, no_data, monkeypatch):
+    monkeypatch.setattr(exchange, "read_flags", lambda flags: [True] * (len(flags) - 1) + [False])
+    for _ in steps(lgc.DGC, {}, 3, make=lambda parameters: torch.optim.AdamW(parameters, fused=fused)):
+        pass
 
 
 @pytest.mark.parametrize(("cls", "options"), DEFAULTS)
