@@ -58,7 +58,7 @@ class LocalGradient:
     @classmethod
     def of(cls, flat: torch.Tensor, layout: Layout) -> LocalGradient:
         """The gradient that is in a flat fp32 buffer, on any device."""
-        gradient = cls([flat[start:stop] for start, stop in layout.bounds], layout)
+        gradient = cls(flat.split(layout.sizes), layout)
         gradient._flat, gradient._probes = flat, [flat.new_zeros(())]
         return gradient
 
@@ -66,7 +66,7 @@ class LocalGradient:
         """All of it.
 
         Args:
-            treatments: of each parameter; those with equal ones may be in a piece together. None: all may.
+            treatments: of each parameter; those with equal ones may be in a piece together. Without any, all may.
         """
         if self._flat.is_cuda:
             yield from self._together(treatments or [None] * len(self._layout.names))
@@ -78,8 +78,9 @@ class LocalGradient:
 
     def _together(self, treatments: Sequence[Hashable]) -> Iterator[Piece]:
         bounds = self._layout.bounds
-        for _, alike in groupby(range(len(bounds)), key=treatments.__getitem__):
-            first, *_, last = [*alike] * 2
+        for _, group in groupby(range(len(bounds)), key=treatments.__getitem__):
+            alike = list(group)
+            first, last = alike[0], alike[-1]
             part = slice(bounds[first][0], bounds[last][1])
             self._probes.append(probe(self._flat[part]))
             yield Piece(range(first, last + 1), part, slice(None), self._flat[part])

@@ -62,8 +62,8 @@ class Optimizer:
         end: what the cosine ends at, as a share of the peak.
         decay_all: false: no weight decay for biases, norm weights and Swin's position biases.
         fused: torch's kernel that reads and writes each weight once a step; not used with a loss scaler ("16-mixed"),
-            with which Lightning could not clip. False for SGD where a parameter may get its first gradient later than
-            others: torch's fails there.
+            with which Lightning could not clip, nor by SGD with strategy=hsdp, for which torch has none. False for SGD
+            where a parameter may get its first gradient later than others: torch's fails there.
     """
 
     lr: float | None
