@@ -7,8 +7,10 @@ Sparsity 0 means dense: everything is sent, by the fastest dense exchange there 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 
@@ -16,6 +18,9 @@ Schedule = Callable[[int, int], float]
 
 COMPRESSED = 0.5
 """The "sparsity" of compressed phases for a compressor that has none: any value above 0 means compressed."""
+
+BY = ("epoch", "step", "coverage")
+"""What a level of a ramp lasts: an epoch; a step; or as many steps as it takes to send as many entries as there are."""
 
 
 def exponential(sparsity: float, periods: int) -> list[float]:
@@ -44,6 +49,9 @@ class Ramp:
     """Dense for `dense` periods, then one of `levels` a period, then `final`. A period is an epoch or a step.
 
     The DGC paper's ramp (Lin et al. 2018, §3.3) is `Ramp((0.75, 0.9375, 0.984375, 0.996), 0.999)`.
+
+    By coverage a period is a step, and a level of density ρ lasts ⌈1/ρ⌉ of them, in which as many entries are sent as
+    there are elements: 75 % for 4 steps, 93.75 % for 16. So what a warm-up sends depends on no epoch's length.
     """
 
     levels: tuple[float, ...]
@@ -56,14 +64,21 @@ class Ramp:
             check_sparsity("sparsity level", sparsity)
         if not is_whole(self.dense) or self.dense < 0:
             raise refusal("dense periods", self.dense, "a whole number from 0")
-        if self.by not in ("epoch", "step"):
-            raise refusal("by", self.by, "'epoch' or 'step'")
+        if self.by not in BY:
+            raise refusal("by", self.by, "'epoch', 'step' or 'coverage'")
 
     def __call__(self, epoch: int, step: int) -> float:
         period = (epoch if self.by == "epoch" else step) - self.dense
         if period < 0:
             return 0.0
-        return self.levels[period] if period < len(self.levels) else self.final
+        return self._rising[period] if period < len(self._rising) else self.final
+
+    @cached_property
+    def _rising(self) -> tuple[float, ...]:
+        """The sparsity of each period between the dense ones and `final`."""
+        if self.by != "coverage":
+            return self.levels
+        return tuple(level for level in self.levels for _ in range(math.ceil(round(1 / (1 - level), 6))))
 
     @property
     def counts_epochs(self) -> bool:

@@ -1,4 +1,4 @@
-"""SparsityWarmup: a callback that sets the sparsity by epoch or step."""
+"""SparsityWarmup: a callback that sets the sparsity by epoch, step or coverage."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class SparsityWarmup(Callback):
 
         SparsityWarmup([0.75, 0.9375, 0.984375, 0.996])          # the DGC paper's, one level an epoch
         SparsityWarmup("exponential", periods=500, by="step", dense=100)
+        SparsityWarmup("exponential", periods=3, by="coverage")  # on the way to 99.6 %: 75 % for 4 steps, ...
 
     The position is the Trainer's epoch (or the count of averaged steps), so it survives a checkpoint. A level that
     would cost more than a dense step travels dense.
@@ -27,8 +28,9 @@ class SparsityWarmup(Callback):
     Args:
         schedule: "exponential", "linear", a list of sparsities, or a callable (epoch, step) -> sparsity in [0, 1).
         periods: number of levels of "exponential" and "linear".
-        by: "epoch" or "step": what a level lasts.
-        dense: periods of dense training before the first level.
+        by: what a level lasts: "epoch"; "step"; or "coverage": 1 / density steps, in which as many entries are sent as
+            the model has elements, so that the warm-up costs the same whatever the length of an epoch.
+        dense: epochs of dense training before the first level; steps, where `by` is not "epoch".
 
     Raises:
         ValueError: an option out of its range, or a strategy whose compressor has no sparsity, before training starts.

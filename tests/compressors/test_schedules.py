@@ -30,6 +30,24 @@ def test_a_ramp_by_steps_counts_steps_alone():
     assert not ramp.counts_epochs
 
 
+def test_by_coverage_each_level_sends_as_many_entries_as_there_are():
+    ramp = Ramp((0.75, 0.9375, 0.99), 0.999, dense=2, by="coverage")
+    levels = [ramp(99, step) for step in range(2 + 4 + 16 + 100 + 2)]
+    assert levels == [0] * 2 + [0.75] * 4 + [0.9375] * 16 + [0.99] * 100 + [0.999] * 2
+    assert not ramp.counts_epochs
+
+
+@pytest.mark.parametrize("sparsity", [0.9, 0.97, 0.996, 0.999])
+def test_by_coverage_a_level_costs_the_same_at_every_density(sparsity):
+    levels = exponential(sparsity, 3)
+    ramp = Ramp(tuple(levels), sparsity, by="coverage")
+    sent = {level: 0.0 for level in levels}
+    for step in range(2000):
+        if (now := ramp(0, step)) in sent:
+            sent[now] += 1 - now
+    assert all(1 <= entries < 2 - level for level, entries in sent.items())
+
+
 def test_a_constant_needs_no_epochs():
     assert not Ramp((), 0.99).counts_epochs
     assert Ramp((), 0.99)(0, 0) == 0.99
@@ -82,5 +100,5 @@ def test_a_sparsity_outside_its_range_is_refused(wrong):
 def test_a_ramp_refuses_unknown_periods():
     with pytest.raises(ValueError, match="dense periods: got -1, allowed: a whole number from 0"):
         Ramp((), 0.9, dense=-1)
-    with pytest.raises(ValueError, match="by: got 'batch', allowed: 'epoch' or 'step'"):
+    with pytest.raises(ValueError, match="by: got 'batch', allowed: 'epoch', 'step' or 'coverage'"):
         Ramp((), 0.9, by="batch")

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from lightning_gradcomp.app.options.limits import number, one_of, whole
-from lightning_gradcomp.compressors.schedules import Ramp, as_levels
+from lightning_gradcomp.compressors.schedules import BY, Ramp, as_levels
 from lightning_gradcomp.errors import refusal
 
 MOST_PROCESSES = 65536
@@ -133,8 +133,8 @@ class Warmup:
     Args:
         schedule: "exponential", "linear", or a list of sparsities; None: the compressor's own warm-up.
         periods: number of levels of "exponential" and "linear".
-        by: "epoch" or "step": what a level lasts.
-        dense: periods of dense training before the first level.
+        by: "epoch", "step" or "coverage": what a level lasts.
+        dense: epochs of dense training before the first level; steps, where `by` is not "epoch".
     """
 
     schedule: Any = None  # a union of str and list is none of OmegaConf's
@@ -145,7 +145,7 @@ class Warmup:
     def __post_init__(self) -> None:
         whole("sparsity_warmup.periods", self.periods, 0)
         whole("sparsity_warmup.dense", self.dense, 0)
-        one_of("sparsity_warmup.by", self.by, ("epoch", "step"))
+        one_of("sparsity_warmup.by", self.by, BY)
         if self.schedule is not None:
             Ramp(as_levels(self.schedule, 0.999, self.periods), 0.999, self.dense, self.by)  # refuses
             return
