@@ -165,7 +165,10 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
         (["strategy=hsdp", "trainer.channels_last=true"], "trainer.channels_last with strategy=hsdp: got True"),
         (["strategy.verify_replicas_every_n_steps=0"], "strategy.verify_replicas_every_n_steps: got 0"),
         (["trainer.checkpoint_every_n_steps=9"], "trainer.checkpoint_every_n_epochs with checkpoint_every_n_steps=9"),
-        (["sparsity_warmup=linear", "sparsity_warmup.by=year"], "sparsity_warmup.by: got 'year', allowed: epoch, step, coverage"),
+        (
+            ["sparsity_warmup=linear", "sparsity_warmup.by=year"],
+            "sparsity_warmup.by: got 'year', allowed: epoch, step, coverage",
+        ),
         (["sparsity_warmup.schedule=cubic"], "schedule: got 'cubic', allowed: 'exponential', 'linear'"),
         (["sparsity_warmup.schedule=[0.5,2]"], "sparsity level: got 2, allowed: 0 <= sparsity < 1"),
         (

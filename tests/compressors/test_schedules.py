@@ -41,7 +41,7 @@ def test_by_coverage_each_level_sends_as_many_entries_as_there_are():
 def test_by_coverage_a_level_costs_the_same_at_every_density(sparsity):
     levels = exponential(sparsity, 3)
     ramp = Ramp(tuple(levels), sparsity, by="coverage")
-    sent = {level: 0.0 for level in levels}
+    sent = dict.fromkeys(levels, 0.0)
     for step in range(2000):
         if (now := ramp(0, step)) in sent:
             sent[now] += 1 - now
