@@ -8,9 +8,11 @@ Sparsity 0 means dense: everything is sent, by the fastest dense exchange there 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 
@@ -71,14 +73,14 @@ class Ramp:
         period = (epoch if self.by == "epoch" else step) - self.dense
         if period < 0:
             return 0.0
-        return self._rising[period] if period < len(self._rising) else self.final
+        return (*self.levels, self.final)[bisect_right(self._ends, period)]
 
     @cached_property
-    def _rising(self) -> tuple[float, ...]:
-        """The sparsity of each period between the dense ones and `final`."""
+    def _ends(self) -> list[int]:
+        """After how many periods beyond the dense ones each level ends."""
         if self.by != "coverage":
-            return self.levels
-        return tuple(level for level in self.levels for _ in range(math.ceil(round(1 / (1 - level), 6))))
+            return list(range(1, len(self.levels) + 1))
+        return list(accumulate(math.ceil(round(1 / (1 - level), 6)) for level in self.levels))  # 1 / (1 - 0.9) > 10
 
     @property
     def counts_epochs(self) -> bool:

@@ -20,7 +20,7 @@ class SparsityWarmup(Callback):
 
         SparsityWarmup([0.75, 0.9375, 0.984375, 0.996])          # the DGC paper's, one level an epoch
         SparsityWarmup("exponential", periods=500, by="step", dense=100)
-        SparsityWarmup("exponential", periods=3, by="coverage")  # on the way to 99.6 %: 75 % for 4 steps, ...
+        SparsityWarmup([0.9375, 0.984375], by="coverage")        # for 16 steps and for 64
 
     The position is the Trainer's epoch (or the count of averaged steps), so it survives a checkpoint. A level that
     would cost more than a dense step travels dense.
