@@ -20,6 +20,9 @@ from lightning_gradcomp.plugin.ddp_hook import DDPHook
 WHOLE = 1_000_000
 """MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""
 
+FINAL = {"warmup_epochs": 0, "dense_epochs": 0, "start_sparsity": 0.9999}
+"""Options without which a compressor begins with other steps than those that most of a run consists of."""
+
 Step = Callable[[torch.Tensor, torch.Tensor], Stats | None]
 """Trains on (images, labels); returns what this rank's exchange cost, where somebody counts."""
 
@@ -120,4 +123,4 @@ def compressor(method: str) -> lgc.Compressor:
     known = {field.name for field in fields(cls)}
     given = dict(option.split("=") for option in options.split(";") if option)
     read = {key: json.loads(value) if value[0].isdigit() else value for key, value in given.items()}
-    return cls(**{key: 0 for key in ("warmup_epochs", "dense_epochs") if key in known}, **read)
+    return cls(**{key: value for key, value in FINAL.items() if key in known}, **read)

@@ -16,10 +16,10 @@ Where the paper and its authors' code (github.com/synxlin/deep-gradient-compress
 - Masking at density 1 would turn momentum SGD into plain SGD. Code: dense path without masking. Here: the same.
 - Density and values. Paper: 0.1 % in fp32. Here: 0.4 % in 2 bits by default, which are as many bytes; what 2 bits lose
   stays with the sender.
-- Warm-up. Paper: 75, 93.75, 98.4375, 99.6 %. Code: density ρ^((e+1)/(W+1)). Here: none by default: it sends
-  most of a run's bytes, and only ResNet-50 on eight ranks was the better for one (docs/methods/dgc.md). With
-  `warmup_epochs` the code's formula, which for four epochs to 99.9 % is the paper's list within 0.1 points and fits any
-  other sparsity.
+- Warm-up. Paper: 75, 93.75, 98.4375, 99.6 %, an epoch each. Code: density ρ^((e+1)/(W+1)). Here: the paper's levels
+  from 93.75 % on, each until as many entries were sent as there are elements: 16 and 64 steps, whatever the length of
+  an epoch. With `warmup_epochs` the code's formula, which for four epochs to 99.9 % is the paper's list within
+  0.1 points. With Adam none.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from lightning_gradcomp.compressors.kernels.formats import check_format
 from lightning_gradcomp.compressors.kernels.sparse import pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential
+from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential, quarters
 from lightning_gradcomp.compressors.sgd_velocity import SGDVelocity
 from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import entries, register
 
 SGD_SPARSITY = 0.996
+SGD_START = 0.9375
 ADAM_SPARSITY = 0.97
 
 
@@ -59,8 +60,11 @@ class DGC(Codec):
             Default: 0.996 with SGD; 0.97 with Adam and AdamW, whose steps have about one size in all elements.
         values: how what is sent is written: "fp32", "bf16", "fp16", "int8" (with a scale for each 256) or "int2" (a
             sign, and one of two magnitudes for each 256). What that changes stays with the sender.
-        dense_epochs: epochs of plain dense training at the start.
-        warmup_epochs: epochs of rising sparsity after those, one level an epoch (§3.3).
+        start_sparsity: sparsity of the first steps. The density then falls to a quarter of it, and so on down to that of
+            `sparsity`; a level of density ρ lasts 1/ρ steps, in which as many entries are sent as there are elements.
+            From `sparsity` on there is no warm-up. Default: 0.9375 with SGD, `sparsity` with Adam and AdamW.
+        dense_epochs: epochs of plain dense training at the start, in place of `start_sparsity`.
+        warmup_epochs: epochs of rising sparsity after those, one level an epoch (§3.3), in place of `start_sparsity`.
         momentum_masking: stop the momentum of what was sent (momentum factor masking, §3.2).
 
     Raises:
@@ -77,6 +81,7 @@ class DGC(Codec):
 
     sparsity: float | None = None
     values: str = "int2"
+    start_sparsity: float | None = None
     dense_epochs: int = 0
     momentum_masking: bool = True
 
@@ -86,11 +91,21 @@ class DGC(Codec):
         check_format("DGC.values", self.values)
         if not is_whole(self.dense_epochs) or self.dense_epochs < 0:
             raise refusal("DGC.dense_epochs", self.dense_epochs, "a whole number from 0")
+        if self.start_sparsity is not None:
+            check_sparsity("DGC.start_sparsity", self.start_sparsity)
+            if self.counts_epochs:
+                allowed = "None with dense_epochs or warmup_epochs, which it takes the place of"
+                raise refusal("DGC.start_sparsity", self.start_sparsity, allowed)
 
     @property
     def final_sparsity(self) -> float:
         """`sparsity`, or SGD's."""
         return SGD_SPARSITY if self.sparsity is None else self.sparsity
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the warm-up is one of `dense_epochs` and `warmup_epochs`."""
+        return bool(self.dense_epochs or self.warmup_epochs)
 
     def at(self, sparsity: float) -> DGC:
         """With this sparsity."""
@@ -106,14 +121,20 @@ class DGC(Codec):
             SGDVelocity.check_optimizer("the optimizer of DGC", optimizer, allowed)
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> DGC:
-        """With the sparsity that the optimizer's steps need, where none was chosen."""
-        adam = takes_optimizer(optimizer)
-        return replace(self, sparsity=ADAM_SPARSITY if adam and self.sparsity is None else self.final_sparsity)
+        """With the sparsities that the optimizer's steps need, where none were chosen."""
+        if not takes_optimizer(optimizer):
+            return self.at(self.final_sparsity)
+        sparsity = ADAM_SPARSITY if self.sparsity is None else self.sparsity
+        start = sparsity if self.start_sparsity is None and not self.counts_epochs else self.start_sparsity
+        return replace(self, sparsity=sparsity, start_sparsity=start)
 
     def schedule(self) -> Ramp:
-        """Dense epochs, the exponential ramp, then `sparsity`."""
-        levels = exponential(self.final_sparsity, self.warmup_epochs)
-        return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_epochs)
+        """Rising sparsity from `start_sparsity`, or dense epochs and the exponential ramp; then `sparsity`."""
+        if self.counts_epochs:
+            levels = exponential(self.final_sparsity, self.warmup_epochs)
+            return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_epochs)
+        start = SGD_START if self.start_sparsity is None else self.start_sparsity
+        return Ramp(tuple(quarters(start, self.final_sparsity)), self.final_sparsity, by="coverage")
 
     def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
         """What momentum correction accumulates: the steps that the optimizer would have made."""

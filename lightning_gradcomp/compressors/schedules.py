@@ -46,6 +46,21 @@ def linear(sparsity: float, periods: int) -> list[float]:
     return [round(sparsity * (period + 1) / (periods + 1), 12) for period in range(periods)]
 
 
+def quarters(start: float, sparsity: float) -> list[float]:
+    """Levels from `start` on the way to `sparsity`, the density falling to a quarter from each to the next.
+
+    From 75 % to 99.9 % they are the DGC paper's list.
+
+    >>> quarters(0.75, 0.999)
+    [0.75, 0.9375, 0.984375, 0.99609375]
+    """
+    levels, density = [], 1 - start
+    while density > 1 - sparsity:
+        levels.append(1 - density)
+        density /= 4
+    return levels
+
+
 @dataclass(frozen=True)
 class Ramp:
     """Dense for `dense` periods, then one of `levels` a period, then `final`. A period is an epoch or a step.

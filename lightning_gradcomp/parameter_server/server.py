@@ -42,9 +42,9 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
     made = build(compressor)
     if isinstance(compressor, str) and isinstance(made, Lossy):
         made = replace(made, warmup_epochs=0)
+    check_compressor(made)
     made = made.for_optimizer(optimizer)
     made.check_optimizer(optimizer)
-    check_compressor(made)
     if isinstance(made, Lossy) and made.remembers(optimizer).makes_step:
         what = f"{type(made).__name__} with dist_async"
         raise refusal(what, type(optimizer).__name__, "SGD; with Adam, compressor='none'")
@@ -54,10 +54,10 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
 def check_compressor(compressor: Compressor) -> None:
     """ValueError for one whose pushes a server can't read by themselves, or that has a warm-up."""
     codec_of(compressor, 0, 0)
-    for option in ("warmup_epochs", "dense_epochs"):
-        if epochs := getattr(compressor, option, 0):
+    for option, allowed in (("warmup_epochs", 0), ("dense_epochs", 0), ("start_sparsity", None)):
+        if (got := getattr(compressor, option, allowed)) != allowed:
             what = f"{type(compressor).__name__}.{option} with dist_async"
-            raise refusal(what, epochs, "0: every push is compressed")
+            raise refusal(what, got, f"{allowed}: every push is compressed, at the final sparsity")
 
 
 class ParameterServer:

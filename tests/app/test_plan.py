@@ -247,6 +247,10 @@ def test_a_run_by_hand():
     assert run.sent == pytest.approx(10 * (dense.bytes.sent + sum(step.bytes.sent for step in levels)), rel=1e-3)
     assert run.ratio == pytest.approx(60 * dense.bytes.sent / run.sent)
     assert made.run("none", 2, link, 6, 10).speed_up == 1
+    made.methods["dgc"] = lgc.DGC(sparsity=0.98, start_sparsity=0.75), Work(0.01, 0.001)
+    counts = {0.75: 4, 0.9375: 16, 0.98: 40}
+    levels = {sparsity: made.best("dgc", 2, link, sparsity) for sparsity in counts}
+    assert made.run("dgc", 2, link, 6, 10).sent == sum(counts[each] * levels[each].bytes.sent for each in counts)
     # A level that would send more than a dense step does is one.
     made.methods["dgc"] = lgc.DGC(sparsity=0.01, values="fp32"), Work(0.01, 0.001)
     assert made.run("dgc", 2, link, 1, 10).ratio == 1
@@ -254,8 +258,8 @@ def test_a_run_by_hand():
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_the_bytes_are_those_that_are_sent(entry):
-    without = {key: 0 for key in ("warmup_epochs", "dense_epochs") if hasattr(entry.cls(), key)}
-    compressor = entry.cls(**without)
+    final = {"warmup_epochs": 0, "dense_epochs": 0, "start_sparsity": 0.999}
+    compressor = entry.cls(**{key: value for key, value in final.items() if hasattr(entry.cls(), key)})
     for topology in topologies(compressor):
 
         def rank_main(rank, group, topology=topology):

@@ -3,9 +3,10 @@
 from itertools import pairwise
 
 import pytest
+import torch
 
 from lightning_gradcomp.compressors import DGC
-from lightning_gradcomp.compressors.schedules import Ramp, as_levels, check_sparsity, exponential, linear
+from lightning_gradcomp.compressors.schedules import Ramp, as_levels, check_sparsity, exponential, linear, quarters
 
 PAPER = (0.75, 0.9375, 0.984375, 0.996)
 
@@ -59,6 +60,11 @@ def test_four_exponential_levels_to_999_are_the_papers_list():
     assert exponential(0.999, 4) == pytest.approx(PAPER, abs=1.5e-3)
 
 
+def test_quarters_from_75_are_the_papers_list():
+    assert quarters(0.75, 0.999) == pytest.approx(PAPER, abs=1e-4)
+    assert quarters(0.75, 0.75) == quarters(0.9, 0.75) == quarters(0.75, 0.0) == []
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("periods", [0, 1, 4, 9])
 def test_exponential_levels_divide_the_density_by_one_factor(sparsity, periods):
@@ -84,7 +90,32 @@ def test_levels_are_named_or_listed():
 def test_dgc_is_dense_then_exponential_then_constant():
     schedule = DGC(sparsity=0.99, warmup_epochs=3, dense_epochs=2).schedule()
     assert over_epochs(schedule, 7) == [0, 0, *exponential(0.99, 3), 0.99, 0.99]
-    assert DGC(sparsity=0.99, warmup_epochs=0, dense_epochs=0).schedule()(0, 0) == 0.99
+
+
+def test_dgc_begins_with_more_elements_by_coverage():
+    schedule = DGC().schedule()
+    steps = [schedule(0, step) for step in range(90)]
+    assert steps == [0.9375] * 16 + [0.984375] * 64 + [0.996] * 10
+    assert DGC(sparsity=0.9).schedule()(0, 0) == 0.9
+    assert DGC(start_sparsity=0.996).schedule()(0, 0) == 0.996
+    assert [DGC(start_sparsity=0.0, sparsity=0.9).schedule()(0, step) for step in range(6)] == [0] + [0.75] * 4 + [0.9]
+
+
+def test_dgc_with_adam_begins_with_what_it_ends_with():
+    parameters = [torch.zeros(3, requires_grad=True)]
+    adam, sgd = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)
+    assert DGC().for_optimizer(adam).schedule()(0, 0) == 0.97
+    assert DGC(start_sparsity=0.9).for_optimizer(adam).schedule()(0, 0) == 0.9
+    assert DGC(warmup_epochs=1).for_optimizer(adam).schedule()(0, 0) == pytest.approx(1 - 0.03**0.5)
+    assert DGC().for_optimizer(sgd).schedule()(0, 0) == 0.9375
+
+
+def test_dgc_refuses_two_warm_ups():
+    with pytest.raises(ValueError, match=r"DGC.start_sparsity: got 1.5, allowed: 0 <= sparsity < 1"):
+        DGC(start_sparsity=1.5)
+    for epochs in ({"warmup_epochs": 1}, {"dense_epochs": 1}):
+        with pytest.raises(ValueError, match=r"DGC.start_sparsity: got 0.9, allowed: None with dense_epochs or warmup"):
+            DGC(start_sparsity=0.9, **epochs)
 
 
 @pytest.mark.parametrize("wrong", [1, 1.0, -0.1, 2, float("nan"), float("inf")])

@@ -5,6 +5,7 @@ The cost model is that of `cost`; docs/planning.md has its formulas.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +19,7 @@ from lightning_gradcomp.averaging.topology import SHARDED, not_sharded_because
 from lightning_gradcomp.averaging.traffic import messages, traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors.schedules import Schedule
 
 RING = "ring"
 """The topology of dense gradients."""
@@ -69,6 +71,18 @@ class Run:
     sent: int
     speed_up: float
     ratio: float
+
+
+@cache
+def steps_at(schedule: Schedule | None, epochs: int, steps: int) -> Counter[float | None]:
+    """How many steps of a run have which sparsity; None without a schedule.
+
+    Args:
+        steps: of an epoch.
+    """
+    if schedule is None:
+        return Counter({None: epochs * steps})
+    return Counter(schedule(step // steps, step) for step in range(epochs * steps))
 
 
 class MetaModel(nn.Module):
@@ -164,13 +178,12 @@ class Forecast:
         schedule = self.methods[method][0].schedule()
         dense = self.step("none", RING, workers, link)
         seconds, sent = 0.0, 0
-        for epoch in range(epochs):
-            sparsity = schedule(epoch, epoch * steps) if schedule else None
+        for sparsity, count in steps_at(schedule, epochs, steps).items():
             step = dense if sparsity == 0 else self.best(method, workers, link, sparsity)
             if step.bytes.sent >= dense.bytes.sent and schedule:  # as the averager: it travels dense
                 step = dense
-            seconds += steps * step.seconds
-            sent += steps * step.bytes.sent
+            seconds += count * step.seconds
+            sent += count * step.bytes.sent
         whole = epochs * steps
         return Run(method, seconds, sent, whole * dense.seconds / seconds, whole * dense.bytes.sent / sent)
 
