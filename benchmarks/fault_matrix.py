@@ -104,7 +104,7 @@ def worker(kind: str, rank: str, place: str, folder: str) -> None:
     if place == "round":  # at step 9 a round is being exchanged
         strategy = lgc.DelayedStrategy(period=4, delay=3, timeout=patience)
     else:
-        compressor = lgc.NoCompression() if place == "dense step" else lgc.DGC(dense_epochs=0, warmup_epochs=0)
+        compressor = lgc.NoCompression() if place == "dense step" else lgc.DGC()
         state = "sidecar" if place == "sidecar" else "gather"
         topology = "auto" if place == "trial" else "all_gather"
         strategy = lgc.CompressedDDPStrategy(compressor, topology, checkpoint_state=state, timeout=patience)

@@ -93,7 +93,7 @@ if __name__ == "__main__":
     if STRATEGY == "dga":  # at step 8 the second round has just been sent
         strategy = lgc.DelayedStrategy(period=4, delay=3, timeout=patience)
     else:
-        compressor = lgc.NoCompression() if STRATEGY == "ddp_dense" else lgc.DGC(dense_epochs=0, warmup_epochs=0)
+        compressor = lgc.NoCompression() if STRATEGY == "ddp_dense" else lgc.DGC()
         strategy = forced(compressor, timeout=patience, checkpoint_state="sidecar" if PLACE == "sidecar" else "gather")
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_progress_bar=False,
