@@ -5,8 +5,8 @@ link can know. So a run's own steps are timed, from the end of one averaging to 
 candidate, and where some take about as long as the quickest, the same once more of those. All ranks count the same
 steps and share the times of the slowest, so they decide alike.
 
-A schedule's first levels are less sparse than its last. Where dense was quickest, everything is tried again at half the
-density; where a topology was, the topologies are, if there are several.
+A schedule's first levels are less sparse than its last. Where dense was quickest, everything is tried again at a
+quarter of the density; where a topology was, the topologies are, if there are several.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ UNCOUNTED = 4
 """Steps of each candidate before those that count: buffers and buckets are made in them, and caches filled."""
 
 COUNTED = 8
+
+RETRY = 4
+"""What was found holds until the density has fallen by this factor. Encoding takes about as long at any density, so
+fewer entries seldom change what is quickest."""
 
 CLOSE = 1.25
 """Candidates that take less than so many times as long as the quickest are timed in a second round: load from elsewhere
@@ -81,7 +85,7 @@ class Autotune:
         if not affordable:
             return DENSE
         if not self._times:
-            if self.choice is not None and self._tried_at is not None and density > self._tried_at / 2:
+            if self.choice is not None and self._tried_at is not None and density > self._tried_at / RETRY:
                 return self.choice if self.choice == DENSE or self.choice in affordable else affordable[0]
             candidates = [name for name in self._topologies if name in affordable]
             if self.choice not in (None, DENSE) and len(candidates) == 1:

@@ -60,9 +60,10 @@ class DGC(Codec):
             Default: 0.996 with SGD; 0.97 with Adam and AdamW, whose steps have about one size in all elements.
         values: how what is sent is written: "fp32", "bf16", "fp16", "int8" (with a scale for each 256) or "int2" (a
             sign, and one of two magnitudes for each 256). What that changes stays with the sender.
-        start_sparsity: sparsity of the first steps. The density then falls to a quarter of it, and so on down to that of
-            `sparsity`; a level of density ρ lasts 1/ρ steps, in which as many entries are sent as there are elements.
-            From `sparsity` on there is no warm-up. Default: 0.9375 with SGD, `sparsity` with Adam and AdamW.
+        start_sparsity: sparsity of the first steps. The density then falls to a quarter, and to a quarter of that, down
+            to that of `sparsity`; a level of density ρ lasts 1/ρ steps, in which as many entries are sent as there are
+            elements. Where it is not below `sparsity`, there is no warm-up. Default: 0.9375 with SGD, `sparsity` with
+            Adam and AdamW.
         dense_epochs: epochs of plain dense training at the start, in place of `start_sparsity`.
         warmup_epochs: epochs of rising sparsity after those, one level an epoch (§3.3), in place of `start_sparsity`.
         momentum_masking: stop the momentum of what was sent (momentum factor masking, §3.2).

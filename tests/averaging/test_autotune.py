@@ -119,16 +119,16 @@ def test_the_first_rank_warns_once_where_dense_wins(clock):
     assert "topology='all_gather' compresses all the same" in message
 
 
-def test_dense_is_tried_again_at_half_the_density(clock):
-    """0.5 loses; 0.6 is not half as dense, so it is not tried; 0.8 is, and wins; 0.9 needs no trial any more.
+def test_dense_is_tried_again_at_a_quarter_of_the_density(clock):
+    """0.5 loses; 0.8 is not a quarter as dense, so it is not tried; 0.9 is, and wins; 0.95 needs no trial any more.
 
     The dense steps of the warm-up, and those after a trial, count for the next trial.
     """
 
     def work(rank, group):
-        schedule = Ramp((0.5, 0.6, 0.8, 0.9), 0.9, dense=1, by="epoch")
+        schedule = Ramp((0.5, 0.8, 0.9, 0.95), 0.95, dense=1, by="epoch")
         parts = begin(group, schedule=schedule, steps_per_epoch=2 * EACH)
-        seconds = lambda what, sparsity: 1.0 if what == DENSE else 2.0 if sparsity < 0.7 else 0.5  # noqa: E731
+        seconds = lambda what, sparsity: 1.0 if what == DENSE else 2.0 if sparsity < 0.85 else 0.5  # noqa: E731
         return timed_steps(parts, rank, clock, range(2 * EACH * 5), seconds)
 
     for seen in run_ranks(2, work):
@@ -137,9 +137,9 @@ def test_dense_is_tried_again_at_half_the_density(clock):
         assert epochs == [dense, tried, dense, compressed, compressed]
 
 
-def test_topologies_are_tried_again_at_half_the_density(clock):
+def test_topologies_are_tried_again_at_a_quarter_of_the_density(clock):
     """Without dense steps, which have lost already."""
-    levels = [0.5] * 3 * EACH + [0.9] * 3 * EACH + [0.96] * 2 * EACH
+    levels = [0.5] * 3 * EACH + [0.9] * 3 * EACH + [0.98] * 2 * EACH
 
     def work(rank, group):
         seconds = lambda what, sparsity: 9.0 if what == DENSE else 3.0 if (what == GATHER) == (sparsity < 0.7) else 1.0  # noqa: E731
