@@ -152,9 +152,9 @@ class Exchange:
         for part, (sent, payloads) in zip(parts, begun, strict=True):
             rows = enumerate(payloads())
             with self.phase("decompress"):
-                decoded = [sent if worker == self.worker else codec.decode(row, part.layout) for worker, row in rows]
+                decoded = (sent if worker == self.worker else codec.decode(row, part.layout) for worker, row in rows)
                 buffer = partial(_part_of_buffer, part, self.buffer)
-                means.append(mean_of(decoded, part.layout.n, buffer, over_senders=over_senders))
+                means.append(mean_of(decoded, self.workers, part.layout.n, buffer, over_senders=over_senders))
         if len(parts) == 1:
             return means[0], begun[0][0]
         return Dense(self.buffer()), concatenate([sent for sent, _ in begun], [part.start for part in parts])

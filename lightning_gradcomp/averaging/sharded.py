@@ -237,7 +237,7 @@ class ShardedExchange(Exchange):
             applied, own_sent = concatenate(means, starts), concatenate([decoded for _, decoded in pushed], starts)
             if isinstance(applied, Sparse) and isinstance(own_sent, Sparse):
                 own_sent = own_sent.only(torch.isin(own_sent.indices, applied.indices, assume_unique=True))
-            return mean_of([applied], layout.n, self.buffer), own_sent
+            return mean_of([applied], 1, layout.n, self.buffer), own_sent
 
 
 # A shard is empty where there are more workers than rows.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
@@ -167,40 +167,46 @@ UNIQUE_COST = 80
 
 
 def mean_of(
-    decoded: Sequence[Decoded], n: int, buffer: Callable[[], torch.Tensor], *, over_senders: bool = False
+    decoded: Iterable[Decoded],
+    workers: int,
+    n: int,
+    buffer: Callable[[], torch.Tensor],
+    *,
+    over_senders: bool = False,
 ) -> Sparse | Dense:
     """The mean of all workers' payloads, added in their order, so with the same bits on every rank.
 
     Args:
-        decoded: one for each worker.
+        decoded: one for each worker. Many sparse entries are taken one worker at a time, so that an iterator which
+            decodes holds those of one.
+        workers: how many.
         n: elements of the flat buffer.
         buffer: returns fp32 [n] with any content, for a mean that is not sparse.
         over_senders: divide each element's sum by the number of payloads, all sparse, that hold it.
     """
-    sparse = [one for one in decoded if isinstance(one, Sparse)]
-    few = sum(len(one.indices) for one in sparse) * UNIQUE_COST < n
-    if len(sparse) == len(decoded) and few and not sparse[0].values.is_cuda:  # a GPU's host would wait for the count
-        indices, places = torch.cat([one.indices for one in sparse]).unique(return_inverse=True)
-        values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in sparse]))
-        return Sparse(indices, values.div_(torch.bincount(places) if over_senders else len(sparse)))
+    rest = iter(decoded)
+    first = next(rest)
+    if isinstance(first, Sparse) and len(first.indices) * workers * UNIQUE_COST < n and not first.values.is_cuda:
+        entries = [first, *(one for one in rest if isinstance(one, Sparse))]  # a GPU's host would wait for their count
+        indices, places = torch.cat([one.indices for one in entries]).unique(return_inverse=True)
+        values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in entries]))
+        return Sparse(indices, values.div_(torch.bincount(places) if over_senders else workers))
     mean = buffer()
-    chunked = [one for one in decoded if isinstance(one, Chunked)]
-    if len(chunked) == len(decoded):  # all are cut alike: a chunk of all workers at a time, while it is in the cache
-        for number, (start, stop) in enumerate(chunked[0].chunks):
-            total, part = chunked[0].values(number), mean[start:stop]  # `values` may return a view of a payload
+    if isinstance(first, Chunked):  # all are cut alike: a chunk of all workers at a time, while it is in the cache
+        chunked = [first, *(one for one in rest if isinstance(one, Chunked))]
+        for number, (start, stop) in enumerate(first.chunks):
+            total, part = first.values(number), mean[start:stop]  # `values` may return a view of a payload
             for one in chunked[1:]:
                 total = torch.add(total, one.values(number), out=part)
-            torch.div(total, len(chunked), out=part)
+            torch.div(total, workers, out=part)
         return Dense(mean)
     mean.zero_()
-    for one in decoded:
+    senders = torch.zeros_like(mean) if over_senders else None
+    for one in chain([first], rest):
         one.add_to(mean)
-    if over_senders:
-        senders = torch.zeros_like(mean)
-        for one in sparse:
+        if senders is not None and isinstance(one, Sparse):
             Sparse(one.indices, torch.ones_like(one.values)).add_to(senders)
-        return Dense(mean.div_(senders.clamp_(min=1)))
-    return Dense(mean.div_(len(decoded)))
+    return Dense(mean.div_(workers if senders is None else senders.clamp_(min=1)))
 
 
 def probe(flat: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def added(workers, n):
 
 
 def mean(workers, n):
-    return mean_of(workers, n, lambda: torch.full((n,), torch.nan))
+    return mean_of(iter(workers), len(workers), n, lambda: torch.full((n,), torch.nan))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
