@@ -54,10 +54,13 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
 def check_compressor(compressor: Compressor) -> None:
     """ValueError for one whose pushes a server can't read by themselves, or that has a warm-up."""
     codec_of(compressor, 0, 0)
-    for option, allowed in (("warmup_epochs", 0), ("dense_epochs", 0), ("start_sparsity", None)):
-        if (got := getattr(compressor, option, allowed)) != allowed:
-            what = f"{type(compressor).__name__}.{option} with dist_async"
-            raise refusal(what, got, f"{allowed}: every push is compressed, at the final sparsity")
+    name = type(compressor).__name__
+    for option in ("warmup_epochs", "dense_epochs"):
+        if epochs := getattr(compressor, option, 0):
+            raise refusal(f"{name}.{option} with dist_async", epochs, "0: every push is compressed")
+    start = getattr(compressor, "start_sparsity", None)
+    if isinstance(compressor, Lossy) and start is not None and start < (final := compressor.final_sparsity):
+        raise refusal(f"{name}.start_sparsity with dist_async", start, f"None: every push is at sparsity {final:g}")
 
 
 class ParameterServer:

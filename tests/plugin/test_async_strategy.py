@@ -129,6 +129,7 @@ REFUSED = {
         "DGC with dist_async: got 'AdamW', allowed: SGD; with Adam, compressor='none'",
     ),
     "PowerSGD": ({"compressor": "powersgd"}, {}, "compressor with dist_async: got 'PowerSGD', allowed: one whose"),
+    "a start": ({"compressor": lgc.DGC(start_sparsity=0.9)}, {}, "DGC.start_sparsity with dist_async: got 0.9, a"),
     "a warm-up": ({"compressor": lgc.DGC(warmup_epochs=2)}, {}, "DGC.warmup_epochs with dist_async: got 2, allowed: 0"),
     "SparsityWarmup": (
         {"compressor": "dgc"},

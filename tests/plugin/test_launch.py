@@ -30,7 +30,7 @@ def test_a_users_script_trains(launched, launcher):
     done = launched[launcher].end()
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
-    assert [line.split()[3] for line in lines] == 7 * ["sparsity=0.996"]
+    assert [line.split()[3] for line in lines] == 4 * ["sparsity=0.938"] + 3 * ["sparsity=0.984"]  # of 4 steps each
     assert all("N=2" in line for line in lines)
     losses = [float(line.split("loss=")[1]) for line in lines]
     assert losses[-1] < losses[0]
