@@ -123,4 +123,4 @@ def compressor(method: str) -> lgc.Compressor:
     known = {field.name for field in fields(cls)}
     given = dict(option.split("=") for option in options.split(";") if option)
     read = {key: json.loads(value) if value[0].isdigit() else value for key, value in given.items()}
-    return cls(**{key: value for key, value in FINAL.items() if key in known}, **read)
+    return cls(**({key: value for key, value in FINAL.items() if key in known} | read))

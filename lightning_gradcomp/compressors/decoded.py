@@ -177,8 +177,8 @@ def mean_of(
     """The mean of all workers' payloads, added in their order, so with the same bits on every rank.
 
     Args:
-        decoded: one for each worker. Many sparse entries are taken one worker at a time, so that an iterator which
-            decodes holds those of one.
+        decoded: one for each worker, of one kind. Where sparse entries are many, an iterator may decode the next
+            worker's after this one's were added.
         workers: how many.
         n: elements of the flat buffer.
         buffer: returns fp32 [n] with any content, for a mean that is not sparse.

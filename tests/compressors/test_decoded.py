@@ -42,6 +42,18 @@ def test_few_entries_are_merged_and_many_are_added(workers, share):
         assert bool((whole.indices.diff() > 0).all())
 
 
+def test_many_entries_are_decoded_one_worker_after_another():
+    flat, before = torch.zeros(10), []
+
+    def decoded():
+        for worker in range(3):
+            before.append(flat.sum().item())
+            yield Sparse(torch.tensor([worker]), torch.ones(1))
+
+    mean_of(decoded(), 3, 10, lambda: flat)
+    assert before == [0, 1, 2]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["chunked", "dense", "dense and sparse"])
 def test_a_mean_of_dense_values_changes_none_of_them(workers, kind):
