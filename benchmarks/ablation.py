@@ -64,11 +64,8 @@ def compressor(case: str, clip_norm: float | None) -> lgc.Compressor:
     dgc: dict[str, Any] = {"sparsity": 0.999, "values": "fp32", "clip_norm": clip_norm}
     if case == "dropping":
         return lgc.GradientDropping(sparsity=0.999, scope="tensor", warmup_epochs=0, clip_norm=clip_norm)
-    if case == "momentum correction":
-        return lgc.DGC(momentum_masking=False, start_sparsity=0.999, **dgc)
-    if case == "warm-up":
-        return lgc.DGC(warmup_epochs=4, **dgc)
-    return lgc.DGC(start_sparsity=0.999, **dgc)
+    dgc |= {"warmup_epochs": 4} if case == "warm-up" else {"start_sparsity": 0.999}
+    return lgc.DGC(momentum_masking=case != "momentum correction", **dgc)
 
 
 CASES = ("dropping", "momentum correction", "masking", "warm-up", "local weights")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
+from benchmarks.methods import compressor as without_warm_up
 from lightning_gradcomp.app.plan import measure, options, report
 from lightning_gradcomp.app.plan.forecast import Computation, Forecast, Link, Work, bytes_of_step, topologies
 from lightning_gradcomp.app.plan.workload import Workload, lightning_module
@@ -258,8 +259,7 @@ def test_a_run_by_hand():
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_the_bytes_are_those_that_are_sent(entry):
-    final = {"warmup_epochs": 0, "dense_epochs": 0, "start_sparsity": 0.999}
-    compressor = entry.cls(**{key: value for key, value in final.items() if hasattr(entry.cls(), key)})
+    compressor = without_warm_up(entry.name)
     for topology in topologies(compressor):
 
         def rank_main(rank, group, topology=topology):

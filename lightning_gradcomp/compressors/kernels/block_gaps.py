@@ -99,6 +99,9 @@ def _blocks(n: int, bits: int) -> int:
 
 # On a CPU numpy takes half of torch's time for this, so that below arrays are of either kind.
 
+SHORT = 2**30
+"""Below such an n, numbers up to 2n fit into 32 bits."""
+
 
 def _turn(block: Any, place: Any, wide: Any, size: int, blocks: int) -> Any:
     """Places in the order in which they are written; those that follow on their block's end are larger by its size.
@@ -149,14 +152,14 @@ def _ascending(x: Any) -> Any:
 
 def _short(x: Any, n: int) -> Any:
     """Whole numbers up to 2n, on a CPU in 32 bits if they do: half the memory to read and write."""
-    return x if isinstance(x, torch.Tensor) or n >= 2**30 else x.astype(np.int32)
+    return x if isinstance(x, torch.Tensor) or n >= SHORT else x.astype(np.int32)
 
 
 def _running_sum(x: Any, n: int) -> Any:
     """As `_short`; torch's is quicker on a CPU as well."""
     if isinstance(x, torch.Tensor):
         return x.cumsum(0)
-    return torch.from_numpy(x).cumsum(0, dtype=torch.int32 if n < 2**30 else torch.int64).numpy()
+    return torch.from_numpy(x).cumsum(0, dtype=torch.int32 if n < SHORT else torch.int64).numpy()
 
 
 def _chosen(mask: Any) -> Any:
