@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.app.data.shared import seed_of
 from lightning_gradcomp.app.sizes import digits, human
+from lightning_gradcomp.compressors.kernels.rng import seed_of
 
 SHORT = {"train_loss": "loss", "val_acc": "acc"}
 
@@ -47,7 +47,7 @@ class ProgressBar(TQDMProgressBar):
         return {**metrics, "sent": f"{sent} ({digits(times)}x)"}
 
 
-class Draws(Callback):
+class SeedEachStep(Callback):
     """What a step draws, such as MixUp's shares and dropped paths, is a function of (seed, rank, epoch, batch).
 
     So ranks draw different numbers, and a resumed run those that it would have drawn: there is no state to save.

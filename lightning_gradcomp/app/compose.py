@@ -97,4 +97,4 @@ def _refuse_extra(prefix: str, node: DictConfig) -> None:
     values: Any = OmegaConf.to_container(node)
     for option in values:
         if option not in allowed:
-            raise refusal(f"{prefix}{option}", values[option], ", ".join(allowed))
+            raise refusal(f"{prefix}{option}", values[option], ", ".join(allowed) or "none: it has no options")

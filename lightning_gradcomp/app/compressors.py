@@ -33,7 +33,8 @@ def options_of(name: str) -> str:
         for field in fields(found)
     ]
     options = [f"  compressor.{option}={_written(default)}" for option, default in defaults]
-    return "\n".join([inspect.getdoc(found) or "", "", "On the command line, with the defaults:", *options])
+    listed = ["On the command line, with the defaults:", *options] if options else ["It has no options."]
+    return "\n".join([inspect.getdoc(found) or "", "", *listed])
 
 
 def _written(value: object) -> str:

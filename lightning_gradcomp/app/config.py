@@ -15,18 +15,17 @@ from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files, Imag
 from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
 from lightning_gradcomp.app.options.training import OPTIMIZERS, AdamW, Model, Optimizer, Trainer, Warmup
+from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
 from lightning_gradcomp.averaging.mesh import mesh_shape
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.error_decay import check_error_decay
+from lightning_gradcomp.local_sgd.anchor import check_pending_share
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.participants import Participants
-from lightning_gradcomp.local_sgd.pending_share import check_pending_share
+from lightning_gradcomp.local_sgd.rounds import check_error_decay
 from lightning_gradcomp.parameter_server.server import check_compressor
 from lightning_gradcomp.registry import build, entries
-
-CHECKPOINT_STATES = ("gather", "sidecar", "mean", "drop")
 
 
 @dataclass(kw_only=True)

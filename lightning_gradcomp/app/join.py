@@ -15,9 +15,10 @@ from lightning_gradcomp.app import run_folder, server_arguments
 from lightning_gradcomp.app.async_job import AsyncJob, device_of
 from lightning_gradcomp.app.config import DistAsync, Run
 from lightning_gradcomp.app.data.missing import MissingData
-from lightning_gradcomp.app.data.shared import RankSampler, seed_of
+from lightning_gradcomp.app.data.shared import RankSampler
 from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.sizes import human
+from lightning_gradcomp.compressors.kernels.rng import seed_of
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.connection import ConnectionLost
 

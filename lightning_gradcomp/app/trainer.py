@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
-from lightning_gradcomp.app.callbacks import Draws, ProgressBar, SaveOnSigterm
+from lightning_gradcomp.app.callbacks import ProgressBar, SaveOnSigterm, SeedEachStep
 from lightning_gradcomp.app.config import DDP, DGA, HSDP, DistAsync, Run, WholeModels
 from lightning_gradcomp.app.options.logger import Logger, MLflow, TensorBoard, WandB
 from lightning_gradcomp.errors import refusal
@@ -96,7 +96,7 @@ def callbacks(run: Run, folder: Path, monitor: CommunicationMonitor) -> list[Cal
     resume from, which also holds the optimizer and the residuals of all ranks."""
     found: list[Callback] = [ProgressBar()] if run.trainer.enable_progress_bar else []
     if not run.evaluate:
-        found += [Draws(run.seed), monitor]
+        found += [SeedEachStep(run.seed), monitor]
         if run.trainer.ema_decay is not None:
             found.append(moving_average(run.trainer.ema_decay, run.trainer.ema_every_n_steps))
     if keeps(run):

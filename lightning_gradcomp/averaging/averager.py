@@ -24,9 +24,9 @@ from lightning_gradcomp.averaging.fsdp import Shards, check_group, is_sharded, r
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats, residual_to_gradient
 from lightning_gradcomp.averaging.step import CompressedStep, average_dense
-from lightning_gradcomp.averaging.topology import not_sharded_because, resolve
+from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.traffic import traffic
-from lightning_gradcomp.averaging.workers import workers
+from lightning_gradcomp.averaging.workers import ranks_of
 from lightning_gradcomp.compressors.adam_step import some_gradient
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
@@ -111,7 +111,7 @@ class GradientAverager:
             check_group(self.shards, process_group, route)
         elif process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
-        self.ranks = workers(process_group, route.inside, ranks_per_node, self.shards.group if self.shards else None)
+        self.ranks = ranks_of(process_group, route.inside, ranks_per_node, self.shards.group if self.shards else None)
         self.world = self.ranks.world
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.schedule: Schedule | None = self.compressor.schedule()
@@ -139,7 +139,7 @@ class GradientAverager:
             stepped = self.shards.optimizer if self.shards else optimizer
             self._compressed = CompressedStep(self.compressor, self.gradients, self.ranks, route, stepped)
             if route.name == "auto":
-                sharded = self.ranks.workers > 2 and not_sharded_because(self.compressor) is None
+                sharded = self.ranks.workers > 2 and self.compressor.not_sharded_because is None
                 self._topologies = list(CANDIDATES) if sharded else ["all_gather"]
                 if self.ranks.workers > 1 and self.gradients.compressed:
                     self.autotune = Autotune(process_group, self.gradients.device, self._topologies)
@@ -185,7 +185,7 @@ class GradientAverager:
     @property
     def dense_step(self) -> bool:
         """Whether the coming step is an ordinary dense average, which DDP may as well do, overlapped with backward."""
-        return self.decision.compressor is None and (self._compressed is None or self._compressed.state.empty)
+        return self.decision.compressor is None and self.settled
 
     @property
     def topology(self) -> str:

@@ -216,13 +216,13 @@ def all_reduce_mean(
     parts = [*tensors, flags]
     buffer = torch.cat(parts)
     if ranks.world > 1:
-        buffer = share(buffer, ranks.world, wire_dtype, saturate)
+        buffer = to_wire(buffer, ranks.world, wire_dtype, saturate)
         add(ranks.group, buffer)
     *means, anywhere = buffer.float().split([part.numel() for part in parts])
     return means, read_flags(anywhere > 0)
 
 
-def share(values: torch.Tensor, world: int, wire_dtype: torch.dtype, saturate: bool) -> torch.Tensor:
+def to_wire(values: torch.Tensor, world: int, wire_dtype: torch.dtype, saturate: bool) -> torch.Tensor:
     """What a rank adds to the mean of `values` over `world` ranks: values / world, as `wire_dtype`.
 
     With `saturate`, finite elements that are too large for 16 bits become the largest that `world` ranks can add;

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
+from lightning_gradcomp.compressors.kernels.bits import pack_bits, padded, unpack_bits
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 
 
@@ -23,7 +23,7 @@ class Frame:
 
     Args:
         dense: number of uncompressed gradients.
-        values: how they are written, "fp32", "bf16", "fp16" or "int8".
+        values: how they are written, a `dense_values`.
         payload: its bytes.
         flags: their number.
     """
@@ -35,12 +35,12 @@ class Frame:
 
     @property
     def _payload_at(self) -> int:
-        return _padded(value_bytes(self.dense, self.values))
+        return padded(value_bytes(self.dense, self.values))
 
     @property
     def length(self) -> int:
         """Bytes of the message."""
-        return self._payload_at + _padded(self.payload + (self.flags + 7) // 8)
+        return self._payload_at + padded(self.payload + (self.flags + 7) // 8)
 
     def pack(self, dense: torch.Tensor, payload: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
         """The message, uint8 [length], from `pack_values`' bytes, the payload and bool flags."""
@@ -65,7 +65,3 @@ class Frame:
     def read_flags(self, message: torch.Tensor) -> torch.Tensor:
         """The flags: bool."""
         return unpack_bits(message[self._payload_at + self.payload :], self.flags).bool()
-
-
-def _padded(length: int) -> int:
-    return -(-length // 4) * 4

@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_gradcomp.averaging.local_weights import plain_name
 from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 
 Shape = tuple[int, ...]
@@ -94,7 +94,6 @@ class Shards:
         self.group: dist.ProcessGroup = self.mesh.get_group()
         """The ranks of this replica, each with its own shards."""
         self.number, self.rank = self.group.size(), self.group.rank()
-        self.device = torch.device(self.mesh.device_type)
         self.whole_shapes = {name: tuple(parameter.shape) for name, parameter in every}
         """Shape of every parameter, as if it were not sharded."""
         self.shardings = {name: Sharding(_dim(p), self.number) for name, p in every}
@@ -103,8 +102,6 @@ class Shards:
         with torch.no_grad():
             self.named = [(name, nn.Parameter(p.to_local(), p.requires_grad)) for name, p in self._wholes]
         """Name and shard of every parameter of which this rank has one."""
-        if self.named:
-            self.device = self.named[0][1].device
         self._shard_of = {id(whole): own for (_, whole), (_, own) in self._pairs()}
         self._whole_of = {id(own): whole for (_, whole), (_, own) in self._pairs()}
         self.optimizer: torch.optim.Optimizer | None = None

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.fsdp import Shards
-from lightning_gradcomp.averaging.local_weights import plain_name
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
-from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.layout import Layout, plain_name
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.errors import refusal
 

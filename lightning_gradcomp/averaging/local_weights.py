@@ -17,11 +17,6 @@ import torch
 from lightning_gradcomp.compressors.layout import Layout
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing add to it."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
 class LocalWeights:
     """Exchanges the data of parameters for that of their local weights, and back.
 

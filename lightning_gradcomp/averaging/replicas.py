@@ -1,4 +1,4 @@
-"""Finds out whether the ranks hold the same tensors, without sending them."""
+"""Whether ranks hold the same tensors, found out without sending them; and rank 0's tensors for all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_gradcomp.averaging.workers import all_gather_single
+from lightning_gradcomp.averaging.workers import Ranks, all_gather_single
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,6 +27,31 @@ def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None =
     everyone = own.new_empty(dist.get_world_size(group) * len(own))
     all_gather_single(everyone, own, group)
     return bool((everyone.view(-1, len(own)) == own).all())
+
+
+def broadcast(tensors: list[torch.Tensor], ranks: Ranks) -> None:
+    """Copy rank 0's `tensors` to all ranks, in place, in one message. Collective."""
+    if tensors:
+        message = _to_bytes(tensors)
+        dist.broadcast(message, group=ranks.group, group_src=0)
+        _from_bytes(tensors, message)
+
+
+def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> None:
+    """Let all ranks hold rank 0's `tensors`, in place. Where they do, by a seed say, none are sent. Collective."""
+    if tensors and not identical(tensors, ranks.group):
+        broadcast(tensors, ranks)
+
+
+def _to_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The concatenated bytes of `tensors`: uint8 [sum of their bytes]."""
+    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+@torch.no_grad()
+def _from_bytes(tensors: list[torch.Tensor], message: torch.Tensor) -> None:
+    for tensor, part in zip(tensors, message.split([tensor.nbytes for tensor in tensors]), strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 class ReplicasDiffer(RuntimeError):

@@ -19,7 +19,6 @@ Nothing is lost: applied so far + mean of the workers' states + the shards' resi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import ClassVar
 
 import torch
 
@@ -28,37 +27,15 @@ from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import PayloadCodec
-from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Dense, Sparse, concatenate, mean_of
-from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
+from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.uncompressed import Uncompressed
 
 
 def split_dense(n: int, workers: int) -> list[int]:
     """How many of n uncompressed elements each worker averages."""
     whole, more = divmod(n, workers)
     return [whole + (worker < more) for worker in range(workers)]
-
-
-class DensePull:
-    """The payload of topology="server": the whole mean, in fp32 or what `dense_values` says."""
-
-    tensor_by_tensor: ClassVar[bool] = False
-
-    def __init__(self, values: str) -> None:
-        self._values = values
-
-    def payload_bytes(self, layout: Layout) -> int:
-        """Bytes of a payload."""
-        return value_bytes(layout.n, self._values)
-
-    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Dense]:
-        """The payload, and what it decodes to."""
-        packed = pack_values(flat, self._values)
-        return packed, self.decode(packed, layout)
-
-    def decode(self, payload: torch.Tensor, layout: Layout) -> Dense:
-        """All values."""
-        return Dense(unpack_values(payload, layout.n, self._values))
 
 
 class ShardResidual:
@@ -69,8 +46,6 @@ class ShardResidual:
         ranks: the workers, which own a shard each.
         device: of the residual.
     """
-
-    buffers = ("residual",)
 
     def __init__(self, layout: Layout, ranks: Ranks, device: torch.device) -> None:
         self.layout, self._ranks, self.device = layout, ranks, device
@@ -216,7 +191,7 @@ class ShardedExchange(Exchange):
         if over_senders:
             raise NotImplementedError("over_senders: the mean of a shard that is sent on does not say who sent it")
         shards, own = self._residual.shards, self._residual.own.layout
-        pull = DensePull(self._dense_values) if self.dense_pull else codec
+        pull = Uncompressed(self._dense_values) if self.dense_pull else codec
         with self.phase("compress"):
             pushed = [_encode(codec, shard.of(flat), shard.layout) for shard in shards]
         rows = self.scatter([payload for payload, _ in pushed])

@@ -99,23 +99,3 @@ def norm(tensors: Sequence[torch.Tensor]) -> float:
     """L2 norm of all of them as one vector, in fp32; of none, 0. Waits for a GPU."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-
-
-@dataclass
-class Totals:
-    """What one rank's fit has cost so far, with the fits that it goes on from.
-
-    Args:
-        bytes_sent: as in `Stats`, of all steps.
-        dense_bytes: likewise.
-        seconds: wall time.
-    """
-
-    bytes_sent: int = 0
-    dense_bytes: int = 0
-    seconds: float = 0.0
-
-    @property
-    def ratio(self) -> float:
-        """Dense traffic over the traffic of all steps; 1 where nothing is exchanged."""
-        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0

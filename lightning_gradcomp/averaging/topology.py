@@ -64,14 +64,9 @@ def resolve(topology: str, inside: str | None, residual_device: str | None, comp
         raise refusal("topology", topology, _listed((*TOPOLOGIES, *KVSTORES)))
     inside = inside or (None if topology == "auto" else "compressed")
     chosen = KVSTORES.get(topology) or Topology(topology, inside, residual_device or "device")
-    if chosen.name in SHARDED and (why := not_sharded_because(compressor)):
+    if chosen.name in SHARDED and isinstance(compressor, Lossy) and (why := compressor.not_sharded_because):
         raise refusal(f"topology with {type(compressor).__name__}", topology, f"'auto' or 'all_gather': {why}")
     return chosen
-
-
-def not_sharded_because(compressor: Compressor) -> str | None:
-    """Why a topology with shards can't carry this compressor's messages; None where it can."""
-    return compressor.not_sharded_because if isinstance(compressor, Lossy) else None
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -81,11 +81,6 @@ class Ranks:
         """Ranks that make up a worker."""
         return 1
 
-    @property
-    def between(self) -> dist.ProcessGroup | None:
-        """The ranks with which this one exchanges payloads."""
-        return self.group
-
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         """From a rank's gradients (flat fp32, in place) to its worker's: the mean, and which flags any rank has set."""
         return flags
@@ -265,10 +260,6 @@ class Nodes(Ranks):
     def per_worker(self) -> int:
         return self._per_node
 
-    @property
-    def between(self) -> dist.ProcessGroup:
-        return self._across
-
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         own = torch.tensor(flags, dtype=torch.float32).to(flats[0].device, non_blocking=True)
         for flat in flats:
@@ -313,7 +304,7 @@ class Nodes(Ranks):
         return by_place.transpose(0, 1).reshape(len(rows), -1)[:, :length]
 
 
-def workers(
+def ranks_of(
     group: dist.ProcessGroup | None,
     inside: str | None,
     ranks_per_node: int | None,

@@ -20,6 +20,7 @@ import torch
 
 from lightning_gradcomp.compressors.adam_step import AdamStep, takes_optimizer
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded
+from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
@@ -117,44 +118,18 @@ class CompressorBase:
 
 @dataclass(kw_only=True)
 class Compressor(CompressorBase):
-    """Options that all compressors share.
-
-    Args:
-        min_elements: tensors with fewer elements travel uncompressed, as all 1-D tensors do (biases, norm weights).
-        exclude: shell patterns of parameter names that travel uncompressed, e.g. `["head.*"]`.
-
-    Raises:
-        ValueError: an option out of its range.
-    """
+    """How gradients are averaged. By itself: uncompressed, as `wire_dtype`."""
 
     card: ClassVar[Card] = Card()
     """The method's line in the docs."""
     needs_optimizer: ClassVar[bool] = False
     """Whether there must be one optimizer, which `check_optimizer` takes. Others work without knowing it."""
-
-    min_elements: int = 1024
-    exclude: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        what = type(self).__name__
-        if not is_whole(self.min_elements) or self.min_elements < 1:
-            raise refusal(f"{what}.min_elements", self.min_elements, "a whole number from 1")
-        if isinstance(self.exclude, str) or not isinstance(self.exclude, Sequence):
-            raise refusal(f"{what}.exclude", self.exclude, "a list of patterns")
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """In which gradients travel in dense steps."""
-        return torch.float32
-
-    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the parameter `name` of this shape is compressed."""
-        excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
-        return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
+    wire_dtype: ClassVar[torch.dtype] = torch.float32
+    """In which gradients travel in dense steps."""
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """The names, of all parameters in the model's order, that are compressed when they train."""
-        return {name for name, shape in shapes.items() if self.takes(name, shape)}
+        return set()
 
     def schedule(self) -> Schedule | None:
         """Sparsity as a function of (epoch, step), 0 in dense phases; None: always dense."""
@@ -182,16 +157,13 @@ class Compressor(CompressorBase):
         """Clip the averaged gradients of a dense step, which hold the loss scale `grad_scale`."""
 
 
-def error_feedback(optimizer: torch.optim.Optimizer | None) -> type[State]:
-    """What error feedback accumulates: Adam's and AdamW's own steps; with any other optimizer, gradients."""
-    return AdamStep if takes_optimizer(optimizer) else Residual
-
-
 @dataclass(kw_only=True)
 class Lossy(Compressor, ABC):
     """A compressor that sends less than everything.
 
     Args:
+        min_elements: tensors with fewer elements travel uncompressed, as all 1-D tensors do (biases, norm weights).
+        exclude: shell patterns of parameter names that travel uncompressed, e.g. `["head.*"]`.
         warmup_epochs: epochs of dense training before the compression begins.
         dense_values: how tensors that are not compressed are written beside those that are: "fp32", "bf16", "fp16",
             "int8" or "int2"; what rounding changes is remembered. Where averages travel (PowerSGD), they stay fp32.
@@ -206,17 +178,32 @@ class Lossy(Compressor, ABC):
     not_sharded_because: ClassVar[str | None] = "the owner of a shard can't average it from the shard's messages alone"
     """Why topologies with shards ("two_phase", "server") can't carry this method's messages; None where they can."""
 
+    min_elements: int = 1024
+    exclude: list[str] = field(default_factory=list)
     warmup_epochs: int = 0
     dense_values: str = "fp32"
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        what = type(self).__name__
+        if not is_whole(self.min_elements) or self.min_elements < 1:
+            raise refusal(f"{what}.min_elements", self.min_elements, "a whole number from 1")
+        if isinstance(self.exclude, str) or not isinstance(self.exclude, Sequence):
+            raise refusal(f"{what}.exclude", self.exclude, "a list of patterns")
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
-            raise refusal(f"{type(self).__name__}.clip_norm", self.clip_norm, "None or a finite number above 0")
-        check_format(f"{type(self).__name__}.dense_values", self.dense_values)
+            raise refusal(f"{what}.clip_norm", self.clip_norm, "None or a finite number above 0")
+        check_format(f"{what}.dense_values", self.dense_values)
         if not is_whole(self.warmup_epochs) or self.warmup_epochs < 0:
-            raise refusal(f"{type(self).__name__}.warmup_epochs", self.warmup_epochs, "a whole number from 0")
+            raise refusal(f"{what}.warmup_epochs", self.warmup_epochs, "a whole number from 0")
+
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the parameter `name` of this shape is compressed."""
+        excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
+
+    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """Those that `takes` takes."""
+        return {name for name, shape in shapes.items() if self.takes(name, shape)}
 
     @property
     def final_sparsity(self) -> float:
@@ -232,8 +219,12 @@ class Lossy(Compressor, ABC):
         return Ramp((), self.final_sparsity, dense=self.warmup_epochs)
 
     def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
-        """What kind of state there is with this optimizer; None for one that is not known, or several."""
-        return error_feedback(optimizer)
+        """What error feedback accumulates: Adam's and AdamW's own steps; with any other optimizer, gradients.
+
+        Args:
+            optimizer: None for one that is not known, or several.
+        """
+        return AdamStep if takes_optimizer(optimizer) else Residual
 
     def owns_momentum(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """As `remembers` says."""
@@ -477,7 +468,7 @@ class _Encodings:
             for number, part in enumerate(_sample(codec, name, stop - start)):
                 rows = per_chunk[number].shape[0] if per_chunk and part.dim() else 0
                 parts.append(_Part(end, part.shape, part.dtype, rows))
-                end += -(-part.nbytes // 4) * 4
+                end += padded(part.nbytes)
             encodings.append(_Encoding(name, start, stop, codec, parts))
         return encodings, end
 

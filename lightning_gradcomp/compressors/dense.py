@@ -11,52 +11,32 @@ from lightning_gradcomp.compressors.base import Card, Compressor
 from lightning_gradcomp.registry import register
 
 
-@dataclass(kw_only=True)
-class _Dense(Compressor):
-    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Nothing is compressed."""
-        return False
-
-
 @register("none", strategy="ddp_dense")
 @dataclass(kw_only=True)
-class NoCompression(_Dense):
-    """No compression: DDP's own overlapped fp32 all-reduce, measured like the rest.
-
-    The options that all compressors share are without effect.
-    """
+class NoCompression(Compressor):
+    """No compression: DDP's own overlapped fp32 all-reduce, measured like the rest."""
 
     card: ClassVar[Card] = Card(sends="everything, fp32", pick="the link is fast; the honest baseline", source="DDP")
 
 
 @register("fp16", strategy="ddp_fp16")
 @dataclass(kw_only=True)
-class FP16(_Dense):
+class FP16(Compressor):
     """Gradients travel and are added in fp16. What is too large for it travels as its largest number, 65504.
 
-    Under a loss scale it overflows instead, which the scaler has to see. The options that all compressors share are
-    without effect.
+    Under a loss scale it overflows instead, which the scaler has to see.
     """
 
     card: ClassVar[Card] = Card(sends="everything, fp16", pick="half the bytes would do", source="torch's fp16 hook")
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        return torch.float16
+    wire_dtype: ClassVar[torch.dtype] = torch.float16
 
 
 @register("bf16", strategy="ddp_bf16")
 @dataclass(kw_only=True)
-class BF16(_Dense):
-    """Gradients travel and are added in bfloat16, which has fp32's range and 8 bits of precision.
-
-    The options that all compressors share are without effect.
-    """
+class BF16(Compressor):
+    """Gradients travel and are added in bfloat16, which has fp32's range and 8 bits of precision."""
 
     card: ClassVar[Card] = Card(
         sends="everything, bf16", pick="half the bytes would do, without fp16's limits", source="torch's bf16 hook"
     )
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        return torch.bfloat16
+    wire_dtype: ClassVar[torch.dtype] = torch.bfloat16

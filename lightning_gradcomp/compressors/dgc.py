@@ -33,11 +33,11 @@ from lightning_gradcomp.compressors.adam_step import AdamStep, takes_optimizer
 from lightning_gradcomp.compressors.base import Card, Codec
 from lightning_gradcomp.compressors.decoded import Sparse
 from lightning_gradcomp.compressors.kernels.formats import check_format
-from lightning_gradcomp.compressors.kernels.sparse import pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential, quarters
 from lightning_gradcomp.compressors.sgd_velocity import SGDVelocity
+from lightning_gradcomp.compressors.sparse_payload import pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import entries, register
@@ -94,7 +94,7 @@ class DGC(Codec):
             raise refusal("DGC.dense_epochs", self.dense_epochs, "a whole number from 0")
         if self.start_sparsity is not None:
             check_sparsity("DGC.start_sparsity", self.start_sparsity)
-            if self.counts_epochs:
+            if self._by_epoch:
                 allowed = "None with dense_epochs or warmup_epochs, which it takes the place of"
                 raise refusal("DGC.start_sparsity", self.start_sparsity, allowed)
 
@@ -104,7 +104,7 @@ class DGC(Codec):
         return SGD_SPARSITY if self.sparsity is None else self.sparsity
 
     @property
-    def counts_epochs(self) -> bool:
+    def _by_epoch(self) -> bool:
         """Whether the warm-up is one of `dense_epochs` and `warmup_epochs`."""
         return bool(self.dense_epochs or self.warmup_epochs)
 
@@ -126,12 +126,12 @@ class DGC(Codec):
         if not takes_optimizer(optimizer):
             return self.at(self.final_sparsity)
         sparsity = ADAM_SPARSITY if self.sparsity is None else self.sparsity
-        start = sparsity if self.start_sparsity is None and not self.counts_epochs else self.start_sparsity
+        start = sparsity if self.start_sparsity is None and not self._by_epoch else self.start_sparsity
         return replace(self, sparsity=sparsity, start_sparsity=start)
 
     def schedule(self) -> Ramp:
         """Rising sparsity from `start_sparsity`, or dense epochs and the exponential ramp; then `sparsity`."""
-        if self.counts_epochs:
+        if self._by_epoch:
             levels = exponential(self.final_sparsity, self.warmup_epochs)
             return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_epochs)
         start = SGD_START if self.start_sparsity is None else self.start_sparsity

@@ -17,10 +17,10 @@ import torch
 from lightning_gradcomp.compressors.base import Card, Codec, Collectives
 from lightning_gradcomp.compressors.decoded import Decoded, Sparse
 from lightning_gradcomp.compressors.kernels.formats import check_format
-from lightning_gradcomp.compressors.kernels.sparse import pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.compressors.kernels.topk import count, count_chunks, count_each, topk, topk_chunks, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import check_sparsity
+from lightning_gradcomp.compressors.sparse_payload import pack_sparse, sparse_bytes, unpack_sparse
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import register
 

@@ -13,6 +13,11 @@ CHUNK = 262_144
 """Elements that a CPU processes at a time: 1 MiB. In smaller chunks Python's calls cost more than the cache saves."""
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def chunks(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
     """(start, stop) of chunks of about `CHUNK` elements; all but the last are multiples long. One on a GPU."""
     size = max(CHUNK // multiple, 1) * multiple if device.type == "cpu" else max(stop - start, 1)

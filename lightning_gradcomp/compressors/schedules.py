@@ -28,7 +28,7 @@ BY = ("epoch", "step", "coverage")
 def exponential(sparsity: float, periods: int) -> list[float]:
     """`periods` levels on the way to `sparsity`, the density falling by one factor from each to the next.
 
-    density(i) = ρ^((i + 1) / (periods + 1)); four periods to 99.9 % are, to three digits, the DGC paper's list.
+    density(i) = ρ^((i + 1) / (periods + 1)); four periods to 99.9 % are within 0.1 points of the DGC paper's list.
 
     >>> [round(level, 3) for level in exponential(0.999, 4)]
     [0.749, 0.937, 0.984, 0.996]

@@ -30,7 +30,7 @@ import torch
 from lightning_gradcomp.compressors.base import Card, Collectives, Lossy
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
 from lightning_gradcomp.compressors.kernels import radix
-from lightning_gradcomp.compressors.kernels.bits import look_up
+from lightning_gradcomp.compressors.kernels.bits import look_up, padded
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
 from lightning_gradcomp.compressors.state import State
@@ -228,11 +228,7 @@ class TernGrad(Lossy):
 
 def _payload_bytes(layout: Layout) -> int:
     """Bytes of a payload: an s for each tensor, then its digits, padded to 4 bytes."""
-    return sum(4 + _padded(packed_bytes(size)) for size in layout.sizes)
-
-
-def _padded(length: int) -> int:
-    return -(-length // 4) * 4
+    return sum(4 + padded(packed_bytes(size)) for size in layout.sizes)
 
 
 class _Payloads:
@@ -282,7 +278,7 @@ def _places(layout: Layout, device: torch.device) -> list[tuple[int, int, int, s
     found, begin, before = [], 4 * len(layout.names), 0
     for start, stop, tensor in tensor_chunks(layout, device):
         if tensor != before:
-            begin, before = _padded(begin), tensor
+            begin, before = padded(begin), tensor
         end = begin + packed_bytes(stop - start)
         found.append((start, stop, tensor, slice(begin, end)))
         begin = end

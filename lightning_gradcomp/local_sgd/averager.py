@@ -20,21 +20,20 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
+from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.anchor import Anchor
+from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
 from lightning_gradcomp.local_sgd.async_exchange import AsyncExchange
 from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
 from lightning_gradcomp.local_sgd.participants import Participants
-from lightning_gradcomp.local_sgd.pending_share import check_pending_share
 from lightning_gradcomp.local_sgd.round_report import RoundReport
 from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.local_sgd.stats import DelayedStats
 from lightning_gradcomp.local_sgd.sync import (
     Buffers,
-    broadcast_unless_identical,
     sync_buffers_and_moments,
     zero_nonfinite_state,
 )

@@ -25,10 +25,9 @@ from torch import nn
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
-from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
 from lightning_gradcomp.local_sgd.round_report import RoundReport
-from lightning_gradcomp.local_sgd.rounds import Rounds
+from lightning_gradcomp.local_sgd.rounds import Rounds, check_error_decay
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.local_sgd.sync import zero_nonfinite_state
 from lightning_gradcomp.registry import build

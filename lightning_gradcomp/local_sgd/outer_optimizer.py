@@ -1,4 +1,4 @@
-"""The outer optimizer: how the anchor follows the mean update of a round. Needs no torch."""
+"""The outer optimizer: how the anchor follows the mean update of a round."""
 
 from __future__ import annotations
 

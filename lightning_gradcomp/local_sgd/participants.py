@@ -1,4 +1,4 @@
-"""Which ranks take part in a round: all, or some that are drawn anew each time. Needs no torch.
+"""Which ranks take part in a round: all, or some that are drawn anew each time.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
 Data, AISTATS 2017, arXiv 1602.05629, Algorithm 1: a fraction C of the clients, at least one.

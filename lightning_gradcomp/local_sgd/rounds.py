@@ -11,14 +11,20 @@ import torch.distributed as dist
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.compressors.base import Compressor
+from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
-from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.round_report import REPORT_BYTES, RoundReport, gather_reports, sample_weight
 from lightning_gradcomp.local_sgd.sync import moments_of
 
 LOCAL = "local_"
 """What the kinds of state begin with that belong to the local optimizer: "local_exp_avg"."""
+
+
+def check_error_decay(error_decay: float | None) -> None:
+    """ValueError for what is neither None nor a number from 0 to 1 (SparseLoCo's factor)."""
+    if error_decay is not None and not (is_number(error_decay) and 0 <= error_decay <= 1):
+        raise refusal("error_decay", error_decay, "None, or a number from 0 to 1")
 
 
 class Rounds(GradientAverager):

@@ -1,15 +1,13 @@
-"""Period and delay of rounds: fixed, or chosen from measured times. Needs no torch."""
+"""Period and delay of rounds: fixed, or chosen from measured times."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_gradcomp.errors import refusal
-
-if TYPE_CHECKING:
-    from lightning_gradcomp.local_sgd.round_report import RoundReport
+from lightning_gradcomp.local_sgd.round_report import RoundReport
 
 MAX_AUTO_DELAY = 64
 """The largest delay, in steps, that "auto" chooses: accuracy falls as the delay grows (docs/methods/dga.md)."""

@@ -10,37 +10,11 @@ from collections.abc import Iterator
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging.replicas import identical
+from lightning_gradcomp.averaging.replicas import broadcast
 from lightning_gradcomp.averaging.workers import Ranks, add
 from lightning_gradcomp.local_sgd.round_report import sample_weight
-
-
-def broadcast(tensors: list[torch.Tensor], ranks: Ranks) -> None:
-    """Copy rank 0's `tensors` to all ranks, in place, in one message. Collective."""
-    if tensors:
-        message = _to_bytes(tensors)
-        dist.broadcast(message, group=ranks.group, group_src=0)
-        _from_bytes(tensors, message)
-
-
-def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> None:
-    """Let all ranks hold rank 0's `tensors`, in place. Where they do, by a seed say, none are sent. Collective."""
-    if tensors and not identical(tensors, ranks.group):
-        broadcast(tensors, ranks)
-
-
-def _to_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The concatenated bytes of `tensors`: uint8 [sum of their bytes]."""
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-
-
-@torch.no_grad()
-def _from_bytes(tensors: list[torch.Tensor], message: torch.Tensor) -> None:
-    for tensor, part in zip(tensors, message.split([tensor.nbytes for tensor in tensors]), strict=True):
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor | None], int]:

@@ -12,16 +12,17 @@ import threading
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.compressors.base import Codec, Compressor, Lossy, PayloadCodec, TensorCodec
-from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
-from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
+from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
+from lightning_gradcomp.compressors.kernels.formats import DTYPES
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.uncompressed import Uncompressed
 from lightning_gradcomp.errors import refusal
 
 
@@ -107,28 +108,6 @@ def agreed(
     return gradients.layout, gradients.dense_layout, len(optimizer.param_groups), compressor, pull, job
 
 
-class Uncompressed:
-    """The payload of what is not compressed: fp32, or 16 bits."""
-
-    tensor_by_tensor: ClassVar[bool] = False
-
-    def __init__(self, values: str = "fp32") -> None:
-        self._values = values
-
-    def payload_bytes(self, layout: Layout) -> int:
-        """Bytes of a payload."""
-        return value_bytes(layout.n, self._values)
-
-    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
-        """The payload, and what it decodes to."""
-        packed = pack_values(flat, self._values)
-        return packed, self.decode(packed, layout)
-
-    def decode(self, payload: torch.Tensor, layout: Layout) -> Decoded:
-        """All values."""
-        return Dense(unpack_values(payload, layout.n, self._values))
-
-
 def codec_of(compressor: Compressor, worker: int, step: int) -> PayloadCodec:
     """What writes and reads the payloads of a worker's step.
 
@@ -136,7 +115,7 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> PayloadCodec:
         ValueError: a compressor whose payloads can't be read without the other workers.
     """
     if not isinstance(compressor, Lossy):
-        return Uncompressed({torch.float16: "fp16", torch.bfloat16: "bf16"}.get(compressor.wire_dtype, "fp32"))
+        return Uncompressed(next(values for values, dtype in DTYPES.items() if dtype == compressor.wire_dtype))
     final = compressor.at(compressor.final_sparsity)
     if isinstance(final, (Codec, TensorCodec)):
         return final.payload_codec(worker, step)

@@ -22,16 +22,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
+from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.sync import Buffers, broadcast_unless_identical, sync_buffers_and_moments
+from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer, built, check_staleness
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_sidecars
+from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_async"
@@ -99,7 +100,7 @@ class AsyncStrategy(BaseStrategy):
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
-        check_sidecars(self)
+        self._check_sidecars()
         if self._layer_sync is not None:
             raise refusal("sync_batchnorm with AsyncStrategy", True, "False: it waits for the network in each forward")
         if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
@@ -265,10 +266,6 @@ class AsyncStrategy(BaseStrategy):
         if self.server is not None:
             self.server.stop()
         super().teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: its name is registered with the package's. (Inherited, it would claim "ddp" again.)"""
 
 
 class _Pushing:

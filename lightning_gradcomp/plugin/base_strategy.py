@@ -23,8 +23,9 @@ from lightning_gradcomp.averaging.faults import (
     is_lost_peer,
     post_reason,
 )
+from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read
-from lightning_gradcomp.plugin.launchers import SubprocessLauncher, launcher
+from lightning_gradcomp.plugin.launchers import MultiProcessingLauncher, SubprocessLauncher
 from lightning_gradcomp.plugin.rank_states import RankStates, interrupted
 from lightning_gradcomp.plugin.validation import check_batches
 
@@ -54,6 +55,10 @@ class ExplainedStrategy(ParallelStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None  # `module.trainer` raises where there is none
         return trainer.global_step if trainer is not None else 0
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: names come from the registry of compressors. (Inherited, it would claim torch's own again.)"""
 
     def setup(self, trainer: Trainer) -> None:
         with self.explained("setting up the model"):
@@ -104,7 +109,7 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     runs no code from checkpoints."""
 
     checkpoint_state: str
-    """What becomes of the states of all ranks in a checkpoint: one of `MODES`."""
+    """What becomes of the states of all ranks in a checkpoint: one of `CHECKPOINT_STATES`."""
 
     @cached_property
     def rank_states(self) -> RankStates:
@@ -122,11 +127,22 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
         self.rank_states.after_removing(filepath)
 
     def _configure_launcher(self) -> None:
-        self._launcher = launcher(self, self._start_method, self.check)
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            launched = (self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = SubprocessLauncher(self.check, *launched)
+        else:
+            self._launcher = MultiProcessingLauncher(self.check, self, start_method=self._start_method)
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         raise NotImplementedError
+
+    def _check_sidecars(self) -> None:
+        """ValueError for sidecars where checkpoints are written in the background."""
+        if self.checkpoint_state == "sidecar" and not self.rank_states.sidecars.possible:
+            what = f"checkpoint_state with {type(self.checkpoint_io).__name__}, which writes in the background"
+            raise refusal(what, "sidecar", "gather, mean or drop")
 
     def setup_distributed(self) -> None:
         super().setup_distributed()

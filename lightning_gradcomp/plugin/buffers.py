@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradcomp.averaging.replicas import broadcast
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor, Lossy
-from lightning_gradcomp.local_sgd.sync import broadcast
 
 
 def only_batch_norm_has_buffers(model: nn.Module) -> bool:

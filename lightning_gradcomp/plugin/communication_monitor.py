@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -13,7 +13,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gradcomp.averaging import GradientAverager, Stats
-from lightning_gradcomp.averaging.stats import Totals
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.stats import DelayedStats
@@ -21,14 +20,13 @@ from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
+from lightning_gradcomp.plugin.sigterm import Averager
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
 RECENT_STEPS = 1000
 """Steps over which `summary` takes medians: the most recent ones. Older steps' times are not kept."""
 PHASES = ("compute", "compress", "exchange", "decompress")
 
-
-Averager = GradientAverager | DelayedAverager | AsyncAverager
 STRATEGIES = (CompressedDDPStrategy, CompressedHSDPStrategy, DelayedStrategy, AsyncStrategy)
 
 
@@ -37,6 +35,26 @@ def averager_of(trainer: Trainer) -> Averager:
     strategy = trainer.strategy
     assert isinstance(strategy, STRATEGIES) and strategy.averager is not None
     return strategy.averager
+
+
+@dataclass
+class Totals:
+    """What one rank's fit has cost so far, with the fits that it goes on from.
+
+    Args:
+        bytes_sent: as in `Stats`, of all steps.
+        dense_bytes: likewise.
+        seconds: wall time.
+    """
+
+    bytes_sent: int = 0
+    dense_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Dense traffic over the traffic of all steps; 1 where nothing is exchanged."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
 
 class CommunicationMonitor(Callback):

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.averaging.exchange import share
+from lightning_gradcomp.averaging.exchange import to_wire
 from lightning_gradcomp.compressors import Lossy
 from lightning_gradcomp.errors import refusal
 
@@ -66,7 +66,7 @@ class DDPHook:
             return noop_hook(None, bucket)
         if self._wire == torch.float32:
             return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-        sent = share(bucket.buffer(), dist.get_world_size(), self._wire, saturate=self._grad_scale == 1)
+        sent = to_wire(bucket.buffer(), dist.get_world_size(), self._wire, saturate=self._grad_scale == 1)
         arrived = dist.all_reduce(sent, async_op=True).get_future()
         return arrived.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 

@@ -21,16 +21,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.local_sgd.anchor import check_pending_share
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
-from lightning_gradcomp.local_sgd.error_decay import check_error_decay
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
 from lightning_gradcomp.local_sgd.participants import Participants
-from lightning_gradcomp.local_sgd.pending_share import check_pending_share
+from lightning_gradcomp.local_sgd.rounds import check_error_decay
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_sidecars
+from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
@@ -109,7 +109,7 @@ class DelayedStrategy(BaseStrategy):
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
-        check_sidecars(self)
+        self._check_sidecars()
         if self._layer_sync is not None:
             raise refusal(
                 "sync_batchnorm with DelayedStrategy", True, "False: it waits for the network in each forward"
@@ -237,7 +237,3 @@ class DelayedStrategy(BaseStrategy):
             if self.averager.error_decay is not None:
                 self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager.rounds)
         self.averager.steps = checkpoint["global_step"]
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: its name is registered with the package's. (Inherited, it would claim "ddp" again.)"""

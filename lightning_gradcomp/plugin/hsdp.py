@@ -29,12 +29,11 @@ from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp import is_sharded, local, reshard
 from lightning_gradcomp.averaging.mesh import MESH, mesh_shape
-from lightning_gradcomp.averaging.replicas import compare_replicas
+from lightning_gradcomp.averaging.replicas import broadcast_unless_identical, compare_replicas
 from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import is_whole, refusal
-from lightning_gradcomp.local_sgd.sync import broadcast_unless_identical
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import ExplainedStrategy, warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
@@ -325,10 +324,6 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
                 averager.steps = checkpoint["global_step"]
                 RankStates("mean", Sidecars(self.checkpoint_io)).restore(checkpoint, path, averager)
         return checkpoint
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: it is built with its mesh."""
 
 
 @contextmanager

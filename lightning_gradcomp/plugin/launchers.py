@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -57,14 +56,6 @@ class MultiProcessingLauncher(_Checked, _MultiProcessingLauncher):
 def _with_results(trainer: Trainer) -> list[Any]:
     every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in every if hasattr(callback, "rank_zero_results")]
-
-
-def launcher(strategy: DDPStrategy, start_method: str, check: Check) -> SubprocessLauncher | MultiProcessingLauncher:
-    """The launcher of `strategy`, which calls `check` first."""
-    if start_method != "popen":
-        return MultiProcessingLauncher(check, strategy, start_method=start_method)
-    assert strategy.cluster_environment is not None
-    return SubprocessLauncher(check, strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
 
 def optimizers_of(module: LightningModule) -> list[torch.optim.Optimizer]:

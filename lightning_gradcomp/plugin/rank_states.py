@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, mean_state
-from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging.checkpoint_state import SHARD, all_floating
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.sharded_checkpoint import own_memory
 from lightning_gradcomp.errors import refusal
@@ -30,7 +30,6 @@ from lightning_gradcomp.registry import entries
 
 KEY = "lightning_gradcomp"
 FORMAT = 1
-MODES = ("gather", "sidecar", "mean", "drop")
 GATHER_LIMIT = 2**30
 """Bytes of all ranks' states up to which they are gathered into one file, which every rank reads in full."""
 
@@ -194,7 +193,7 @@ def _size(state: State, averager: GradientAverager) -> int:
 
 def mean_over_ranks(state: State, averager: GradientAverager) -> State:
     """As `mean_state`, made by all ranks together."""
-    memory = {k: parts for k, parts in state["memory"].items() if all(p.is_floating_point() for p in parts.values())}
+    memory = {kind: parts for kind, parts in state["memory"].items() if all_floating(parts)}
     mean: State = {kind: {} for kind in memory}
     for kind in sorted(memory):
         # A residual has the same names on all ranks; accumulated gradients, and shards, may lack some on some.

@@ -7,6 +7,7 @@ the optimizer steps, before Lightning's `on_before_optimizer_step`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -30,9 +31,11 @@ from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
+from lightning_gradcomp.plugin.launchers import optimizers_of
 from lightning_gradcomp.plugin.rank_states import all_ranks_present, export_optimizer_state
 from lightning_gradcomp.plugin.validation import (
-    check_fit,
+    check_callbacks,
+    check_clipping,
     check_gradients,
     check_optimizers,
     check_options,
@@ -99,7 +102,15 @@ class CompressedDDPStrategy(BaseStrategy):
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
-        check_fit(self, trainer, module)
+        optimizers = optimizers_of(module)
+        optimizer = corrected(self.compressor, optimizers, module.automatic_optimization)
+        check_clipping(self.compressor, optimizer, trainer, module)
+        check_optimizers(self.compressor, optimizers)
+        self._check_sidecars()
+        if "torch._dynamo" in sys.modules and torch._dynamo.config.optimize_ddp == "python_reducer":
+            allowed = "True or False: it calls DDP's hook with something else"
+            raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
+        check_callbacks(self, trainer)
 
     def configure_ddp(self) -> None:
         module = self.lightning_module
@@ -288,7 +299,3 @@ class CompressedDDPStrategy(BaseStrategy):
         assert self.averager is not None
         self.averager.steps = checkpoint["global_step"]
         self.rank_states.restore(checkpoint, self._loaded_from, self.averager)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: names come from the registry of compressors. (Inherited, it would claim "ddp" again.)"""

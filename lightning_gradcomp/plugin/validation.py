@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
 from lightning_gradcomp.averaging.workers import all_gather_single
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.clipping import clips
-from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.rank_states import MODES
-
-if TYPE_CHECKING:
-    from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-    from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
 
 TAKEN_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
 """Options of DDPStrategy that say how gradients are averaged, or need DDP's one hook: that is the strategy's part."""
@@ -42,29 +36,9 @@ def check_verification(every_n_steps: int | None) -> None:
 
 
 def check_checkpoint_state(checkpoint_state: str) -> None:
-    """ValueError for what is none of `MODES`."""
-    if checkpoint_state not in MODES:
-        raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in MODES))
-
-
-def check_sidecars(strategy: BaseStrategy) -> None:
-    """ValueError for sidecars where checkpoints are written in the background."""
-    if strategy.checkpoint_state == "sidecar" and not strategy.rank_states.sidecars.possible:
-        io = type(strategy.checkpoint_io).__name__
-        raise refusal(f"checkpoint_state with {io}, which writes in the background", "sidecar", "gather, mean or drop")
-
-
-def check_fit(strategy: CompressedDDPStrategy, trainer: Trainer, module: LightningModule) -> None:
-    """ValueError for what can be known to be wrong before other processes are started."""
-    optimizers = optimizers_of(module)
-    optimizer = corrected(strategy.compressor, optimizers, module.automatic_optimization)
-    check_clipping(strategy.compressor, optimizer, trainer, module)
-    check_optimizers(strategy.compressor, optimizers)
-    check_sidecars(strategy)
-    if "torch._dynamo" in sys.modules and torch._dynamo.config.optimize_ddp == "python_reducer":
-        allowed = "True or False: it calls DDP's hook with something else"
-        raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
-    check_callbacks(strategy, trainer)
+    """ValueError for what is none of `CHECKPOINT_STATES`."""
+    if checkpoint_state not in CHECKPOINT_STATES:
+        raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in CHECKPOINT_STATES))
 
 
 def corrected(

@@ -41,7 +41,11 @@ def test_left_to_hydra(line):
         ("logger=null", "logger: got 'null', allowed: csv, mlflow, none, tensorboard, wandb"),
         ("optimiser=sgd", "optimiser: got 'sgd', allowed: augment, compressor, data"),
         ("trainer.epochs=3", "trainer.epochs: got '3', allowed: max_epochs, devices"),
-        ("compressor=none compressor.sparsity=0.9", "compressor.sparsity: got '0.9', allowed: min_elements, exclude"),
+        (
+            "compressor=none compressor.sparsity=0.9",
+            "compressor.sparsity: got '0.9', allowed: compressor alone",
+        ),
+        ("compressor=fp16 compressor.min_elements=9", "compressor.min_elements: got '9', allowed: compressor alone"),
         ("compressor.rank=2", "compressor.rank with compressor=dgc: got '2', allowed: an option of powersgd: add "),
         (
             "strategy.period=4",

@@ -1,5 +1,7 @@
 """Strategy names on the command line, and options of which one replaces the other."""
 
+from dataclasses import fields
+
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -92,11 +94,13 @@ def test_shorthands_are_known_beside_a_config_of_ones_own(command, tmp_path):
 def test_listed_options_compose_to_the_defaults(entry):
     lines = compressors.options_of(entry.name).splitlines()
     options = [line.strip() for line in lines if line.startswith("  compressor.")]
-    assert options and run_of(f"compressor={entry.name}", *options).compressor == entry.cls()
+    assert len(options) == len(fields(entry.cls))
+    assert run_of(f"compressor={entry.name}", *options).compressor == entry.cls()
     assert entry.name in compressors.table() and entry.description in compressors.table()
 
 
 def test_the_command_lists_compressors(command, capsys):
     assert command("compressors")[0] == 0 and "powersgd" in capsys.readouterr().out
-    assert command("compressors", "ddp_fp16")[0] == 0 and "compressor.min_elements=1024" in capsys.readouterr().out
+    assert command("compressors", "dgc")[0] == 0 and "compressor.min_elements=1024" in capsys.readouterr().out
+    assert command("compressors", "ddp_fp16")[0] == 0 and "no options" in capsys.readouterr().out
     assert "compressor: got 'nope', allowed: bf16, dgc" in command("compressors", "nope")[0]

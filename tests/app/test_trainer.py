@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader
 
-from lightning_gradcomp.app.callbacks import Draws, ProgressBar
+from lightning_gradcomp.app.callbacks import ProgressBar, SeedEachStep
 from lightning_gradcomp.app.options import logger
 from lightning_gradcomp.app.train import saved
 from lightning_gradcomp.app.trainer import LAST, build_trainer
@@ -68,7 +68,7 @@ def test_a_moving_average_reaches_the_trainer(tmp_path):
 def test_ranks_draw_other_numbers_and_a_resumed_run_the_same():
     def drawn(rank, epoch, batch):
         trainer = SimpleNamespace(global_rank=rank, current_epoch=epoch)
-        Draws(5).on_train_batch_start(trainer, None, None, batch)
+        SeedEachStep(5).on_train_batch_start(trainer, None, None, batch)
         return torch.rand(4).tolist()
 
     assert drawn(0, 1, 2) == drawn(0, 1, 2)

@@ -13,7 +13,6 @@ from torch import nn
 
 from lightning_gradcomp import registry
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.averaging.topology import not_sharded_because
 from lightning_gradcomp.compressors import Codec, Lossy, TensorCodec
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.workers import averaged, seeded, weights
@@ -64,7 +63,7 @@ EVERY = {**REGISTERED, **cases(EXAMPLES)}
 """The examples are registered for the length of a test (conftest.py)."""
 LOSSY = {label: make for label, make in EVERY.items() if isinstance(make(), Lossy)}
 REMEMBERING = {label: make for label, make in EVERY.items() if _remembers(make)}
-SHARDED = {label: make for label, make in LOSSY.items() if not_sharded_because(make()) is None}
+SHARDED = {label: make for label, make in LOSSY.items() if make().not_sharded_because is None}
 """Those that work with topologies that have shards."""
 CODECS = {label: make for label, make in SHARDED.items() if isinstance(make(), (Codec, TensorCodec))}
 """Of these, those whose owners encode a mean again."""

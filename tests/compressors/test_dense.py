@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_gradcomp.averaging.exchange import share
+from lightning_gradcomp.averaging.exchange import to_wire
 from tests.averaging.workers import Table, averaged, backward, conv_net, prescribed_loss, train, train_ddp, weights
 from tests.threads import run_ranks
 
@@ -46,7 +46,7 @@ def test_fp16_saturates_each_rank_for_itself():
 @pytest.mark.parametrize("world", [2, 3, 5, 7, 11, 13, 24, 64, 100, 1000])
 def test_saturated_fp16_does_not_overflow_on_many_ranks(world):
     """Added one by one, as in a ring, and pairwise, as in a tree."""
-    part = share(torch.tensor([3.4e38, -3.4e38]), world, torch.float16, True)
+    part = to_wire(torch.tensor([3.4e38, -3.4e38]), world, torch.float16, True)
     one_by_one = part.clone()
     for _ in range(world - 1):
         one_by_one += part

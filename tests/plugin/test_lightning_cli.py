@@ -15,7 +15,7 @@ pytest.importorskip("jsonargparse")
     ("strategy", "compressor", "options"),
     [
         ("CompressedDDPStrategy", lgc.DGC(sparsity=0.99, exclude=["head.*"]), "{sparsity: 0.99, exclude: ['head.*']}"),
-        ("CompressedDDPStrategy", lgc.NoCompression(min_elements=7), "{min_elements: 7}"),
+        ("CompressedDDPStrategy", lgc.NoCompression(), "{}"),
         ("DelayedStrategy", lgc.OneBit(warmup_epochs=2), "{warmup_epochs: 2}"),
     ],
 )

@@ -14,13 +14,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
 from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.app.options.data import check_batch
+from lightning_gradcomp.compressors.kernels.rng import seed_of
 from lightning_gradcomp.errors import refusal
-
-
-def seed_of(*numbers: int) -> int:
-    """A seed of 63 bits that is another one for other numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
-
 
 MOST_IMAGES = 128
 """In a batch of a rank, to validate."""

@@ -58,8 +58,8 @@ def compressed_seconds(
 
     Args:
         topology: "all_gather", "two_phase" or "server".
-        sent: bytes that a rank sends in the step (`Compression.traffic`).
-        messages: what is exchanged, in order (`Compression.messages`).
+        sent: bytes that a rank sends in the step (`averaging.traffic.traffic`).
+        messages: what is exchanged, in order (`averaging.traffic.messages`).
         workers: number of ranks.
     """
     if workers == 1:

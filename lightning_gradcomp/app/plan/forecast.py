@@ -15,7 +15,7 @@ from torch import nn
 from lightning_gradcomp.app.plan import cost
 from lightning_gradcomp.app.plan.cost import Link, Work
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.topology import SHARDED, not_sharded_because
+from lightning_gradcomp.averaging.topology import SHARDED
 from lightning_gradcomp.averaging.traffic import messages, traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
@@ -103,7 +103,7 @@ def topologies(compressor: Compressor) -> tuple[str, ...]:
     """The topologies that its messages can be sent by."""
     if not isinstance(compressor, Lossy):
         return (RING,)
-    return ("all_gather",) if not_sharded_because(compressor) else ("all_gather", *SHARDED)
+    return ("all_gather",) if compressor.not_sharded_because else ("all_gather", *SHARDED)
 
 
 def bytes_of_step(

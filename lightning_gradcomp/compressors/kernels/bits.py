@@ -29,6 +29,11 @@ def unpack_bits(packed: torch.Tensor, n: int) -> torch.Tensor:
     return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:n]
 
 
+def padded(length: int) -> int:
+    """`length` rounded up to a multiple of 4 bytes, so that fp32 behind it is aligned."""
+    return -(-length // 4) * 4
+
+
 def greater_equal(x: torch.Tensor, bound: torch.Tensor | float) -> torch.Tensor:
     """x ≥ bound, element by element: bool, in the shape of x (fp32)."""
     if x.is_cuda:

@@ -13,6 +13,8 @@ from lightning_gradcomp.errors import refusal
 
 GROUP = 256
 """Values that share a scale in "int8", and two magnitudes in "int2"."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Formats that are a dtype of torch's."""
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int2": 2}
 """Bits a value in each format, without the scales."""
 
@@ -47,7 +49,7 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
         levels, above = two_levels(v)
         bits = torch.stack([v < 0, above], 1).view(torch.uint8)
         return torch.cat([levels.view(torch.uint8).view(-1), pack_bits(bits.view(-1))])
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values]
+    dtype = DTYPES[values]
     largest = torch.finfo(dtype).max
     return v.clamp(-largest, largest).to(dtype).view(torch.uint8)
 
@@ -64,8 +66,7 @@ def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
         low, high = levels.repeat_interleave(GROUP, 0)[:k].unbind(1)
         magnitude = torch.where(above, high, low)
         return torch.where(negative, -magnitude, magnitude)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values]
-    return packed.view(dtype).float()
+    return packed.view(DTYPES[values]).float()
 
 
 def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,6 @@ a compressor together; 16 bits of numpy's SFC64 take 1 ns.
 
 from __future__ import annotations
 
-from functools import cached_property
 from zlib import crc32
 
 import numpy as np
@@ -15,8 +14,8 @@ import torch
 ALL_WORKERS = -1
 
 
-def _seed(*numbers: int) -> int:
-    """A 63-bit seed from any whole numbers, by numpy's hash of entropy."""
+def seed_of(*numbers: int) -> int:
+    """A seed of 63 bits from any whole numbers, by numpy's hash of entropy: another one for other numbers."""
     entropy = [number % 2**64 for number in numbers]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
@@ -33,27 +32,24 @@ class Draws:
 
     def __init__(self, seed: int, worker: int, step: int, tensor: str = "") -> None:
         self._seed, self._worker, self._step, self._tensor = seed, worker, step, tensor
+        self._own: dict[torch.device, torch.Generator] = {}
 
     def of(self, tensor: str) -> Draws:
         """The same worker's draws, continued, with those that are shared for another tensor."""
         other = Draws(self._seed, self._worker, self._step, tensor)
-        vars(other)["_own"] = self._own
+        other._own = self._own
         return other
-
-    @cached_property
-    def _own(self) -> dict[torch.device, torch.Generator]:
-        return {}
 
     def own(self, device: torch.device) -> torch.Generator:
         """This worker's generator for the step; each use continues where the last one ended."""
         if device not in self._own:
-            seed = _seed(self._seed, self._worker, self._step)
+            seed = seed_of(self._seed, self._worker, self._step)
             self._own[device] = torch.Generator(device).manual_seed(seed)
         return self._own[device]
 
     def shared(self, device: torch.device) -> torch.Generator:
         """A generator that begins alike on all workers for this step and tensor, when encoding and when decoding."""
-        seed = _seed(self._seed, ALL_WORKERS, self._step, crc32(self._tensor.encode()))
+        seed = seed_of(self._seed, ALL_WORKERS, self._step, crc32(self._tensor.encode()))
         return torch.Generator(device).manual_seed(seed)
 
 
@@ -66,7 +62,7 @@ class Uniform:
     """
 
     def __init__(self, device: torch.device, *key: int) -> None:
-        self._device, seed = device, _seed(*key)
+        self._device, seed = device, seed_of(*key)
         self._bits = np.random.SFC64(seed)
         self._generator = torch.Generator(device).manual_seed(seed) if device.type == "cuda" else None
 

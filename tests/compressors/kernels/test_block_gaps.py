@@ -13,8 +13,8 @@ from lightning_gradcomp.compressors.kernels.block_gaps import (
     pack_indices,
     unpack_indices,
 )
-from lightning_gradcomp.compressors.kernels.sparse import sparse_bytes
 from lightning_gradcomp.compressors.kernels.topk import count
+from lightning_gradcomp.compressors.sparse_payload import sparse_bytes
 
 SHAPES = [
     (1, 1),
@@ -61,7 +61,7 @@ def test_indices_crowded_at_either_end_are_read_back(n, k):
         assert torch.equal(unpack_indices(pack_indices(indices, n), n, k), indices)
 
 
-@pytest.mark.parametrize("n", [1, 5, 8, 13])
+@pytest.mark.parametrize("n", [1, 5, 8, 11])
 def test_every_subset_of_a_small_set_has_its_own_bytes(n):
     seen = set()
     for subset in range(1, 2**n):
