@@ -24,7 +24,7 @@ RUN = (
     "trainer.enable_progress_bar=false",
     "seed=3",
 )
-DRY = ("recipe=swin_t_cifar10", "compressor=dgc", "optimizer=sgd", "trainer.accelerator=cpu", "dry_run=true")
+DRY = ("recipe=resnet18_cifar10", "compressor=dgc", "optimizer=sgd", "trainer.accelerator=cpu", "dry_run=true")
 STOPPED_AT = 15  # in the midst of the second epoch
 
 
@@ -95,7 +95,7 @@ def test_evaluate_does_not_train(runs):
 
 def test_a_dry_run_writes_its_result_alone(runs):
     folder, _ = runs
-    assert "swin_t on random images (dry run), compressor dgc" in said(runs, "dry")
+    assert "resnet18 on random images (dry run), compressor dgc" in said(runs, "dry")
     summary = json.loads((folder / "dry" / "summary.json").read_text())
     assert summary["epochs"] == 2 and summary["communication"]["steps"] == 4
     assert {path.name for path in (folder / "dry").iterdir()} == {"config.yaml", "summary.json"}

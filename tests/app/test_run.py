@@ -13,11 +13,12 @@ from packaging.version import Version
 from torch.nn.functional import cross_entropy
 
 from lightning_gradcomp.app.data.digits import digits
-from lightning_gradcomp.app.models.resnet import resnet
+from lightning_gradcomp.app.models.swin import swin_mini
 from tests.app.command import gradcomp
 
-# One dense step and one compressed step, and the whole validation after each.
+# Two steps of a small network, and the whole validation after each.
 TINY = (
+    "model=swin_mini",
     "trainer=smoke",
     "trainer.limit_train_batches=1",
     "trainer.limit_val_batches=null",
@@ -99,7 +100,7 @@ def test_the_summary_holds_result_costs_and_conditions(run):
 def test_the_accuracy_is_that_of_the_saved_model(run):
     _, folder, summary = run
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
-    model = resnet("resnet18", channels=1, classes=10)
+    model = swin_mini(channels=1, classes=10, size=8)
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
     images, labels = digits()[1].tensors
     with torch.no_grad():
@@ -113,7 +114,7 @@ def test_the_accuracy_is_that_of_the_saved_model(run):
 def test_the_output(run):
     done, folder, summary = run
     assert f"validation accuracy  {summary['val_acc']:.2%} ({summary['val_correct']} of 360 images)" in done.stdout
-    assert "by each of 2 processes (all_gather); uncompressed 64x as much" in done.stdout  # in its first 16 steps
+    assert "by each of 2 processes (all_gather); uncompressed 28x as much" in done.stdout  # in its first 16 steps
     assert f", {summary['communication']['ratio']:.1f}x as much" in done.stdout
     assert str(folder) in done.stdout and "Epoch 0" in done.stdout  # the progress bar
     for line in NOISE:

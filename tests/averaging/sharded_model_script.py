@@ -153,7 +153,7 @@ def net():
     return nn.Sequential(nn.Linear(12, 17), nn.Tanh(), nn.Linear(17, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
-def like_fsdp(make_optimizer, *, layers=False, backwards=1, clip=None, policy=None, steps=50):
+def like_fsdp(make_optimizer, *, layers=False, backwards=1, clip=None, policy=None, steps=15):
     """FSDP2's own HSDP against the averager without compression; with `layers`, each is sharded by itself."""
     options, results = {"mp_policy": policy} if policy else {}, []
     for mesh in (MESH, MESH["shard"]):

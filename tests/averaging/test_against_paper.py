@@ -1,4 +1,4 @@
-"""DGC is the paper's algorithm: for a hundred steps its weights are those of a plain numpy implementation.
+"""DGC is the paper's algorithm: for fifty steps its weights are those of a plain numpy implementation.
 
 Both compute in fp32, with sums in rank order, but not with the same instructions, so weights may differ in the last
 bits. Were an entry on the edge of the k largest chosen by one and not by the other, the difference would be a thousand
@@ -13,7 +13,7 @@ from tests.averaging.workers import Table, averaged, bowl_gradient, bowl_loss, d
 from tests.reference.dgc import PaperDGC
 from tests.threads import run_ranks
 
-SPARSE, END = 60, 100
+SPARSE, END = 30, 50
 LR, MOMENTUM = 0.02, 0.9
 COMPRESSED = ["kernel", "matrix"]
 CASES = {
@@ -29,7 +29,7 @@ CASES = {
 
 def ramp(epoch, step):
     """Dense, then sparser and sparser, and dense again at the end."""
-    return 0.0 if step < 10 or step >= 90 else 0.75 if step < 25 else 0.9 if step < 40 else 0.97
+    return 0.0 if step < 5 or step >= 45 else 0.75 if step < 12 else 0.9 if step < 20 else 0.97
 
 
 def paper_weights(world, masking=True, **options):

@@ -27,7 +27,7 @@ from tests.reference.terngrad import PaperTernGrad
 from tests.reference.twobit import KVStoreTwoBit
 from tests.threads import run_ranks
 
-STEPS = range(9820, 9860)
+STEPS = range(9820, 9840)
 SGD = {"lr": 0.02, "momentum": 0.9}
 COMPRESSED = ["kernel", "matrix"]
 

@@ -126,14 +126,14 @@ def test_after_a_sparse_phase_the_optimizer_has_its_momentum():
     assert results[0][1].any()
 
 
-def test_replicas_are_equal_to_the_bit_after_200_steps():
+def test_replicas_are_equal_to_the_bit_after_50_steps():
     def schedule(epoch, step):
-        return (0.0, 0.75, 0.9, 0.99, 0.9)[step // 40]
+        return (0.0, 0.75, 0.9, 0.99, 0.9)[step // 10]
 
     def work(rank, group):
         model = conv_net()
         optimizer, averager = averaged(model, group, dgc(clip_norm=2.0), schedule, nesterov=True, weight_decay=0.01)
-        train(model, optimizer, averager, rank, 200, image_loss)
+        train(model, optimizer, averager, rank, 50, image_loss)
         return weights(model), averager.state.state_dict()
 
     results = run_ranks(3, work)

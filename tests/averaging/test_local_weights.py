@@ -45,7 +45,7 @@ def test_it_settles_where_the_shared_weights_alone_swing():
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 32, bias=False)
         optimizer, averager = averaged(model, group, dgc(sparsity=0.98), lr=0.1, momentum=0.9, weight_decay=0.0)
-        for _ in range(300):
+        for _ in range(100):
             optimizer.zero_grad()
             if local:
                 averager.use_local_weights()

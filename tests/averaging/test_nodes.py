@@ -10,20 +10,18 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.compressors.layout import Layout
-from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, SHARDED
+from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, SHARDED, with_defaults
 from tests.averaging.workers import Table, all_equal, averaged, backward, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks, subgroups
 
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS and "," not in label}
-TRAVEL = {f"all_gather-{label}": ("all_gather", make) for label, make in LOSSY.items()} | {
-    f"{topology}-{label}": (topology, make)
-    for topology in ("two_phase", "server")
-    for label, make in LOSSY.items()
-    if "," not in label and label in SHARDED
+METHODS = with_defaults(LOSSY)
+TRAVEL = {f"all_gather-{label}": ("all_gather", make) for label, make in METHODS.items()} | {
+    f"two_phase-{label}": ("two_phase", make) for label, make in METHODS.items() if label in SHARDED
 }
-every = pytest.mark.parametrize(("topology", "make"), TRAVEL.values(), ids=TRAVEL)
-DEFAULTS = {label: case for label, case in TRAVEL.items() if "," not in label and not label.startswith("server")}
-with_defaults = pytest.mark.parametrize(("topology", "make"), DEFAULTS.values(), ids=DEFAULTS)
+SERVER = {f"server-{label}": ("server", METHODS[label]) for label in ("dgc", "onebit", "terngrad")}
+every = pytest.mark.parametrize(("topology", "make"), (TRAVEL | SERVER).values(), ids=TRAVEL | SERVER)
+without_server = pytest.mark.parametrize(("topology", "make"), TRAVEL.values(), ids=TRAVEL)
 remembering = pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
 NODE = 2
 """Ranks of a node. The sum of two is the same in any order."""
@@ -78,7 +76,7 @@ def test_nodes_are_workers_with_the_mean_gradient_to_the_bit(topology, make):
         assert same(memory, remembered)
 
 
-@with_defaults
+@without_server
 def test_a_node_sends_its_payload_once(topology, make):
     """Its ranks share it, but for the few bytes that make their parts equal."""
 
@@ -217,7 +215,7 @@ def test_a_state_saved_before_sharing_is_each_ranks_own():
         assert same(state["memory"], other["memory"]) and other["shared_by"] == 1
 
 
-@with_defaults
+@without_server
 def test_a_resumed_run_is_the_straight_one_to_the_bit(topology, make):
     def work(rank, group):
         straight, first, second = (begin(group, make, topology=topology) for _ in range(3))

@@ -83,7 +83,7 @@ class Means:
         return mean
 
 
-def test_the_residual_is_bounded_over_1500_steps_of_noise():
+def test_the_residual_is_bounded_over_500_steps_of_noise():
     """And it is what was not sent. With the averaged product subtracted instead of the local one it would grow."""
     layout, flats, barrier = one(12, 12), [None, None], Barrier(2)
 
@@ -91,7 +91,7 @@ def test_the_residual_is_bounded_over_1500_steps_of_noise():
         compressor, means = powersgd(rank=2), Means(worker, flats, barrier)
         state, out, generator = compressor.state(layout, CPU), torch.empty(layout.n), seeded(worker)
         norms, unsent = [], torch.zeros(layout.n).double()
-        for _ in range(1500):
+        for _ in range(500):
             gradient, applied = torch.randn(layout.n, generator=generator), torch.zeros(layout.n)
             state.compensate(LocalGradient.of(gradient, layout), out)
             mean, sent = compressor.average(out, layout, means, state)
@@ -105,17 +105,17 @@ def test_the_residual_is_bounded_over_1500_steps_of_noise():
     with ThreadPoolExecutor(2) as threads:
         workers = list(threads.map(work, range(2)))
     for norms, _, _ in workers:
-        assert max(norms[800:]) < 1.5 * max(norms[100:800])
+        assert max(norms[300:]) < 1.5 * max(norms[100:300])
     mean = sum(kept for _, _, kept in workers) / 2
     torch.testing.assert_close(mean, sum(unsent for _, unsent, _ in workers) / 2, rtol=1e-4, atol=1e-3)
     grown = [float(unsent.norm()) for _, unsent, _ in workers]
-    assert min(grown) > 2 * max(workers[0][0][800:]), "this noise would not tell the two apart"
+    assert min(grown) > 2 * max(workers[0][0][300:]), "this noise would not tell the two apart"
 
 
 def test_a_constant_gradient_is_sent_in_the_end():
     gradient = normal(320).view(16, 20)
-    total = sum(arrived[0] for arrived, _ in averages([(16, 20)], lambda rank, step: [gradient], steps=300, rank=2))
-    assert float((total / 300 - gradient).norm() / gradient.norm()) < 0.1
+    total = sum(arrived[0] for arrived, _ in averages([(16, 20)], lambda rank, step: [gradient], steps=100, rank=2))
+    assert float((total / 100 - gradient).norm() / gradient.norm()) < 0.1
 
 
 def test_a_warm_start_finds_the_largest_directions():

@@ -70,8 +70,8 @@ def test_the_largest_draw_of_a_gpu_makes_no_fourth_digit():
 
 
 def test_the_mean_of_many_steps_is_the_gradient():
-    """Three ranks with one gradient and 300 steps are 900 draws of every element; again five standard errors."""
-    steps, world = 300, 3
+    """Three ranks with one gradient and 100 steps are 300 draws of every element; again five standard errors."""
+    steps, world = 100, 3
     g = normal(300, seed=2).view(12, 25)
 
     def work(rank, group):

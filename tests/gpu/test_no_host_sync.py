@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import exchange
-from lightning_gradcomp.averaging.topology import SHARDED, Topology, not_sharded_because
+from lightning_gradcomp.averaging.topology import SHARDED, Topology
 from lightning_gradcomp.compressors import base, terngrad, twobit
 from lightning_gradcomp.compressors.kernels import bits, topk
 from tests.gpu.worlds import CASES, Echo, Model, Steps, draw_on_the_cpu, no_sum
@@ -92,7 +92,7 @@ def steps(cls, options, number, topology="all_gather", make=None):
 
 def ways(cases, topologies):
     """Every (class, options, topology) that go together."""
-    made = [(case, not_sharded_because(case[0](**case[1]))) for case in cases]
+    made = [(case, case[0](**case[1]).not_sharded_because) for case in cases]
     return [(*case, how) for case, refused in made for how in topologies if not (refused and how in SHARDED)]
 
 
@@ -131,7 +131,10 @@ def test_that_read_would_have_been_noticed(cls, options, no_data):
 
 @pytest.mark.parametrize(
     ("cls", "options", "residual_device", "between"),
-    [*((*case, "cpu", "cpu") for case in CASES), *((*case, "device", "cuda") for case in DEFAULTS)],
+    [
+        *((*case, "cpu", "cpu") for case in [*DEFAULTS, (lgc.TernGrad, {"error_feedback": True})]),
+        *((*case, "device", "cuda") for case in DEFAULTS),
+    ],
 )
 def test_what_is_not_sent_lies_between_steps_where_it_is_wanted(cls, options, residual_device, between, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", no_sum)

@@ -115,14 +115,14 @@ def hard_training(group, rank, optimizer, steps, **options):
 @pytest.mark.parametrize(("period", "delay"), [(4, 3), (3, 3), (1, 1)])
 def test_ranks_differ_only_by_their_latest_local_steps(optimizer, period, delay):
     """Updates that were applied are the same on all ranks, and the mean over ranks is exact, for every optimizer."""
-    steps = 60
+    steps = 24
     how = {"period": period, "delay": delay, "pending_share": 1.0}
     results = run_ranks(3, lambda rank, group: hard_training(group, rank, optimizer, steps, **how))
     updates, history, drained = (torch.stack(parts) for parts in zip(*results, strict=True))
     shadow = weights(Table()).double() + updates.mean(0).cumsum(0)
     assert float(updates[0].sub(updates[2]).norm()) > 0.1
     torch.testing.assert_close(history.double().mean(0), shadow, **CLOSE)
-    for t in (1, 2, 7, 30, 59, 60):
+    for t in (1, 2, 7, 13, 23, 24):
         arrived = max(t - delay, 0) // period * period
         own = updates[:, arrived:t].sum(1)
         apart = history[:, t - 1].double() - history[:, t - 1].double().mean(0)

@@ -1,7 +1,5 @@
 """A worker that is killed, hangs or raises costs the others nothing but a wait; without a server they end."""
 
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,24 +9,36 @@ import pytest
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.connection import ConnectionLost
 from tests.parameter_server.conftest import SECRET, dgc, loss, net, sgd
+from tests.processes import Forked
 
 SCRIPT = str(Path(__file__).with_name("worker_script.py"))
 LIMIT = 40
 
 
 @pytest.fixture
-def start():
+def start(tmp_path):
+    """Starts a script of `worker_script.py`; returns it, and a function that waits for a number of its lines."""
     running = []
 
     def begin(*words):
-        command = [sys.executable, SCRIPT, *words]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return running[-1]
+        lines = tmp_path / str(len(running))
+        lines.touch()
+        script = Forked(SCRIPT, str(lines), *words)
+        running.append(script)
+
+        def wait_for(number):
+            end = time.monotonic() + LIMIT
+            while len(found := lines.read_text().splitlines()) < number:
+                assert time.monotonic() < end, f"{words}: {found} {script.output}"
+                time.sleep(0.02)
+            return found
+
+        return script, wait_for
 
     yield begin
-    for process in running:
-        process.kill()
-        process.communicate()
+    for script in running:
+        script.kill()
+        script.end()
 
 
 def push(model, averager, steps):
@@ -42,9 +52,8 @@ def push(model, averager, steps):
 def test_a_lost_worker_is_waited_for_no_longer(job, start, fault):
     running = job(dgc(), staleness=1, silence=timedelta(seconds=3))
     (server,) = running.servers
-    other = start("worker", server.address, "none" if fault == "killed" else fault)
-    for _ in range(3):
-        assert other.stdout.readline().startswith("pushed")
+    other, wait_for = start("worker", server.address, "none" if fault == "killed" else fault)
+    wait_for(3)
     if fault == "killed":
         other.kill()
     model, averager = running.worker()
@@ -58,14 +67,14 @@ def test_a_lost_worker_is_waited_for_no_longer(job, start, fault):
 
 
 def test_without_a_server_a_worker_ends(start):
-    server = start("server")
-    address = server.stdout.readline().strip()
+    server, wait_for = start("server")
+    [address] = wait_for(1)
     model = net(1)
     averager = AsyncAverager(model, sgd(model), dgc(), servers=[address], secret=SECRET)
     push(model, averager, 2)
     kept = averager.state_dict()["memory"]["velocity"]
     server.kill()
-    server.wait()
+    server.end()
     with pytest.raises(ConnectionLost, match=f"lost the server at {address}"):
         push(model, averager, 3)
     after = averager.state_dict()["memory"]["velocity"]

@@ -1,6 +1,9 @@
-"""A server or a worker in a process of its own. usage: worker_script.py server | worker_script.py worker ADDRESS FAULT
+"""A server or a worker in a process of its own.
 
-FAULT: "none", "raise", or "stop": the worker does it before its fourth push. Every push prints a line.
+usage: worker_script.py LINES server | worker_script.py LINES worker ADDRESS FAULT
+
+FAULT: "none", "raise", or "stop": the worker does it before its fourth push. Every push adds a line to the file LINES;
+a server writes its address there.
 """
 
 import os
@@ -21,12 +24,13 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     model = net()
     optimizer = sgd(model)
-    if sys.argv[1] == "server":
+    lines = Path(sys.argv[1])
+    if sys.argv[2] == "server":
         server = ParameterServer(model, optimizer, dgc(), secret=SECRET, timeout=TIMEOUT)
         server.start()
-        print(server.address, flush=True)
+        lines.write_text(f"{server.address}\n")
         time.sleep(100)
-    address, fault = sys.argv[2:]
+    address, fault = sys.argv[3:]
     averager = AsyncAverager(model, optimizer, dgc(), servers=[address], secret=SECRET, timeout=TIMEOUT)
     for step in range(1000):
         model.zero_grad()
@@ -36,5 +40,6 @@ if __name__ == "__main__":
         if step == 3 and fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         averager.step()
-        print("pushed", step, flush=True)
+        with lines.open("a") as file:
+            file.write(f"pushed {step}\n")
         time.sleep(0.01)
