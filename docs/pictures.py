@@ -64,8 +64,8 @@ def accuracy_over_bytes(axes: Axes) -> None:
 
 
 def warm_up(axes: Axes) -> None:
-    """Density by epoch, of 22 steps as in recipe=digits: the default, and the paper's warm-up after a dense epoch."""
-    paper = lgc.DGC(sparsity=0.999, values="fp32", dense_epochs=1, warmup_epochs=4)
+    """Density by epoch, of 22 steps as in recipe=digits: the default, and the paper's warm-up."""
+    paper = lgc.DGC(sparsity=0.999, values="fp32", warmup_epochs=4)
     for label, compressor, color in (("DGC()", lgc.DGC(), BLUE), ("the paper's", paper, ORANGE)):
         schedule = compressor.schedule()
         density = [100 * (1 - schedule(step // 22, step)) for step in range(220)]

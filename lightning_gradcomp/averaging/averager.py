@@ -53,9 +53,10 @@ class Decision:
 class GradientAverager:
     """Averages a model's gradients over a process group, compressed, in place of DDP.
 
-        averager = GradientAverager(model, DGC(sparsity=0.999), optimizer=opt, steps_per_epoch=len(loader))
-        loss.backward()
-        averager.step()              # = averager.average(), then opt.step()
+        averager = GradientAverager(model, DGC(), optimizer=optimizer)
+        with averager.local_weights():  # of DGC; other methods need no such line
+            loss(model, batch).backward()
+        averager.step()  # = averager.average(), then optimizer.step()
 
     Every rank ends each step with bitwise the same gradients. State is fp32 and keyed by parameter name.
 

@@ -31,8 +31,11 @@ class CompressedFabricStrategy(DDPStrategy):
 
         fabric = Fabric(strategy="dgc", devices=2)
         model, optimizer = fabric.setup(model, optimizer)
-        for epoch in range(epochs):
-            fabric.strategy.set_epoch(epoch)      # or steps_per_epoch=... for the strategy
+        for batch in loader:
+            optimizer.zero_grad()
+            with fabric.strategy.local_weights():  # of DGC; other methods need no such line
+                fabric.backward(loss(model, batch))
+            optimizer.step()
 
     Gradients are averaged when the optimizer steps, those of its parameters; until then `p.grad` is the rank's own in
     compressed steps. `fabric.save` and `fabric.load`, with the optimizer in `state`, keep what the ranks had not sent.
