@@ -1,9 +1,9 @@
 """topology="auto": a trial in the first steps finds what is quickest here, among dense steps and the topologies.
 
 How much of a dense exchange hides behind backward, and what else the processors have to do meanwhile, no model of the
-link can know. So a run's own steps are timed, from the end of one averaging to the end of the next: a few of each
-candidate, and where some take about as long as the quickest, the same once more of those. All ranks count the same
-steps and share the times of the slowest, so they decide alike.
+link can know. So a run's own steps are timed, from the end of one averaging to the end of the next, in rounds: a few of
+each candidate, and more of those that are not clearly slower than the quickest. All ranks count the same steps and
+share the times of the slowest, so they decide alike.
 
 A schedule's first levels are less sparse than its last. Where dense was quickest, everything is tried again at a
 quarter of the density; where a topology was, the topologies are, if there are several.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,18 +23,35 @@ DENSE = "dense"
 CANDIDATES = ("all_gather", "two_phase")
 """A server's pull is dense: it is never quicker than two phases."""
 
-UNCOUNTED = 4
-"""Steps of each candidate before those that count: buffers and buckets are made in them, and caches filled."""
 
-COUNTED = 8
+@dataclass(frozen=True)
+class Round:
+    """A round of a trial.
+
+    Args:
+        uncounted: steps of each candidate before those that count: buffers and buckets are made in them, and caches
+            filled.
+        counted: steps that are timed.
+        close: candidates that take less than so many times as long as the quickest are in the next round.
+    """
+
+    uncounted: int
+    counted: int
+    close: float
+
+    @property
+    def steps(self) -> int:
+        """Of each candidate."""
+        return self.uncounted + self.counted
+
+
+ROUNDS = (Round(2, 3, close=2.0), Round(2, 6, close=1.25), Round(2, 8, close=1.0))
+"""Over a slow link a dense step takes many times as long, which a few steps show. Load from elsewhere lasts for
+seconds, and may affect one candidate alone: the closer they are, the more steps decide."""
 
 RETRY = 4
 """What was found holds until the density has fallen by this factor. Encoding takes about as long at any density, so
 fewer entries seldom change what is quickest."""
-
-CLOSE = 1.25
-"""Candidates that take less than so many times as long as the quickest are timed in a second round: load from elsewhere
-lasts for seconds, and may have affected one of them alone."""
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
@@ -63,7 +81,9 @@ class Autotune:
         """Seconds of the steps of each candidate in the trial under way; empty where there is none."""
         self._dense: list[float | None] = []
         """Of the first dense steps since the last trial, of a warm-up for example, for the next one."""
-        self._first_round: dict[str, list[float]] = {}
+        self._round = 0
+        self._known: dict[str, list[float]] = {}
+        """Seconds of the slowest rank in each step that counted in the rounds before."""
         self._ended: float | None = None
         self._tried_at: float | None = None
         self.choice: str | None = None
@@ -92,7 +112,7 @@ class Autotune:
                 return candidates[0]
             with_dense = {DENSE: self._dense} if self.choice in (None, DENSE) else {}
             self._times = {**with_dense, **{name: [] for name in candidates}}
-        under_test = next(name for name, times in self._times.items() if len(times) < UNCOUNTED + COUNTED)
+        under_test = next(name for name, times in self._times.items() if len(times) < ROUNDS[self._round].steps)
         return under_test if under_test in (DENSE, *affordable) else DENSE
 
     def step_ended(self, did: str, density: float) -> bool:
@@ -114,30 +134,31 @@ class Autotune:
         now, began = self._clock(), self._ended
         self._ended = now
         times = self._dense if waiting else self._times.get(did)
-        if times is None or len(times) == UNCOUNTED + COUNTED:  # another optimizer's, with nothing to compress
+        steps = ROUNDS[self._round].steps
+        if times is None or len(times) == steps:  # another optimizer's, with nothing to compress
             return False
         times.append(None if began is None else now - began)
-        if waiting or any(len(times) < UNCOUNTED + COUNTED for times in self._times.values()):
+        if waiting or any(len(times) < steps for times in self._times.values()):
             return False
         return self._decide(density)
 
     def _decide(self, density: float) -> bool:
-        known = {
-            name: self._first_round.get(name, []) + self._slowest([s for s in times[UNCOUNTED:] if s is not None])
-            for name, times in self._times.items()
-        }
-        takes = {name: lower_quartile(seconds) for name, seconds in known.items()}
-        best = min(takes, key=lambda name: takes[name])
-        close = [name for name in takes if takes[name] < CLOSE * takes[best]]
-        if not self._first_round and len(close) > 1:
-            self._first_round, self._times = known, {name: [] for name in close}
+        this = ROUNDS[self._round]
+        for name, times in self._times.items():
+            counted = [seconds for seconds in times[this.uncounted :] if seconds is not None]
+            self._known[name] = self._known.get(name, []) + self._slowest(counted)
+        takes = {name: lower_quartile(seconds) for name, seconds in self._known.items()}
+        best = min(self._times, key=lambda name: takes[name])
+        close = [name for name in self._times if takes[name] < this.close * takes[best]]
+        if len(close) > 1:
+            self._round, self._times = self._round + 1, {name: [] for name in close}
             return False
-        takes = {**{name: lower_quartile(seconds) for name, seconds in self._first_round.items()}, **takes}
-        self._first_round, self._times, self._dense, self._tried_at, self.choice = {}, {}, [], density, best
+        counts = len(self._known[best])
+        self._round, self._known, self._times, self._dense, self._tried_at, self.choice = 0, {}, {}, [], density, best
         what = "dense" if best == DENSE else f"compressed ({best})"
         listed = ", ".join(f"{1e3 * seconds:.1f} ms {name}" for name, seconds in takes.items())
         self.outcome = (
-            f"Steps are {what} from now on: one takes {listed} (a quarter of {len(known[best])} steps took less, of "
+            f"Steps are {what} from now on: one takes {listed} (a quarter of {counts} steps took less, of "
             "the slowest rank)"
         )
         return True
@@ -157,7 +178,8 @@ class Autotune:
         return {
             "dense": list(self._dense),
             "times": {name: list(times) for name, times in self._times.items()},
-            "first_round": {name: list(times) for name, times in self._first_round.items()},
+            "round": self._round,
+            "known": {name: list(times) for name, times in self._known.items()},
             "tried_at": self._tried_at,
             "choice": self.choice,
             "outcome": self.outcome,
@@ -167,6 +189,6 @@ class Autotune:
         """Replace everything."""
         self._dense = list(state["dense"])
         self._times = {name: list(times) for name, times in state["times"].items()}
-        self._first_round = {name: list(times) for name, times in state["first_round"].items()}
+        self._round, self._known = state["round"], {name: list(times) for name, times in state["known"].items()}
         self._tried_at, self.choice, self.outcome = state["tried_at"], state["choice"], state["outcome"]
         self._ended = None

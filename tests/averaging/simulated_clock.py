@@ -6,13 +6,12 @@ from functools import partial
 from unittest import mock
 
 from lightning_gradcomp.averaging import autotune, averager
-from lightning_gradcomp.averaging.autotune import Autotune
+from lightning_gradcomp.averaging.autotune import Autotune, Round
 from tests.averaging.workers import backward, prescribed_loss
 
-UNCOUNTED, COUNTED = 2, 4
-"""As in `autotune`, but fewer."""
-EACH = UNCOUNTED + COUNTED
-"""Steps of each candidate in a round."""
+SHORT = (Round(2, 4, close=1.25), Round(2, 4, close=1.0))
+EACH = SHORT[0].steps
+"""Steps of each candidate in a round of them."""
 
 
 class SimulatedClock(threading.local):
@@ -25,12 +24,11 @@ class SimulatedClock(threading.local):
 
 
 @contextmanager
-def simulated_clock():
-    """Inside, trials are short, and by a clock whose `now` each rank sets."""
+def simulated_clock(rounds=SHORT):
+    """Inside, trials have these rounds, by a clock whose `now` each rank sets."""
     clock = SimulatedClock()
     with (
-        mock.patch.object(autotune, "UNCOUNTED", UNCOUNTED),
-        mock.patch.object(autotune, "COUNTED", COUNTED),
+        mock.patch.object(autotune, "ROUNDS", rounds),
         mock.patch.object(averager, "Autotune", partial(Autotune, clock=clock)),
     ):
         yield clock

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_gradcomp import GradientAverager
+from lightning_gradcomp.averaging.autotune import ROUNDS
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.compressors.schedules import Ramp
 from tests.averaging.laws import LOSSY, SHARDED, kept
@@ -72,6 +73,21 @@ def test_the_run_goes_on_with_what_was_quickest(world, seconds, rounds, after, c
         assert all(f"{1e3 * seconds(what, 0):.1f} ms {what}" in outcome for what in rounds[0])
         assert topology == after or after == DENSE
     assert all_equal([values for *_, values in results])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "after"),
+    [(0.4, 1, GATHER), (0.7, 2, GATHER), (0.9, 3, GATHER), (1.3, 2, DENSE), (2.1, 1, DENSE)],
+)
+def test_the_clearer_the_answer_the_shorter_the_trial(seconds, rounds, after):
+    expected = [what for each in ROUNDS[:rounds] for what in (DENSE, GATHER) for _ in range(each.steps)]
+
+    def work(rank, group):
+        return timed_steps(begin(group), rank, clock, range(len(expected) + 3), takes(seconds))
+
+    with simulated_clock(ROUNDS) as clock:
+        assert run_ranks(2, work) == [expected + [after] * 3] * 2
+    assert ROUNDS[0].steps == 5
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSY if "," not in name])
