@@ -40,12 +40,21 @@ def test_a_wrong_option_is_answered_with_a_sentence(command, tmp_path, capsys, a
     assert not list(tmp_path.iterdir())  # no run has begun, and no job of a sweep
 
 
-@pytest.mark.parametrize("arguments", [["compressor.sparsity=1.5"], ["plan", "--help"]])
-def test_lightning_is_not_imported_for_an_answer(arguments, tmp_path):
-    imported = gradcomp(tmp_path, *arguments, PYTHONPROFILEIMPORTTIME="1").stderr
-    modules = {line.rsplit("|", 1)[-1].strip() for line in imported.splitlines() if line.startswith("import time:")}
+RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code"),
+    [(["trainer.devices=2", "compressor.sparsity=1.5"], RANK_1, 1), (["plan", "--help"], {}, 0)],
+    ids=["another rank's refusal", "help"],
+)
+def test_lightning_is_not_imported_for_an_answer_and_nothing_is_left(arguments, environment, code, tmp_path):
+    answer = gradcomp(tmp_path, *arguments, PYTHONPROFILEIMPORTTIME="1", **environment)
+    lines = (line for line in answer.stderr.splitlines() if line.startswith("import time:"))
+    modules = {line.rsplit("|", 1)[-1].strip() for line in lines}
     assert "lightning_gradcomp.compressors.dgc" in modules
     assert not modules & {"lightning", "lightning.pytorch", "lightning.fabric", "torchvision", "sklearn"}
+    assert answer.returncode == code and list(tmp_path.iterdir()) == []
 
 
 def test_help_is_short_and_shows_the_choices(command, capsys):
@@ -85,13 +94,6 @@ def test_a_missing_extra_is_named(monkeypatch):
         "gradcomp: needs the extra 'recipes': pip install 'lightning-gradcomp[recipes]' "
         "(missing: hydra-core, scikit-learn)"
     )
-
-
-def test_other_ranks_leave_nothing_in_the_folder(tmp_path):
-    rank = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    refused = ["trainer.devices=2", "compressor.sparsity=1.5"]
-    assert gradcomp(tmp_path, *refused, RANK="1", LOCAL_RANK="1", **rank).returncode == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_launcher_starts_no_sweep(command, tmp_path, monkeypatch):

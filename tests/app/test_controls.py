@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_gradcomp.app import cli, report, run_folder
-from tests.app.command import gradcomp
 from tests.app.test_compose import run_of
 from tests.processes import start_world
 
@@ -101,10 +100,14 @@ def test_a_dry_run_writes_its_result_alone(runs):
     assert {path.name for path in (folder / "dry").iterdir()} == {"config.yaml", "summary.json"}
 
 
-def test_env_prints_versions_and_hardware(tmp_path):
-    told = gradcomp(tmp_path, "env")
-    assert told.returncode == 0 and f"torch               {torch.__version__.split('+')[0]}" in told.stdout
-    assert "gloo" in told.stdout and not list(tmp_path.iterdir())
+def test_env_prints_versions_and_hardware(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gradcomp", "env"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and f"torch               {torch.__version__.split('+')[0]}" in told
+    assert "gloo" in told and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("word", ["env", "recipes"])
