@@ -429,6 +429,7 @@ class GradientAverager:
             if self.ranks.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._compressed.state.state_dict(), self.gradients)
         tuned = state["autotune"]
-        if self.autotune and tuned and tuned["world"] == self.world:  # other ranks need a trial of their own
+        # Other ranks need a trial of their own; version 0.1.0 had no rounds.
+        if self.autotune and tuned and tuned["world"] == self.world and "round" in tuned:
             self.autotune.load_state_dict(tuned)
         self.steps, self._decision = state["steps"], None
