@@ -35,10 +35,13 @@ def main() -> None:
         if (word := sys.argv[1:2]) and word[0] in WORDS:  # no override of Hydra's is a bare word
             sys.exit(WORDS[word[0]](sys.argv[2:]))
         require(EXTRA_WORDS, EXTRA)
-        from lightning_gradcomp.app import arguments, shorthands  # need Hydra
+        from lightning_gradcomp.app import arguments, help, shorthands  # need Hydra
 
         process, address, words = server_arguments.split(sys.argv[1:])
         flags, words = arguments.split(words)
+        if {"--help", "-h"} & set(flags) and not arguments.own_config(flags):
+            print(help.page())
+            return
         words = shorthands.expand(words, own_config=arguments.own_config(flags))
         arguments.check(flags, words)
         if process != "train" and {"-m", "--multirun"} & set(flags):

@@ -27,7 +27,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=Run)
     for group, choices_of_it in classes().items():
-        within = group if group == "compressor" else f"hydra/schema/{group}"  # hydra/...: what --help leaves out
+        within = group if group == "compressor" else f"hydra/schema/{group}"  # hydra/...: what Hydra's help leaves out
         for name, cls in choices_of_it.items():
             store.store(group=within, name=name, node=cls)
     for path in shipped("recipes").glob("*.yaml"):
