@@ -34,7 +34,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def interval(differences: Sequence[float]) -> str:
     """Mean ± half of its 95 % interval by Student's t, of two differences or more; a little too wide beyond 31."""
     t = T_975[min(len(differences) - 1, len(T_975)) - 1]
-    return f"{mean(differences):+.2f} ± {t * stdev(differences) / len(differences) ** 0.5:.2f}"
+    rounded = round(mean(differences), 2) + 0.0  # no -0.00
+    return f"{rounded:+.2f} ± {t * stdev(differences) / len(differences) ** 0.5:.2f}"
 
 
 def write(out: Path | None, name: str, results: Any, conditions: dict[str, Any], draw: Callable[[Any], None]) -> None:
