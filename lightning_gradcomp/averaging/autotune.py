@@ -25,7 +25,7 @@ CANDIDATES = ("all_gather", "two_phase")
 
 
 @dataclass(frozen=True)
-class Round:
+class TrialRound:
     """A round of a trial.
 
     Args:
@@ -45,7 +45,7 @@ class Round:
         return self.uncounted + self.counted
 
 
-ROUNDS = (Round(2, 3, close=2.0), Round(2, 6, close=1.25), Round(2, 8, close=1.0))
+ROUNDS = (TrialRound(2, 3, close=2.0), TrialRound(2, 6, close=1.25), TrialRound(2, 8, close=1.0))
 """Over a slow link a dense step takes many times as long, which a few steps show. Load from elsewhere lasts for
 seconds, and may affect one candidate alone: the closer they are, the more steps decide."""
 

@@ -52,8 +52,8 @@ ADAM_SPARSITY = 0.97
 class DGC(Codec):
     """Deep Gradient Compression: the largest 0.4 % of the velocity, with momentum correction (SGD, Adam, AdamW).
 
-    Source: Lin et al., ICLR 2018, arXiv 1712.01887. docs/methods/dgc.md has the differences. The
-    paper's own settings are `DGC(sparsity=0.999, values="fp32", warmup_epochs=4)`.
+    Source: Lin et al., ICLR 2018, arXiv 1712.01887. docs/methods/dgc.md has the differences. The paper's
+    own settings are `DGC(sparsity=0.999, values="fp32", warmup_epochs=4)`.
 
     Args:
         sparsity: share of each tensor that is not sent once the warm-up is over, in [0, 1). 0 is dense training.

@@ -6,10 +6,10 @@ from functools import partial
 from unittest import mock
 
 from lightning_gradcomp.averaging import autotune, averager
-from lightning_gradcomp.averaging.autotune import Autotune, Round
+from lightning_gradcomp.averaging.autotune import Autotune, TrialRound
 from tests.averaging.workers import backward, prescribed_loss
 
-SHORT = (Round(2, 4, close=1.25), Round(2, 4, close=1.0))
+SHORT = (TrialRound(2, 4, close=1.25), TrialRound(2, 4, close=1.0))
 EACH = SHORT[0].steps
 """Steps of each candidate in a round of them."""
 
