@@ -117,8 +117,8 @@ class DGA(WholeModels):
         check_pending_share(self.pending_share, stale_only=self.stale_only)
         Participants(self.participation)
         check_error_decay(self.error_decay)
-        if self.error_decay is None and self.checkpoint_state != "gather":
-            allowed = "gather: a drain leaves nothing that a rank alone remembers"
+        if self.error_decay is None and self.checkpoint_state != "auto":
+            allowed = "auto: a drain leaves nothing that a rank alone remembers"
             raise refusal("strategy.checkpoint_state without error_decay", self.checkpoint_state, allowed)
         self.outer()
 
@@ -139,7 +139,7 @@ class DistAsync(WholeModels):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.checkpoint_state == "mean":
-            raise refusal("strategy.checkpoint_state with strategy=dist_async", "mean", "gather, sidecar, drop")
+            raise refusal("strategy.checkpoint_state with strategy=dist_async", "mean", "auto, gather, sidecar, drop")
         if self.staleness != "any":
             whole("strategy.staleness", self.staleness, 0, also="any, or ")
         if self.max_staleness is not None:

@@ -61,7 +61,7 @@ def check(run: Run) -> None:
     plain = {
         "evaluate": (run.evaluate, False),
         "dry_run": (run.dry_run, False),
-        "strategy.checkpoint_state": (run.strategy.checkpoint_state, "gather"),
+        "strategy.checkpoint_state": (run.strategy.checkpoint_state, "auto"),
         "trainer.precision": (run.trainer.precision, "32-true"),
         "trainer.accumulate_grad_batches": (run.trainer.accumulate_grad_batches, 1),
         "trainer.ema_decay": (run.trainer.ema_decay, None),

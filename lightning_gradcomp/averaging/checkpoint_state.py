@@ -11,7 +11,7 @@ import torch
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.errors import refusal
 
-CHECKPOINT_STATES = ("gather", "sidecar", "mean", "drop")
+CHECKPOINT_STATES = ("auto", "gather", "sidecar", "mean", "drop")
 """What may become of the states of all ranks in a checkpoint."""
 SHARD = "shard_residual"
 """The kind of state of which each owner has a shard: they are added up, which makes one owner's of all."""

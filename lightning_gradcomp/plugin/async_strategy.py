@@ -56,7 +56,8 @@ class AsyncStrategy(BaseStrategy):
         max_staleness: a push whose weights are more versions old is dropped, and stays with its rank. None: none is.
         rate_by_staleness: divide a push's learning rate by its staleness, where that is above 1.
         pull: compressor of what the servers send back; None: whole weights in fp32.
-        checkpoint_state: what becomes of what each rank remembers: "gather", "sidecar" or "drop".
+        checkpoint_state: what becomes of what each rank remembers: "auto", "gather", "sidecar" or "drop", as in
+            `CompressedDDPStrategy`.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         options: what `DDPStrategy` takes to start processes and connect them.
 
@@ -72,7 +73,7 @@ class AsyncStrategy(BaseStrategy):
         max_staleness: int | None = None,
         rate_by_staleness: bool = False,
         pull: Compressor | str | None = None,
-        checkpoint_state: str = "gather",
+        checkpoint_state: str = "auto",
         timeout: timedelta = TIMEOUT,
         **options: Any,
     ) -> None:
@@ -83,7 +84,7 @@ class AsyncStrategy(BaseStrategy):
         check_staleness(staleness)
         check_checkpoint_state(checkpoint_state)
         if checkpoint_state == "mean":
-            raise refusal("AsyncStrategy.checkpoint_state", checkpoint_state, "'gather', 'sidecar' or 'drop'")
+            raise refusal("AsyncStrategy.checkpoint_state", checkpoint_state, "'auto', 'gather', 'sidecar' or 'drop'")
         build(compressor), None if pull is None else build(pull)  # refuse
         self.compressor, self.pull, self.checkpoint_state = compressor, pull, checkpoint_state
         self.rule = {

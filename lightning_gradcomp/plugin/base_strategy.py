@@ -114,7 +114,7 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     @cached_property
     def rank_states(self) -> RankStates:
         """The states of all ranks, in checkpoints."""
-        return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io))
+        return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io), self.num_nodes)
 
     @property
     def _interrupted(self) -> bool:
@@ -142,7 +142,7 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
         """ValueError for sidecars where checkpoints are written in the background."""
         if self.checkpoint_state == "sidecar" and not self.rank_states.sidecars.possible:
             what = f"checkpoint_state with {type(self.checkpoint_io).__name__}, which writes in the background"
-            raise refusal(what, "sidecar", "gather, mean or drop")
+            raise refusal(what, "sidecar", "auto, gather, mean or drop")
 
     def setup_distributed(self) -> None:
         super().setup_distributed()

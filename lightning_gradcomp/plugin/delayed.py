@@ -56,7 +56,7 @@ class DelayedStrategy(BaseStrategy):
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank; None:
             every drain adds it to the weights, uncompressed.
         checkpoint_state: with `error_decay`, what becomes of each rank's moments and of what it has not sent, as in
-            `CompressedDDPStrategy`: "gather", "sidecar", "mean" or "drop".
+            `CompressedDDPStrategy`.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         options: what `DDPStrategy` takes to start processes and connect them, such as `process_group_backend`.
 
@@ -74,7 +74,7 @@ class DelayedStrategy(BaseStrategy):
         pending_share: float | None = None,
         participation: float = 1.0,
         error_decay: float | None = None,
-        checkpoint_state: str = "gather",
+        checkpoint_state: str = "auto",
         timeout: timedelta = TIMEOUT,
         **options: Any,
     ) -> None:
@@ -92,8 +92,8 @@ class DelayedStrategy(BaseStrategy):
         Participants(participation)  # refuses
         check_error_decay(error_decay)
         check_checkpoint_state(checkpoint_state)
-        if error_decay is None and checkpoint_state != "gather":
-            allowed = "'gather': without error_decay a drain leaves nothing that a rank alone remembers"
+        if error_decay is None and checkpoint_state != "auto":
+            allowed = "'auto': without error_decay a drain leaves nothing that a rank alone remembers"
             raise refusal("DelayedStrategy.checkpoint_state", checkpoint_state, allowed)
         self.checkpoint_state = checkpoint_state
         self.rule = {

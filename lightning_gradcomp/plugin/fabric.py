@@ -21,7 +21,13 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
-from lightning_gradcomp.plugin.rank_states import KEY, OptimizerState, RankStates, export_optimizer_state
+from lightning_gradcomp.plugin.rank_states import (
+    KEY,
+    OptimizerState,
+    RankStates,
+    export_optimizer_state,
+    mean_optimizer_state,
+)
 from lightning_gradcomp.plugin.validation import corrected
 from lightning_gradcomp.registry import build
 
@@ -176,8 +182,8 @@ class CompressedFabricStrategy(DDPStrategy):
         saved: dict[str, Any] = {}
         if _has_optimizer(state) and (self.averager is not None or self._loaded is not None):
             averager = self._averager()  # with what was loaded, if no step was made since
-            self._rank_states.put_into(saved, path, averager, self._hook.accumulating)
-            self._kept = self._rank_states.optimizer_state(saved, averager)
+            states = self._rank_states.put_into(saved, path, averager, self._hook.accumulating)
+            self._kept = mean_optimizer_state(states, averager)
         try:
             super().save_checkpoint(path, {**state, **saved}, storage_options, filter)
         finally:
@@ -212,7 +218,7 @@ class CompressedFabricStrategy(DDPStrategy):
 
     @cached_property
     def _rank_states(self) -> RankStates:
-        return RankStates("gather", Sidecars(self.checkpoint_io))
+        return RankStates("auto", Sidecars(self.checkpoint_io), self.num_nodes)
 
     def _averager(self) -> GradientAverager:
         if self.averager is None:

@@ -322,7 +322,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             checkpoint = super().load_checkpoint(path, weights_only)
             if averager is not None and fitting:
                 averager.steps = checkpoint["global_step"]
-                RankStates("mean", Sidecars(self.checkpoint_io)).restore(checkpoint, path, averager)
+                RankStates("mean", Sidecars(self.checkpoint_io), self.num_nodes).restore(checkpoint, path, averager)
         return checkpoint
 
 

@@ -10,7 +10,7 @@ Under the key "lightning_gradcomp" are the compressor's name, the number of rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD, all_floating
@@ -31,11 +31,14 @@ from lightning_gradcomp.registry import entries
 KEY = "lightning_gradcomp"
 FORMAT = 1
 GATHER_LIMIT = 2**30
-"""Bytes of all ranks' states up to which they are gathered into one file, which every rank reads in full."""
+"""Bytes of all ranks' states up to which "auto" gathers them into one file, which every rank reads in full."""
+
+once = WarningCache()
+"""Says a thing once."""
 
 State = dict[str, Any]
 OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
-"""Parameter -> torch's name -> tensor, of what an optimizer has without compression."""
+"""Parameter -> torch's name -> tensor, of what an optimizer has without compression, and averagers keep."""
 
 
 def interrupted(module: LightningModule) -> bool:
@@ -71,51 +74,41 @@ class RankStates:
     Args:
         mode: `checkpoint_state` of the strategy.
         sidecars: the files beside checkpoints.
+        nodes: on how many the ranks are.
     """
 
-    def __init__(self, mode: str, sidecars: Sidecars) -> None:
-        self.mode, self.sidecars = mode, sidecars
+    def __init__(self, mode: str, sidecars: Sidecars, nodes: int) -> None:
+        self.mode, self.sidecars, self.nodes = mode, sidecars, nodes
         self._accumulated: dict[str, torch.Tensor] = {}
 
-    def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> None:
-        """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. A collective call."""
-        if self.mode == "drop":
-            return
-        state, mode = rank_state(averager, accumulating), self.mode
-        total = averager.world * _size(state, averager)
-        if mode == "gather" and total > GATHER_LIMIT and self.sidecars.possible:
-            rank_zero_info(f"What the {averager.world} ranks remember, {total:,} bytes, is saved in sidecar files.")
-            mode = "sidecar"
+    def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> list[State]:
+        """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. A collective call.
+
+        Returns the states that this rank has then: all ranks' (on rank 0), their mean, or its own.
+        """
+        state = rank_state(averager, accumulating)
+        mode = self._chosen(averager.world * _size(state, averager)) if self.mode == "auto" else self.mode
         saved: State = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
-        checkpoint[KEY] = saved
+        states: list[State] = [state]
         if mode == "sidecar":
             saved["sidecars"] = self.sidecars.write(state, path, averager.steps)
         elif mode == "mean":
             saved["mean"] = mean_over_ranks(state, averager)
-        else:
+            states = [saved["mean"]]
+        elif mode == "gather":
             everyone: list[Any] | None = [None] * averager.world if dist.get_rank() == 0 else None
             dist.gather_object(state, everyone, dst=0)
-            saved["ranks"] = everyone or []
+            saved["ranks"] = states = everyone or []
+        if mode != "drop":
+            checkpoint[KEY] = saved
+        return states
 
-    def optimizer_state(self, checkpoint: State, averager: GradientAverager) -> OptimizerState:
-        """The mean over the ranks of the optimizer's state that averagers keep; after `put_into`. A collective call.
-
-        Where rank 0 has gathered what it is the mean of, it alone gets it, and nothing is sent for it.
-        """
-        saved = checkpoint.get(KEY, {})
-        if "mean" not in saved and "ranks" not in saved:
-            return averager.optimizer_state()
-        states = [saved["mean"]] if "mean" in saved else saved["ranks"]
-        if not states:  # which rank 0 has
-            return {}
-        moments: Mapping[str, str] = averager.state.moments if averager.state else {}
-        means = mean_state({**state, "memory": {kind: state["memory"][kind] for kind in moments}} for state in states)
-        kept: OptimizerState = {}
-        for name, parameter in zip(averager.gradients.layout.names, averager.gradients.compressed, strict=True):
-            parts = {moments[kind]: parts[name] for kind, parts in means["memory"].items() if name in parts}
-            if parts:
-                kept[parameter] = parts
-        return kept
+    def _chosen(self, total: int) -> str:
+        """Where "auto" puts `total` bytes: sidecars, where gathering them would load a network or rank 0's memory."""
+        if (self.nodes == 1 and total <= GATHER_LIMIT) or not self.sidecars.possible:
+            return "gather"
+        once.info("What the ranks have not sent is saved in files of their own, in folders beside the checkpoints.")
+        return "sidecar"
 
     def after_saving(self, checkpoint: State, path: Any) -> None:
         """Rank 0 has written the checkpoint: remove the sidecars of an earlier one. Collective where it has any."""
@@ -173,6 +166,20 @@ class RankStates:
         """Set the gradients of an unfinished accumulation, which Lightning zeroes after restoring."""
         averager.gradients.put_back(self._accumulated)
         self._accumulated = {}
+
+
+def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) -> OptimizerState:
+    """The mean of what `states` hold of the optimizer's state, for a checkpoint as plain DDP has it."""
+    if not states:
+        return {}
+    moments: Mapping[str, str] = averager.state.moments if averager.state else {}
+    means = mean_state({**state, "memory": {kind: state["memory"][kind] for kind in moments}} for state in states)
+    kept: OptimizerState = {}
+    for name, parameter in zip(averager.gradients.layout.names, averager.gradients.compressed, strict=True):
+        parts = {moments[kind]: parts[name] for kind, parts in means["memory"].items() if name in parts}
+        if parts:
+            kept[parameter] = parts
+    return kept
 
 
 def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.rank_states import all_ranks_present, export_optimizer_state
+from lightning_gradcomp.plugin.rank_states import all_ranks_present, export_optimizer_state, mean_optimizer_state
 from lightning_gradcomp.plugin.validation import (
     check_callbacks,
     check_clipping,
@@ -61,10 +61,10 @@ class CompressedDDPStrategy(BaseStrategy):
             nodes of several ranks.
         residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
             "cpu" memory.
-        checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint, up to
-            1 GiB, beyond that as "sidecar". "sidecar": a file for each rank, in a folder beside the checkpoint. "mean":
-            one copy of the mean over ranks, with which a resumed run is no longer exact. "drop": nothing is saved, or
-            restored.
+        checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint.
+            "sidecar": a file for each rank, in a folder beside the checkpoint; nothing is sent. "auto": gathered on one
+            node up to 1 GiB, else sidecars. "mean": one copy of the mean over ranks, with which a resumed run is no
+            longer exact. "drop": nothing is saved, or restored.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error. Raise it where one rank has
             more to do alone than that, such as preparing data.
         verify_replicas_every_n_steps: compare a checksum of every parameter over the ranks, every so many steps.
@@ -81,7 +81,7 @@ class CompressedDDPStrategy(BaseStrategy):
         topology: str = "auto",
         inside: str | None = None,
         residual_device: str | None = None,
-        checkpoint_state: str = "gather",
+        checkpoint_state: str = "auto",
         timeout: timedelta = TIMEOUT,
         verify_replicas_every_n_steps: int | None = None,
         **ddp_options: Any,
@@ -286,8 +286,8 @@ class CompressedDDPStrategy(BaseStrategy):
         plain DDP has it. A checkpoint of weights alone has none of it."""
         if "optimizer_states" in checkpoint and self.averager is not None and all_ranks_present(self.lightning_module):
             with self.explained("saving a checkpoint"):
-                self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
-                kept = self.rank_states.optimizer_state(checkpoint, self.averager)
+                states = self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
+            kept = mean_optimizer_state(states, self.averager)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 export_optimizer_state(kept, optimizer, state)
         super().save_checkpoint(checkpoint, filepath, storage_options)

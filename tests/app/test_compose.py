@@ -140,7 +140,7 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
         (["augment.interpolation=nearest"], "augment.interpolation: got 'nearest', allowed: bilinear, bicubic"),
         (["data=cifar10", "data.prefetch=0"], "data.prefetch: got 0"),
         (["strategy.timeout=0"], "strategy.timeout: got 0.0, allowed: a finite number of seconds above 0"),
-        (["strategy.checkpoint_state=all"], "strategy.checkpoint_state: got 'all', allowed: gather, sidecar, mean"),
+        (["strategy.checkpoint_state=all"], "strategy.checkpoint_state: got 'all', allowed: auto, gather, sidecar"),
         (
             ["strategy=dist_async", "topology=auto", "strategy.checkpoint_state=mean"],
             "strategy.checkpoint_state with strategy=dist_async: got 'mean'",

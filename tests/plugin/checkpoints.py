@@ -85,13 +85,14 @@ def quick(cls, **options):
     return cls(**{key: value for key, value in QUICK.items() if key in known}, **options)
 
 
-def fit(compressor, state="gather", ckpt=None, save=None, callbacks=(), plugins=None, **options):
+def fit(compressor, state="gather", ckpt=None, save=None, callbacks=(), plugins=None, nodes=1, **options):
     """Train two epochs from seed 0; returns (trainer, all weights in one vector, the Watch)."""
     L.seed_everything(0, verbose=False)
     net, watch = Net(), Watch(save)
     trainer = L.Trainer(
         strategy=forced(compressor=compressor, checkpoint_state=state, **options), accelerator="cpu",
-        devices=WORLD, max_epochs=2, accumulate_grad_batches=3, use_distributed_sampler=False, logger=False,
+        devices=WORLD // nodes, num_nodes=nodes, max_epochs=2,
+        accumulate_grad_batches=3, use_distributed_sampler=False, logger=False,
         callbacks=[watch, *callbacks], plugins=plugins, enable_checkpointing=bool(callbacks),
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -136,11 +137,15 @@ def shards_and_draws():
 
 
 def other_ways():
-    """Written in the background, to a URL, too much for one file; and the ways that don't keep everything."""
+    """In the background, to a URL, too much for one file, on two nodes; and those that don't keep everything."""
     result = {"async": stops("async", DGC, plugins=[AsyncCheckpointIO(Slow())])}
     result["url"] = stops("url", DGC, "sidecar", f"file://{FOLDER}")
     with mock.patch.object(rank_states, "GATHER_LIMIT", 1):
-        result["limit"] = stops("limit", DGC)
+        result["limit"] = stops("limit", DGC, "auto")
+        stops("limit", DGC, "gather", moments=())
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        result["nodes"] = stops("nodes", DGC, "auto", nodes=2)
+    result["auto"] = stops("dgc", DGC, "auto")
     return {**result, **{state: stops("dgc", DGC, state) for state in ("mean", "drop")}}
 
 

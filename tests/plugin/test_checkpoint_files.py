@@ -250,10 +250,10 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(saved, tmp_path):
 
 
 def test_async_checkpoints_are_one_file(saved, tmp_path):
-    with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*got 'sidecar', allowed: gather, mean or drop"):
+    with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*got 'sidecar', allowed: auto, gather, mean or drop"):
         fit("sidecar", plugins=[AsyncCheckpointIO()])
     with mock.patch("lightning_gradcomp.plugin.rank_states.GATHER_LIMIT", -1):
-        trainer = fit(plugins=[AsyncCheckpointIO()])
+        trainer = fit("auto", plugins=[AsyncCheckpointIO()])
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     trainer.strategy.checkpoint_io.teardown()
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]

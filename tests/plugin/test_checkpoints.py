@@ -65,7 +65,7 @@ def test_so_it_is_on_three_ranks(three, way):
     assert three["exact_on_three"][way] == FULLEST
 
 
-@pytest.mark.parametrize("way", ["async", "url", "limit"])
+@pytest.mark.parametrize("way", ["async", "url", "limit", "nodes", "auto"])
 def test_other_ways_to_write_resume_exactly(two, way):
     if way == "async" and Version(version("lightning")) < Version("2.6"):
         pytest.skip("AsyncCheckpointIO writes what training has changed meanwhile")
@@ -79,7 +79,15 @@ def test_without_what_each_rank_remembers_it_is_not(two, state):
 
 @pytest.mark.parametrize(
     ("way", "has"),
-    [("dgc-gather", "ranks"), ("dgc-sidecar", "sidecars"), ("dgc-mean", "mean"), ("limit-gather", "sidecars")],
+    [
+        ("dgc-gather", "ranks"),
+        ("dgc-sidecar", "sidecars"),
+        ("dgc-mean", "mean"),
+        ("dgc-auto", "ranks"),
+        ("limit-auto", "sidecars"),
+        ("limit-gather", "ranks"),
+        ("nodes-auto", "sidecars"),
+    ],
 )
 def test_what_is_in_the_file(two, folder, way, has):
     for moment in MOMENTS:
@@ -101,6 +109,19 @@ def test_nothing_is_in_the_file_when_it_is_dropped(two, folder):
         assert KEY not in torch.load(folder / "2-dgc-drop" / f"{moment}.ckpt", weights_only=True)
 
 
+@pytest.mark.parametrize(("state", "ranks"), [("gather", 2), ("mean", 2), ("sidecar", 1), ("drop", 1)])
+def test_plain_ddp_finds_the_mean_momentum_or_rank_0s(two, folder, state, ranks):
+    saved = {
+        way: torch.load(folder / f"2-dgc-{way}" / "mid-epoch.ckpt", weights_only=True) for way in ("gather", state)
+    }
+    held = [part["memory"]["momentum"] for part in saved["gather"][KEY]["ranks"]]
+    assert not torch.equal(held[0]["layers.0.weight"], held[1]["layers.0.weight"])
+    [optimizer] = saved[state]["optimizer_states"]
+    for index, name in {0: "layers.0.weight", 2: "layers.2.weight"}.items():
+        mean = torch.stack([part[name] for part in held[:ranks]]).mean(0)
+        torch.testing.assert_close(optimizer["state"][index]["momentum_buffer"], mean, rtol=1e-6, atol=1e-7)
+
+
 def test_mean_state_in_mid_accumulation(two, folder):
     mean, ranks = (
         torch.load(folder / f"2-dgc-{state}" / "mid-accumulation.ckpt", weights_only=True)[KEY]
@@ -120,7 +141,7 @@ def test_shard_residuals_are_added_up_the_rest_averaged(world):
         model, checkpoint = Table(), {}
         optimizer, averager = averaged(model, group, topology="two_phase")
         train(model, optimizer, averager, rank, 4, prescribed_loss)
-        RankStates("mean", Sidecars(TorchCheckpointIO())).put_into(checkpoint, "last.ckpt", averager, False)
+        RankStates("mean", Sidecars(TorchCheckpointIO()), 1).put_into(checkpoint, "last.ckpt", averager, False)
         return averager.state_dict(), checkpoint[KEY]["mean"]
 
     states, means = zip(*run_ranks(world, work), strict=True)
@@ -141,7 +162,7 @@ def test_in_the_mean_a_rank_without_a_gradient_counts_as_0():
         prescribed_loss(model, rank, 0).backward()
         if rank == 1:
             model.matrix.grad = model.bias.grad = None
-        RankStates("mean", Sidecars(TorchCheckpointIO())).put_into(checkpoint, "last.ckpt", averager, True)
+        RankStates("mean", Sidecars(TorchCheckpointIO()), 1).put_into(checkpoint, "last.ckpt", averager, True)
         return averager.gradients.local(), checkpoint[KEY]["mean"]["memory"]["accumulated"]
 
     with checked_collectives(2):

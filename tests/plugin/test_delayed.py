@@ -104,8 +104,8 @@ def test_sigterm_on_one_rank_ends_all_together(faults):
         ({"period": 0}, "period: got 0"),
         ({"compressor": "lzma"}, "got 'lzma', allowed: .*powersgd"),
         ({"error_decay": 2}, "error_decay: got 2, allowed: None, or a number from 0 to 1"),
-        ({"checkpoint_state": "all"}, "checkpoint_state: got 'all', allowed: 'gather', 'sidecar'"),
-        ({"checkpoint_state": "mean"}, "checkpoint_state: got 'mean', allowed: 'gather': without error_decay"),
+        ({"checkpoint_state": "all"}, "checkpoint_state: got 'all', allowed: 'auto', 'gather', 'sidecar'"),
+        ({"checkpoint_state": "mean"}, "checkpoint_state: got 'mean', allowed: 'auto': without error_decay"),
     ],
     ids=str,
 )
