@@ -32,6 +32,7 @@ from lightning_gradcomp.parameter_server.server import ParameterServer, built, c
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.launchers import optimizers_of
+from lightning_gradcomp.plugin.rank_states import path_of_rank_zero
 from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state
 from lightning_gradcomp.registry import build
 
@@ -256,6 +257,7 @@ class AsyncStrategy(BaseStrategy):
         if "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
             with self.explained("saving a checkpoint"):
                 checkpoint[KEY] = {}
+                filepath = path_of_rank_zero(filepath)
                 self.rank_states.put_into(checkpoint[KEY], filepath, self.averager, accumulating=False)  # type: ignore[arg-type]
         super().save_checkpoint(checkpoint, filepath, storage_options)
         with self.explained("saving a checkpoint"):

@@ -59,6 +59,13 @@ def all_ranks_present(module: LightningModule | None) -> bool:
     return True
 
 
+def path_of_rank_zero(path: Any) -> Any:
+    """Rank 0's `path`: its file is the checkpoint, and sidecars are beside it, whatever others call it. Collective."""
+    paths = [path]
+    dist.broadcast_object_list(paths, src=0)
+    return paths[0]
+
+
 def rank_state(averager: GradientAverager, accumulating: bool) -> State:
     """This rank's state, on the CPU; in the midst of an accumulation with the gradients accumulated so far."""
     state = averager.state_dict()

@@ -108,9 +108,13 @@ def apart(a, b):
 
 
 def stops(name, compressor, state="gather", where=FOLDER, moments=("mid-accumulation",), plugins=None, **options):
-    """Moment -> how far the run that goes on from there is from the straight run; by default where most is held."""
+    """Moment -> how far the run that goes on from there is from the straight run; by default where most is held.
+
+    Rank 0 alone is told where to save.
+    """
     folder = f"{where}/{WORLD}-{name}-{state}"
-    save = lambda trainer, moment: trainer.save_checkpoint(f"{folder}/{moment}.ckpt")  # noqa: E731
+    told = folder if os.environ["RANK"] == "0" else FOLDER / "nowhere"
+    save = lambda trainer, moment: trainer.save_checkpoint(f"{told}/{moment}.ckpt")  # noqa: E731
     straight = fit(compressor, state, save=save, plugins=plugins, **options)[1]
     resumed = {when: fit(compressor, state, f"{folder}/{when}.ckpt", **options)[1] for when in moments}
     return {when: apart(straight, weights) for when, weights in resumed.items()}
@@ -162,8 +166,10 @@ def own_disks():
     """Two saves of one name, on a disk of each rank's own; what is left on each."""
     disk = FOLDER / f"{WORLD}-disk-{dist.get_rank()}"
     trainer = fit(DGC, "sidecar")[0]
+    disk.mkdir()
+    os.chdir(disk)
     for _ in range(2):
-        trainer.save_checkpoint(disk / "last.ckpt")
+        trainer.save_checkpoint("last.ckpt")
     left = [None] * WORLD
     dist.all_gather_object(left, sorted(os.listdir(disk)))
     return left
