@@ -111,8 +111,8 @@ class RankStates:
         return states
 
     def _chosen(self, total: int) -> str:
-        """Where "auto" puts `total` bytes: sidecars, where gathering them would load a network or rank 0's memory."""
-        if (self.nodes == 1 and total <= GATHER_LIMIT) or not self.sidecars.possible:
+        """Where "auto" puts `total` bytes: in sidecars, if gathering them would load a network or rank 0's memory."""
+        if total <= (GATHER_LIMIT if self.nodes == 1 else 0) or not self.sidecars.possible:
             return "gather"
         once.info("What the ranks have not sent is saved in files of their own, in folders beside the checkpoints.")
         return "sidecar"

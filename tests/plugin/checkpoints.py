@@ -149,6 +149,7 @@ def other_ways():
         stops("limit", DGC, "gather", moments=())
     with mock.patch.dict(os.environ, LOCAL_RANK="0"):
         result["nodes"] = stops("nodes", DGC, "auto", nodes=2)
+        stops("nothing", "none", "auto", moments=(), nodes=2)
     result["auto"] = stops("dgc", DGC, "auto")
     return {**result, **{state: stops("dgc", DGC, state) for state in ("mean", "drop")}}
 

@@ -104,6 +104,10 @@ def test_what_is_in_the_file(two, folder, way, has):
             assert part["memory"]["velocity"]["layers.0.weight"].any()
 
 
+def test_nodes_that_remember_nothing_write_no_sidecars(two, folder):
+    assert torch.load(folder / "2-nothing-auto" / "mid-epoch.ckpt", weights_only=True)[KEY]["ranks"][1]["memory"] == {}
+
+
 def test_nothing_is_in_the_file_when_it_is_dropped(two, folder):
     for moment in MOMENTS:
         assert KEY not in torch.load(folder / "2-dgc-drop" / f"{moment}.ckpt", weights_only=True)
