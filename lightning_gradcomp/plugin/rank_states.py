@@ -91,7 +91,8 @@ class RankStates:
     def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> list[State]:
         """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. A collective call.
 
-        Returns the states that this rank has then: all ranks' (on rank 0), their mean, or its own.
+        Returns, on rank 0, which writes the optimizer's state, the states that it has then: all ranks', their mean, or
+        its own. Others return none.
         """
         state = rank_state(averager, accumulating)
         mode = self._chosen(averager.world * _size(state, averager)) if self.mode == "auto" else self.mode
@@ -108,7 +109,7 @@ class RankStates:
             saved["ranks"] = states = everyone or []
         if mode != "drop":
             checkpoint[KEY] = saved
-        return states
+        return states if averager.ranks.rank == 0 else []
 
     def _chosen(self, total: int) -> str:
         """Where "auto" puts `total` bytes: in sidecars, if gathering them would load a network or rank 0's memory."""
