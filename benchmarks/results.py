@@ -28,6 +28,9 @@ from lightning_gradcomp.app.sizes import human
 Key = tuple[str, str]
 """Network and method."""
 
+Pair = tuple[int | None, int]
+"""Fold and seed, which a run and the dense one beside it have in common."""
+
 ORDER = (*run_times.METHODS, "sparseloco")
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
 DIFFERENCE = "difference to dense"
@@ -97,7 +100,9 @@ def place(method: str) -> tuple[int, int, str]:
 def result(summary: dict[str, Any]) -> Result:
     """The line of a run."""
     model, method = key(summary)
-    cost = summary["communication"]
+    cost, machine = summary["communication"], summary["device"]
+    if machine == "CPU":
+        machine = f"{summary['cpu_cores']} cores of {summary['processor']}"
     return Result(
         model=model,
         method=method,
@@ -111,7 +116,7 @@ def result(summary: dict[str, Any]) -> Result:
         dense_bytes=cost["dense_bytes"],
         last_ratio=cost["last_step"]["ratio"],
         steps=cost["steps"],
-        machine=f"{summary['cpu_cores']} cores of {summary['processor']}, torch {summary['packages']['torch']}",
+        machine=f"{machine}, torch {summary['packages']['torch']}",
     )
 
 
@@ -165,18 +170,21 @@ def cross_validated(results: Iterable[Result]) -> dict[Setting, dict[str, list[R
 
 
 def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
-    """Difference to the dense runs of the same fold and seed, in points; to that of the same machine, if there is one.
+    """Difference to the dense runs of the same fold and seed, in points; to those of the same machine, if any.
 
-    Mean ± half of its 95 % interval (number of pairs); none with fewer than two.
+    Mean ± half of its 95 % interval (number of pairs); none with fewer than two. A fold that was run on several
+    machines is one pair, of their mean difference: what the choice of its images does is in all of them.
     """
-    anywhere = {(each.fold, each.seed): each.percent for each in dense}
-    there = {(each.fold, each.seed, each.machine): each.percent for each in dense}
-    found = [
-        each.percent - there.get((*run, each.machine), anywhere[run])
-        for each in results
-        if (run := (each.fold, each.seed)) in anywhere
-    ]
-    return f"{report.interval(found)} ({len(found)})" if len(found) > 1 else "—"
+    beside: dict[Pair, list[Result]] = defaultdict(list)
+    for each in dense:
+        beside[each.fold, each.seed].append(each)
+    differences: dict[Pair, list[float]] = defaultdict(list)
+    for each in results:
+        if found := beside.get((each.fold, each.seed)):
+            nearest = [other for other in found if other.machine == each.machine] or found
+            differences[each.fold, each.seed].append(each.percent - mean(other.percent for other in nearest))
+    pairs = [mean(found) for found in differences.values()]
+    return f"{report.interval(pairs)} ({len(pairs)})" if len(pairs) > 1 else "—"
 
 
 def folds(results: Sequence[Result]) -> list[str]:

@@ -32,9 +32,27 @@ def test_a_difference_is_that_of_pairs_and_has_student_s_interval():
 
 
 def test_a_run_is_beside_the_dense_one_of_its_machine_if_there_is_one():
+    dense = [run(80, fold=0), run(90, fold=0, machine="other"), run(70, fold=1), run(74, fold=1, machine="third")]
+    lossy = [run(91, fold=0, machine="other"), run(73, fold=1, machine="other")]
+    assert results.paired(lossy, dense) == "+1.00 ± 0.00 (2)"
+
+
+def test_a_fold_that_was_run_on_two_machines_is_one_pair():
     dense = [run(80, fold=0), run(90, fold=0, machine="other"), run(70, fold=1)]
-    lossy = [run(81, fold=0), run(91, fold=0, machine="other"), run(71, fold=1, machine="other")]
-    assert results.paired(lossy, dense) == "+1.00 ± 0.00 (3)"
+    lossy = [run(81, fold=0), run(93, fold=0, machine="other"), run(72, fold=1)]
+    assert results.paired(lossy, dense) == "+2.00 ± 0.00 (2)"
+
+
+@pytest.mark.parametrize(
+    ("device", "machine"),
+    [("CPU", "2 cores of AMD EPYC, torch 2.14.1"), ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3, torch 2.14.1")],
+)
+def test_a_machine_is_that_of_the_arithmetic(device, machine):
+    cost = {"world_size": 8, "bytes_sent": 1, "dense_bytes": 10, "last_step": {"ratio": 10.0}, "steps": 220}
+    config = {"model": {"name": "resnet18"}, "compressor": {"name": "dgc"}, "strategy": {"name": "ddp"}}
+    summary = {"communication": cost, "config": {**config, "data": {}, "seed": 0}, "val_correct": 9, "val_images": 10}
+    summary |= {"device": device, "cpu_cores": 2, "processor": "AMD EPYC", "packages": {"torch": "2.14.1"}}
+    assert results.result(summary).machine == machine
 
 
 def test_more_pairs_than_the_table_has_take_its_last_quantile():
