@@ -66,8 +66,8 @@ class GradientAverager:
             own shards with the ranks of `process_group`, which hold the same shards of other replicas.
         compressor: an instance, or a name with default options.
         optimizer: DGC needs `torch.optim.SGD`, `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and
-            AdamW, whatever has error feedback accumulates the optimizer's steps instead of gradients: `average` then
-            makes the steps of compressed parameters, and their `p.grad` is None afterwards.
+            AdamW, whatever has error feedback, except PowerSGD, accumulates the optimizer's steps instead of gradients:
+            `average` then makes the steps of compressed parameters, and their `p.grad` is None afterwards.
         process_group: default: the world; a process without torch.distributed is a world of one. For a sharded model,
             that of the mesh's replicate dimension: `mesh.get_group("replicate")`.
         topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the mean

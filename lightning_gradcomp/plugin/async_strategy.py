@@ -63,7 +63,7 @@ class AsyncStrategy(BaseStrategy):
         options: what `DDPStrategy` takes to start processes and connect them.
 
     Raises:
-        ValueError: an option that can't be honoured, several optimizers, sync_batchnorm, fp16-mixed; before training
+        ValueError: an option that can't be honoured, several optimizers, sync_batchnorm, 16-mixed; before training
             starts.
     """
 
