@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lightning_gradcomp.app.options.data import DATA, Augment, Data, Files, ImageFolder
+from lightning_gradcomp.app.options.data import DATA, SMALL, Augment, Data, Files, ImageFolder
 from lightning_gradcomp.app.options.limits import number, one_of, whole
 from lightning_gradcomp.app.options.logger import LOGGERS, Logger
 from lightning_gradcomp.app.options.training import OPTIMIZERS, AdamW, Model, Optimizer, Trainer, Warmup
@@ -175,6 +175,8 @@ NOT_AUGMENTED = {
     "random_erase": 0,
 }
 """Options of `Augment` for images that are not in files."""
+WARMUPS = ("warmup_epochs", "dense_epochs", "start_sparsity")
+"""Options of compressors that say how their own warm-up goes."""
 
 
 def classes() -> dict[str, Mapping[str, type]]:
@@ -235,9 +237,13 @@ class Run:
             for option, allowed in NOT_AUGMENTED.items():
                 if (got := getattr(self.augment, option)) != allowed:
                     raise refusal(f"augment.{option} with data={name}", got, f"{allowed}: images are not augmented")
-        resize = self.augment.resize
-        if isinstance(self.data, ImageFolder) and resize is not None and resize < self.data.size:
-            raise refusal("augment.resize", resize, f"null, or from data.size={self.data.size} on")
+        elif (resize := self.augment.resize) is not None:
+            size = self.data.size if isinstance(self.data, ImageFolder) else SMALL
+            if size <= SMALL:
+                allowed = f"null: images of {SMALL} pixels or fewer are not cropped"
+                raise refusal("augment.resize", resize, allowed)
+            if resize < size:
+                raise refusal("augment.resize", resize, f"null, or from data.size={size} on")
 
     def _check_exchange(self) -> None:
         resolve(self.topology, self.inside, self.residual_device, self.compressor)  # raises
@@ -269,3 +275,7 @@ class Run:
             one_of("strategy with sparsity_warmup", name_of("strategy", self.strategy), ("ddp", "hsdp"))
             sparse = tuple(entry.name for entry in entries() if hasattr(entry.cls, "sparsity"))
             one_of("compressor with sparsity_warmup", name_of("compressor", self.compressor), sparse)
+            for option in fields(self.compressor):
+                if option.name in WARMUPS and (got := getattr(self.compressor, option.name)) != option.default:
+                    allowed = f"{option.default}: sparsity_warmup takes its place"
+                    raise refusal(f"compressor.{option.name} with sparsity_warmup", got, allowed)

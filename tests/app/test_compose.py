@@ -86,9 +86,15 @@ GROUPS = ["model", "data", "augment", "strategy", "optimizer", "trainer", "logge
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_choice_of_every_group_composes(group, monkeypatch):
     monkeypatch.setattr(training, "find_spec", lambda name: name)  # timm
-    needs = {"augment": ("data=cifar10",), "model": ("model.name=resnet18", "++model.target=module:Net")}
+    needs = {
+        "augment": ("data=cifar10",),
+        "custom": ("model.target=module:Net",),
+        "timm": ("model.name=resnet18",),
+        "torchvision": ("model.name=resnet18",),
+    }
     for choice in choices()[group]:
-        assert isinstance(run_of(f"{group}={choice}", "compressor=none", *needs.get(group, ())), Run)
+        words = (*needs.get(group, ()), *needs.get(choice, ()))
+        assert isinstance(run_of(f"{group}={choice}", "compressor=none", *words), Run)
 
 
 def test_options_reach_the_compressor_with_their_types():
@@ -160,6 +166,18 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
         (["strategy=hsdp", "strategy.shard=0"], "strategy.shard: got 0, allowed: auto, or a whole number"),
         (["strategy=hsdp", "topology=two_phase"], "topology with strategy=hsdp: got 'two_phase', allowed: auto, all_"),
         (["strategy=hsdp", "inside=dense"], "inside with strategy=hsdp: got 'dense', allowed: null: FSDP averages"),
+        (["trainer.ema_every_n_steps=5"], "trainer.ema_every_n_steps without trainer.ema_decay: got 5, allowed: 32;"),
+        (["model.target=module:Net"], "model.target with model=resnet18: got 'module:Net', allowed: null; or model="),
+        (["recipe=resnet18_cifar10", "augment.resize=40"], "augment.resize: got 40, allowed: null: images of 64"),
+        (["recipe=imagefolder", "data.size=64", "augment.resize=100"], "augment.resize: got 100, allowed: null: im"),
+        (
+            ["sparsity_warmup=linear", "compressor.start_sparsity=0.75"],
+            "compressor.start_sparsity with sparsity_warmup: got 0.75, allowed: None",
+        ),
+        (
+            ["sparsity_warmup=linear", "compressor=gradient_dropping", "compressor.warmup_epochs=2"],
+            "compressor.warmup_epochs with sparsity_warmup: got 2, allowed: 1",
+        ),
         (["strategy=hsdp", "trainer.ema_decay=0.9"], "trainer.ema_decay with strategy=hsdp: got 0.9, allowed: null"),
         (["strategy=hsdp", "trainer.channels_last=true"], "trainer.channels_last with strategy=hsdp: got True"),
         (["strategy.verify_replicas_every_n_steps=0"], "strategy.verify_replicas_every_n_steps: got 0"),

@@ -1,6 +1,7 @@
 """Data sets in files of their real formats, tiny ones that are made here; and the sentences where they are missing."""
 
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torchvision.transforms import v2
 from lightning_gradcomp.app.config import DATA
 from lightning_gradcomp.app.data import missing
 from lightning_gradcomp.app.data.choose import choose, stand_in
+from lightning_gradcomp.app.data.folders import read
 from lightning_gradcomp.app.data.shared import RankSampler, SharedImages
 from lightning_gradcomp.app.data.transforms import mixer, to_train, to_validate
 from lightning_gradcomp.app.options.data import Augment
@@ -122,6 +124,9 @@ def break_it(root, how):
         (root / "val" / "dog" / "0.png").unlink()
     if how == "classes":
         (root / "val" / "dog").rename(root / "val" / "wolf")
+    if how == "one":
+        for part in ("train", "val"):
+            shutil.rmtree(root / part / "dog")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,7 @@ def break_it(root, how):
         ("val", "images: no folders of classes in val/. Looked in "),
         ("empty", "images: no image in val/dog. Looked in "),
         ("classes", "images: train/ and val/ have different classes (2, such as dog, wolf). Looked in "),
+        ("one", "images: one class alone, cat. Looked in "),
     ],
 )
 def test_incomplete_pictures_are_named(pictures, tmp_path, how, sentence):
@@ -145,6 +151,23 @@ def test_a_class_without_an_image_is_named(pictures, tmp_path):
     picture.rename(picture.with_suffix(".txt"))
     with pytest.raises(missing.MissingData, match=r"^images: Found no valid file for the classes dog.* Looked in "):
         choose(pictures, augment()).load()
+
+
+def test_grey_of_sixteen_bits_is_not_clipped(pictures, tmp_path):
+    levels = np.array([[0, 255], [32768, 65535]], dtype=np.uint16)
+    Image.fromarray(levels).save(tmp_path / "grey.png")
+    assert np.asarray(read(str(tmp_path / "grey.png")))[..., 0].tolist() == [[0, 0], [128, 255]]
+
+
+def test_a_picture_that_cannot_be_used_is_named(pictures, tmp_path):
+    Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(tmp_path / "float.tiff")
+    with pytest.raises(missing.MissingData, match=r"float.tiff: pixels of 32 bits"):
+        read(str(tmp_path / "float.tiff"))
+    picture = tmp_path / "train" / "dog" / "1.png"
+    picture.write_bytes(picture.read_bytes()[:-30])
+    train, _ = choose(pictures, augment()).load()
+    with pytest.raises(missing.MissingData, match=r"dog/1.png: .*truncated"):
+        list(train)
 
 
 def test_imagenet_has_a_thousand_classes(pictures, tmp_path):

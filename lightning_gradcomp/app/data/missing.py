@@ -41,6 +41,8 @@ def check(data: Data) -> None:
         if different := set(train) ^ set(val):
             some = ", ".join(sorted(different)[:3])
             raise missing(data, f"train/ and val/ have different classes ({len(different)}, such as {some})")
+        if len(train) == 1:
+            raise missing(data, f"one class alone, {train[0]}")
         for folder in (root / part / name for part in ("train", "val") for name in train):
             if not any(path.is_file() for path in folder.rglob("*")):
                 raise missing(data, f"no image in {folder.relative_to(root)}")

@@ -15,6 +15,9 @@ from lightning_gradcomp.errors import refusal
 MOST_PROCESSES = 65536
 """Processes a node, and nodes, above which a number is taken for a mistake."""
 
+EMA_STEPS = 32
+"""Optimizer steps between updates of the moving average, unless given."""
+
 MODELS = ("resnet18", "resnet50", "swin_mini", "swin_t")
 
 
@@ -46,8 +49,11 @@ class Model:
             one_of("model.library", self.library, LIBRARIES)
         if self.library == "timm" and not find_spec("timm"):
             raise ValueError("needs a package for model=timm: pip install timm (missing: timm)")
-        if self.library == "custom" and not re.fullmatch(r"[\w.]+:\w+", self.target or ""):
-            raise refusal("model.target", self.target, "module:Name, of a class or function")
+        if self.library == "custom":
+            if not re.fullmatch(r"[\w.]+:\w+", self.target or ""):
+                raise refusal("model.target", self.target, "module:Name, of a class or function")
+        elif self.target is not None:
+            raise refusal(f"model.target with model={self.library or self.name}", self.target, "null; or model=custom")
 
 
 @dataclass(kw_only=True)
@@ -177,7 +183,7 @@ class Trainer:
     channels_last: bool = False
     compile: bool = False
     ema_decay: float | None = None
-    ema_every_n_steps: int = 32
+    ema_every_n_steps: int = EMA_STEPS
     accumulate_grad_batches: int
     gradient_clip_val: float | None = None
     deterministic: bool
@@ -211,5 +217,8 @@ class Trainer:
         whole("trainer.ema_every_n_steps", self.ema_every_n_steps, 1)
         if (decay := self.ema_decay) is not None and not 0 < decay < 1:
             raise refusal("trainer.ema_decay", decay, "0 < ema_decay < 1, or null")
+        if decay is None and self.ema_every_n_steps != EMA_STEPS:
+            allowed = f"{EMA_STEPS}; others with trainer.ema_decay"
+            raise refusal("trainer.ema_every_n_steps without trainer.ema_decay", self.ema_every_n_steps, allowed)
         if (clip := self.gradient_clip_val) is not None and not 0 < clip < inf:
             raise refusal("trainer.gradient_clip_val", clip, "a finite norm above 0, or null")
