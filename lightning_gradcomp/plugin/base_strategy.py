@@ -121,6 +121,11 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
         """Whether this rank can't count on the others."""
         return self.lightning_module is None or interrupted(self.lightning_module)
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        with self.explained("at the end of training"):
+            self.rank_states.remove_on_every_disk()
+
     def remove_checkpoint(self, filepath: Any) -> None:
         """As DDP's, with the files beside it."""
         super().remove_checkpoint(filepath)

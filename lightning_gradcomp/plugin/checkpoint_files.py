@@ -88,6 +88,10 @@ def _in_short(error: Exception) -> str:
     return first.partition(". ")[0]
 
 
+LETTERS = str.maketrans("0123456789", "ghijklmnop")
+"""No digits: Lightning takes all of those in "hpc_ckpt_1.ckpt.ranks-..." for the version of SLURM's checkpoint."""
+
+
 class Sidecars:
     """Writes, reads and removes sidecar files, on any filesystem that fsspec knows.
 
@@ -110,7 +114,7 @@ class Sidecars:
             ExchangeFailed: another rank is lost; it names rank, `steps` and the phase.
         """
         with explained(steps, "saving a checkpoint"):
-            token: list[Any] = [uuid.uuid4().hex[:12]]
+            token: list[Any] = [uuid.uuid4().hex[:12].translate(LETTERS)]
             dist.broadcast_object_list(token, src=0)
         folder, rank = f"{checkpoint}.ranks-{token[0]}", dist.get_rank()
         self.io.save_checkpoint({"token": token[0], "rank": rank, "state": state}, _file(folder, rank))

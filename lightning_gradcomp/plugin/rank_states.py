@@ -86,6 +86,8 @@ class RankStates:
 
     def __init__(self, mode: str, sidecars: Sidecars, nodes: int) -> None:
         self.mode, self.sidecars, self.nodes = mode, sidecars, nodes
+        self._removed: list[Any] = []
+        """Paths of checkpoints that rank 0 has removed, and the others don't know of."""
         self._accumulated: dict[str, torch.Tensor] = {}
 
     def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> list[State]:
@@ -99,6 +101,7 @@ class RankStates:
         saved: State = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
         states: list[State] = [state]
         if mode == "sidecar":
+            self.remove_on_every_disk()
             saved["sidecars"] = self.sidecars.write(state, path, averager.steps)
         elif mode == "mean":
             saved["mean"] = mean_over_ranks(state, averager)
@@ -127,8 +130,21 @@ class RankStates:
             self.sidecars.remove_old(path, keep)
 
     def after_removing(self, path: Any) -> None:
-        """The checkpoint was removed: remove its sidecars."""
-        self.sidecars.remove_old(path, keep=None)
+        """Rank 0 has removed the checkpoint: it removes the sidecars too.
+
+        Other ranks, which are asked to remove the checkpoint that is the worst by a metric of their own, do nothing.
+        """
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.sidecars.remove_old(path, keep=None)
+            self._removed.append(path)
+
+    def remove_on_every_disk(self) -> None:
+        """Remove the sidecars of what rank 0 has removed, on the disks of other nodes too. A collective call."""
+        removed = [self._removed]
+        dist.broadcast_object_list(removed, src=0)
+        for path in removed[0]:
+            self.sidecars.remove_old(path, keep=None)
+        self._removed = []
 
     def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: GradientAverager) -> None:
         """Load this rank's state into `averager`; the mean of all ranks' where their number has changed.
@@ -223,5 +239,6 @@ def mean_over_ranks(state: State, averager: GradientAverager) -> State:
 
 
 def name_of(averager: GradientAverager) -> str:
-    """The name of the averager's compressor."""
-    return next(entry.name for entry in entries() if entry.cls is type(averager.compressor))
+    """The name of the averager's compressor; that of its base, for a class which is not registered."""
+    names = {entry.cls: entry.name for entry in entries()}
+    return next(names[cls] for cls in type(averager.compressor).__mro__ if cls in names)

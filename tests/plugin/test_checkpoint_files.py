@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import warnings
 from importlib.metadata import version
@@ -195,11 +196,21 @@ def test_one_path_has_one_folder_and_none_once_removed(saved, tmp_path):
         trainer.save_checkpoint(path)
         folder = beside(path)
         assert torch.load(path, weights_only=True)[KEY]["sidecars"] == folder.name
+        assert not re.search(r"\d", folder.name)  # "hpc_ckpt_1.ckpt.ranks-2" is version 12 to Lightning
         assert [file.name for file in folder.iterdir()] == ["rank-0.ckpt"]
         seen.add(folder)
     assert len(seen) == 3
     trainer.strategy.remove_checkpoint(path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_class_that_is_not_registered_is_saved_as_its_base(saved, tmp_path):
+    class Mine(lgc.OneBit):
+        pass
+
+    trainer = fit(strategy=lgc.CompressedDDPStrategy(Mine()), epochs=2)
+    trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    assert torch.load(tmp_path / "mine.ckpt", weights_only=True)[KEY]["compressor"] == "onebit"
 
 
 def test_a_validation_after_a_fit_does_not_cost_the_state(saved, tmp_path):
