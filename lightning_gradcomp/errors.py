@@ -16,10 +16,14 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def refusal(what: str, got: Any, allowed: str) -> ValueError:
+class Refused(ValueError):
+    """What was asked for can't be done; the message says what is allowed."""
+
+
+def refusal(what: str, got: Any, allowed: str) -> Refused:
     """The error for an option or a combination that can't be honoured.
 
     >>> str(refusal("DGC.sparsity", 1.5, "0 <= sparsity < 1"))
     'DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1'
     """
-    return ValueError(f"{what}: got {got!r}, allowed: {allowed}")
+    return Refused(f"{what}: got {got!r}, allowed: {allowed}")

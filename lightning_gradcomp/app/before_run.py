@@ -71,13 +71,22 @@ class BeforeRun(Callback):
         """For Hydra's basic sweeper: others choose a job by the results of those before it."""
         with _refusals_end_it(config):
             if config.hydra.sweeper._target_ == BASIC:
+                folders: set[Path] = set()
                 for number, words in enumerate(_jobs(config)):
                     job = GlobalHydra.instance().config_loader().load_sweep_config(config, words)
-                    folder = Path(config.hydra.sweep.dir) / str(number)
+                    with read_write(job.hydra.job):
+                        job.hydra.job.num, job.hydra.job.id = number, f"{job.hydra.job.name}_{number}"
+                    HydraConfig.instance().set_config(job)
+                    folder = Path(config.hydra.sweep.dir) / job.hydra.sweep.subdir
                     try:
                         prepare(_without_hydra(job), folder, sweep=True)
+                        if folder in folders:
+                            allowed = "a folder for each job, such as ${hydra.job.num}"
+                            raise refusal("hydra.sweep.subdir", job.hydra.sweep.subdir, allowed)
                     except ValueError as error:
                         raise ValueError(f"{error} (job {number} of the sweep: {' '.join(words)})") from error
+                    folders.add(folder)
+                HydraConfig.instance().set_config(config)
             _set_folder(config, "sweep")
 
 
@@ -114,6 +123,8 @@ def _set_folder(config: DictConfig, kind: str) -> None:
     node = config.hydra[kind]
     values: Any = OmegaConf.to_container(node, resolve=False)
     if "${now:" not in values["dir"]:
+        if kind == "run":
+            run_folder.check_origin(Path(node.dir))
         run_folder.lock(Path(node.dir))
         return
     folder = str(run_folder.create(Path(node.dir)))

@@ -183,7 +183,11 @@ def report_on(folder: Path) -> None:
 
 def redact_files_of_hydra(folder: Path) -> None:
     """Take secrets out of what Hydra has written: the words of the command line, and what they compose to."""
-    for path in [*folder.glob(".hydra/*.yaml"), folder.parent / "multirun.yaml"]:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    sweep = Path(HydraConfig.get().sweep.dir) / "multirun.yaml"
+    for path in [*folder.glob(".hydra/*.yaml"), *([sweep] if HydraConfig.get().mode == RunMode.MULTIRUN else [])]:
         if path.exists() and (shown := redacted(text := path.read_text())) != text:
             path.write_text(shown)
 

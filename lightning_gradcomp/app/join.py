@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_gradcomp.app import run_folder, server_arguments
 from lightning_gradcomp.app.async_job import AsyncJob, device_of
 from lightning_gradcomp.app.config import DistAsync, Run
-from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.data.shared import RankSampler
 from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.sizes import human
@@ -30,7 +29,7 @@ def main() -> None:
     run = run_folder.load(folder)
     try:
         work(run, address)
-    except (ValueError, ConnectionLost, MissingData) as error:
+    except (ValueError, ConnectionLost) as error:
         sys.exit(f"gradcomp: {error}")
 
 

@@ -57,7 +57,7 @@ def devices(options: Trainer) -> tuple[str, int, int]:
     processes.
 
     Raises:
-        ValueError: a GPU is asked for, and there is none.
+        ValueError: a GPU is asked for, and there is none; other numbers than those of a launcher.
     """
     accelerator = options.accelerator
     if accelerator == "cuda" and not torch.cuda.is_available():
@@ -65,7 +65,11 @@ def devices(options: Trainer) -> tuple[str, int, int]:
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     default = torch.cuda.device_count() if accelerator == "cuda" else 2  # 2: the fewest that exchange anything
-    per_node, nodes = launched() or (default, 1)
+    started = launched()
+    per_node, nodes = started or (default, 1)
+    for option, given, there in (("devices", options.devices, per_node), ("num_nodes", options.num_nodes, nodes)):
+        if started and given not in ("auto", there):
+            raise refusal(f"trainer.{option}", given, f"auto, or the {there} that torchrun or SLURM has started")
     if options.devices != "auto":
         per_node = options.devices
     if options.num_nodes != "auto":

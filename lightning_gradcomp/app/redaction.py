@@ -10,7 +10,10 @@ SECRET = r"(?:api_?key|token|password|passwd|secret|credential)"
 
 _USER = re.compile(r"(\w://)[^/\s'\"]+@")
 _QUERY = re.compile(rf"([?&;][\w.-]*{SECRET}[\w.-]*=)[^&;\s'\"]+", re.IGNORECASE)
-_OPTION = re.compile(rf"({SECRET}\w*(?:: got |=|: ))(?!null\b|None\b)('[^']*'|\"[^\"]*\"|[^\s,}}]+)", re.IGNORECASE)
+_OPTION = re.compile(
+    rf"({SECRET}\w*(?:: got |=|: ))(?!(?:null|none|true|false)\b)('[^']*'|\"[^\"]*\"|[^\s,}}]+)",
+    re.IGNORECASE,
+)
 
 
 def redacted(text: str) -> str:

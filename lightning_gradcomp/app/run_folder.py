@@ -13,13 +13,15 @@ from typing import Any
 import yaml
 
 from lightning_gradcomp.app import processes
-from lightning_gradcomp.app.config import HSDP, ONE_CLASS, Run, classes, name_of
+from lightning_gradcomp.app.config import HSDP, ONE_CLASS, DistAsync, Run, classes, name_of
 from lightning_gradcomp.app.redaction import redacted_options
 from lightning_gradcomp.errors import refusal
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
 """A file in the folder that is locked (`flock`) while a run writes there."""
+WRITTEN = (CONFIG, "summary.json", "evaluation.json", "metrics.csv", "report.md", "checkpoints", "secret")
+"""Names in it that a run replaces, or some of them."""
 
 LOGGER = "GRADCOMP_LOGGER"
 """Environment variable."""
@@ -45,6 +47,13 @@ def create(folder: Path) -> Path:
         lock(found)
         return found
     raise AssertionError
+
+
+def check_origin(folder: Path) -> None:
+    """ValueError where `folder` has files that a run would replace, and is not a run's."""
+    if not (folder / LOCK).exists() and (found := [name for name in WRITTEN if (folder / name).exists()]):
+        got = f"{folder}, with {', '.join(found)} that no run has written"
+        raise refusal("hydra.run.dir", got, "a new folder, or that of a run")
 
 
 def lock(folder: Path) -> None:
@@ -155,6 +164,8 @@ def _check_fits(run: Run, path: Path, folder: Path) -> None:
         return  # the checkpoint was moved here
     if earlier == folder.resolve():
         raise refusal("hydra.run.dir", str(folder), "another folder than that of ckpt, whose metrics.csv stays")
+    if path.name == "best.ckpt" and not (run.evaluate or isinstance(run.strategy, DistAsync)):
+        raise refusal("ckpt", str(path), "last.ckpt, to resume from: best.ckpt holds weights alone, for evaluate=true")
     values = values_of(run)
     try:
         config = yaml.safe_load((earlier / CONFIG).read_text())

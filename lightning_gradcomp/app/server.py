@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from lightning_gradcomp.app import run_folder, server_arguments, summary
 from lightning_gradcomp.app.async_job import AsyncJob
 from lightning_gradcomp.app.config import DistAsync, Run
-from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.train import STOPPED
 from lightning_gradcomp.app.trainer import LAST
@@ -45,7 +44,7 @@ def main() -> None:
     run = run_folder.load(folder)
     try:
         server = JobServer(run, folder, address)
-    except (ValueError, OSError, MissingData) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"gradcomp: {error}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(server.welcome(), flush=True)

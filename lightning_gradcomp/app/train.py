@@ -23,13 +23,13 @@ from lightning_gradcomp.app import run_folder, sharding, summary
 from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.config import HSDP, Run
 from lightning_gradcomp.app.data.choose import choose, stand_in
-from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.data.source import Source
 from lightning_gradcomp.app.data.transforms import mixer
 from lightning_gradcomp.app.models import build as build_model
 from lightning_gradcomp.app.processes import devices, hide_known_messages
 from lightning_gradcomp.app.trainer import LAST, build_trainer, keeps
+from lightning_gradcomp.errors import Refused
 from lightning_gradcomp.plugin import CommunicationMonitor
 
 DRY_BATCH = 2
@@ -51,7 +51,7 @@ def main() -> None:
         sys.exit(f"gradcomp: {error}")
     try:
         (evaluate if run.evaluate else train)(run, folder, parts)
-    except MissingData as error:
+    except Refused as error:
         sys.exit(f"gradcomp: {error}")
     dist.destroy_process_group()
 

@@ -57,6 +57,7 @@ class Gradients:
             if parameter.is_complex():
                 raise refusal(f"parameter {name!r}", parameter.dtype, "a real floating-point type")
         shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in self._every}
+        compressor.check_names(shapes)
         names = compressor.choose(shapes)
         if shards:
             check_shards(compressor, names & shards.trainable, shards.shapes_on(shards.number - 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -131,6 +131,9 @@ class Compressor(CompressorBase):
         """The names, of all parameters in the model's order, that are compressed when they train."""
         return set()
 
+    def check_names(self, names: Iterable[str]) -> None:
+        """ValueError for an option that names parameters, and none of all `names`."""
+
     def schedule(self) -> Schedule | None:
         """Sparsity as a function of (epoch, step), 0 in dense phases; None: always dense."""
         return None
@@ -195,6 +198,14 @@ class Lossy(Compressor, ABC):
         check_format(f"{what}.dense_values", self.dense_values)
         if not is_whole(self.warmup_epochs) or self.warmup_epochs < 0:
             raise refusal(f"{what}.warmup_epochs", self.warmup_epochs, "a whole number from 0")
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """ValueError for a pattern of `exclude` that no parameter's name fits."""
+        names = list(names)
+        for pattern in self.exclude:
+            if names and not any(fnmatchcase(name, pattern) for name in names):
+                allowed = f"patterns of names of parameters, such as {names[-1]!r}"
+                raise refusal(f"{type(self).__name__}.exclude", pattern, allowed)
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the parameter `name` of this shape is compressed."""

@@ -33,6 +33,19 @@ def cause(error: Exception) -> str:
     return re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". ")[0]
 
 
+def interface(host: str) -> Any:
+    """gloo's device for the interface with the address `host`.
+
+    Raises:
+        ValueError: there is none, as for 0.0.0.0.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    try:
+        return gloo.create_device(hostname=host)
+    except RuntimeError as error:
+        raise refusal("address of a server", host, "that of one of this machine's interfaces") from error
+
+
 class Connection:
     """Two processes that send each other tensors. Blocking; one thread at a time.
 
@@ -48,7 +61,7 @@ class Connection:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=host)]
+        options._devices = [interface(host)]
         self._other, self._peer = 1 - rank, peer
         self._group: Any = self._do("connecting", lambda: gloo(store, rank, 2, options))
 
@@ -79,7 +92,7 @@ class Listener:
     """Where workers find a server.
 
     Args:
-        host: the address of the interface to listen on.
+        host: the address of the interface to listen on, one that workers reach.
         port: 0 is any.
         secret: what workers must know.
         timeout: of connections.
@@ -88,6 +101,7 @@ class Listener:
     def __init__(self, host: str, port: int, secret: str, timeout: timedelta) -> None:
         if not secret:
             raise refusal("secret", secret, "a word that workers have to know")
+        interface(host)  # raises
         listening = socket.create_server((host, port))
         self._host, self._secret, self._timeout = host, secret, timeout
         self.address = f"{host}:{listening.getsockname()[1]}"

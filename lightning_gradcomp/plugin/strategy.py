@@ -42,6 +42,7 @@ from lightning_gradcomp.plugin.validation import (
     check_callbacks,
     check_clipping,
     check_gradients,
+    check_names,
     check_optimizers,
     check_options,
     corrected,
@@ -116,6 +117,7 @@ class CompressedDDPStrategy(BaseStrategy):
             allowed = "True or False: it calls DDP's hook with something else"
             raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
         check_callbacks(self, trainer)
+        check_names(self.compressor, module)
 
     def configure_ddp(self) -> None:
         module = self.lightning_module

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
 from lightning_gradcomp.averaging.workers import all_gather_single
 from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.clipping import clips
 
@@ -74,6 +75,12 @@ def check_clipping(
     if compressor.clip_norm is not None:
         allowed = f"one of {name}(clip_norm=...) and Trainer(gradient_clip_val=...), which mean the same here"
         raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
+
+
+def check_names(compressor: Compressor, module: LightningModule) -> None:
+    """ValueError for an option that names parameters which `module` does not have, where it has them by now."""
+    if not is_overridden("configure_model", module):
+        compressor.check_names(plain_name(name) for name, _ in module.named_parameters())
 
 
 def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:

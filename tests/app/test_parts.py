@@ -298,7 +298,13 @@ def test_ranks_and_devices_from_the_environment(environment, elsewhere, first, a
         monkeypatch.setenv(name, value)
     assert (processes.started_by_launcher(), processes.is_rank_zero()) == (elsewhere, first)
     assert processes.devices(trainer("auto", "auto")) == ("cpu", *auto)
-    assert processes.devices(trainer(3, 1)) == ("cpu", 3, 1)
+    assert processes.devices(trainer(*auto)) == ("cpu", *auto)
+    if processes.launched() is None:
+        assert processes.devices(trainer(3, 2)) == ("cpu", 3, 2)
+        return
+    for option, wrong in (("devices", (9, auto[1])), ("num_nodes", (auto[0], 9))):
+        with pytest.raises(ValueError, match=rf"^trainer\.{option}: got 9, allowed: auto, or the \d that torchrun or"):
+            processes.devices(trainer(*wrong))
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

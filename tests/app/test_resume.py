@@ -53,6 +53,7 @@ def test_a_folder_or_a_file_is_taken_by_its_name(tmp_path):
     ("overrides", "sentence"),
     [
         (["ckpt=best"], "ckpt: got 'best', allowed: last, to resume from"),
+        (["ckpt=a/checkpoints/best.ckpt"], "ckpt: got 'a/checkpoints/best.ckpt', allowed: last.ckpt, to resume from"),
         (["ckpt=nowhere"], "ckpt: got 'nowhere', allowed: last, best, the folder of a run"),
         (["ckpt=last", "model=resnet50"], "model: got 'resnet50', allowed: resnet18, as in ckpt's run"),
         (["ckpt=last", "model=resnet50", "evaluate=true"], "model: got 'resnet50', allowed: resnet18"),
@@ -61,7 +62,8 @@ def test_a_folder_or_a_file_is_taken_by_its_name(tmp_path):
         (["ckpt=last", "trainer.max_epochs=10"], "trainer.max_epochs: got 10, allowed: more than the 10 that ckpt has"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch, overrides, sentence):
+    monkeypatch.chdir(tmp_path)
     earlier(tmp_path, "a", epochs=10)
     with pytest.raises(ValueError) as refused:
         resolved(tmp_path, *overrides)

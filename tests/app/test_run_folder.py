@@ -42,6 +42,29 @@ def test_a_folder_in_use_is_refused(command, tmp_path):
         assert [run.seed for _, run in command("hydra.run.dir=mine", f"seed={seed}")[1]] == [seed]
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "metrics.csv"])
+def test_a_folder_with_files_of_the_user_s_is_refused(command, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    code, trained = command("hydra.run.dir=.")
+    assert code.startswith(f"gradcomp: hydra.run.dir: got '., with {name} that no run has written'") and not trained
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_jobs_of_a_sweep_have_folders_of_their_own(command, tmp_path):
+    words = ("-m", "compressor=dgc", "seed=0,1", "hydra.sweep.dir=sweep")
+    code, trained = command(*words, "hydra.sweep.subdir='${hydra:runtime.choices.compressor}'")
+    assert code == (
+        "gradcomp: hydra.sweep.subdir: got 'dgc', allowed: a folder for each job, such as ${hydra.job.num} "
+        "(job 1 of the sweep: compressor=dgc seed=1)"
+    )
+    assert not trained and not list(tmp_path.iterdir())
+    code, trained = command(*words, "hydra.sweep.subdir='seeds/${seed}'")
+    assert code == 0 and [folder.relative_to(tmp_path) for folder, _ in trained] == [
+        Path("sweep/seeds/0"),
+        Path("sweep/seeds/1"),
+    ]
+
+
 def test_no_job_starts_where_a_later_one_is_wrong(command, tmp_path):
     code, trained = command("-m", "compressor=dgc", "compressor.sparsity=0.9,1.5")
     assert code == (
@@ -75,6 +98,8 @@ def test_secrets_reach_the_logger_and_no_file(command, tmp_path, monkeypatch, wo
         ("logger.api_key=abc", "logger.api_key=***"),
         ("logger.token: got 'abc', allowed: mode", "logger.token: got ***, allowed: mode"),
         ("tokens", "tokens"),
+        ("model.options.class_token=false", "model.options.class_token=false"),
+        ("password=5", "password=***"),
     ],
 )
 def test_what_is_redacted(text, shown):

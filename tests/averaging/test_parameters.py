@@ -187,6 +187,11 @@ def test_a_model_with_nothing_to_compress_trains_as_in_ddp():
     assert float((got[0] - run_ranks(2, ddp)[0]).abs().max()) <= 1e-6
 
 
+def test_a_pattern_that_fits_no_parameter_is_refused():
+    with pytest.raises(ValueError, match=r"DGC.exclude: got 'kernels', allowed: patterns of names .*, such as '"):
+        averaged(Table(), None, dgc(exclude=["ker*", "kernels"]))
+
+
 def test_excluded_parameters_travel_whole():
     def work(rank, group):
         model = Table()

@@ -32,14 +32,17 @@ class SecondOrder(Net):
         return torch.optim.LBFGS(self.parameters())
 
 
-def check_refused(monkeypatch, message, make, compressor, **options):
+KINDS = {"compressed": lgc.CompressedDDPStrategy, "delayed": lgc.DelayedStrategy, "async": lgc.AsyncStrategy}
+
+
+def check_refused(monkeypatch, message, make, compressor, kind="compressed", **options):
     """`message` is raised, and no process was started."""
 
     def start(*args):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(launchers.SubprocessLauncher, "_call_children_scripts", start)
-    strategy = lgc.CompressedDDPStrategy(compressor=compressor)
+    strategy = KINDS[kind](compressor=compressor)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **QUIET, **options)
     with pytest.raises(ValueError, match=message):
         trainer.fit(make(), torch.zeros(4, 4))
@@ -48,6 +51,12 @@ def check_refused(monkeypatch, message, make, compressor, **options):
 def test_clipping_by_value(monkeypatch):
     message = r"Trainer\(gradient_clip_algorithm\) with DGC: got 'value', allowed: norm"
     check_refused(monkeypatch, message, Net, "dgc", gradient_clip_val=1.0, gradient_clip_algorithm="value")
+
+
+@pytest.mark.parametrize("strategy", ["compressed", "delayed", "async"])
+def test_a_pattern_that_fits_no_name(monkeypatch, strategy):
+    message = r"OneBit.exclude: got 'head.\*', allowed: patterns of names of parameters, such as 'layer.bias'"
+    check_refused(monkeypatch, message, Net, lgc.OneBit(exclude=["layer.*", "head.*"]), kind=strategy)
 
 
 def test_two_thresholds(monkeypatch):

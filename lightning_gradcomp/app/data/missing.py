@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_gradcomp.app.options.data import CIFAR10, Data, Files, ImageFolder, ImageNet
+from lightning_gradcomp.errors import Refused
 
 CIFAR10_FOLDER = "cifar-10-batches-py"
 """torchvision's, and the archive's."""
@@ -20,7 +21,7 @@ HOW: dict[type[Data], str] = {
 NAMES: dict[type[Data], str] = {CIFAR10: "CIFAR-10", ImageNet: "ImageNet", ImageFolder: "images"}
 
 
-class MissingData(ValueError):
+class MissingData(Refused):
     """Files that are missing, or can't be used."""
 
 
