@@ -41,6 +41,9 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--process"]:
         from importlib import import_module
 
-        import_module(PROCESSES[sys.argv[2]]).main()
+        try:
+            import_module(PROCESSES[sys.argv[2]]).main()
+        except KeyboardInterrupt:  # the command that started this process says so
+            sys.exit(130)
     else:
         main()

@@ -71,22 +71,7 @@ class BeforeRun(Callback):
         """For Hydra's basic sweeper: others choose a job by the results of those before it."""
         with _refusals_end_it(config):
             if config.hydra.sweeper._target_ == BASIC:
-                folders: set[Path] = set()
-                for number, words in enumerate(_jobs(config)):
-                    job = GlobalHydra.instance().config_loader().load_sweep_config(config, words)
-                    with read_write(job.hydra.job):
-                        job.hydra.job.num, job.hydra.job.id = number, f"{job.hydra.job.name}_{number}"
-                    HydraConfig.instance().set_config(job)
-                    folder = Path(config.hydra.sweep.dir) / job.hydra.sweep.subdir
-                    try:
-                        prepare(_without_hydra(job), folder, sweep=True)
-                        if folder in folders:
-                            allowed = "a folder for each job, such as ${hydra.job.num}"
-                            raise refusal("hydra.sweep.subdir", job.hydra.sweep.subdir, allowed)
-                    except ValueError as error:
-                        raise ValueError(f"{error} (job {number} of the sweep: {' '.join(words)})") from error
-                    folders.add(folder)
-                HydraConfig.instance().set_config(config)
+                _prepare_jobs(config)
             _set_folder(config, "sweep")
 
 
@@ -104,6 +89,29 @@ def _without_hydra(config: DictConfig) -> DictConfig:
     with read_write(found), open_dict(found):
         del found["hydra"]
     return found
+
+
+def _prepare_jobs(config: DictConfig) -> None:
+    """`prepare` each job of a sweep; none shares its folder with another.
+
+    Raises:
+        ValueError: what can't be honoured, and in which job.
+    """
+    subdirs: set[str] = set()
+    for number, words in enumerate(_jobs(config)):
+        job = GlobalHydra.instance().config_loader().load_sweep_config(config, words)
+        with read_write(job.hydra.job):
+            job.hydra.job.num, job.hydra.job.id = number, f"{job.hydra.job.name}_{number}"
+        HydraConfig.instance().set_config(job)  # for ${hydra:...} in the name of its folder
+        try:
+            subdir = job.hydra.sweep.subdir
+            prepare(_without_hydra(job), Path(config.hydra.sweep.dir) / subdir, sweep=True)
+            if subdir in subdirs:
+                raise refusal("hydra.sweep.subdir", subdir, "a folder for each job, such as ${hydra.job.num}")
+        except ValueError as error:
+            raise ValueError(f"{error} (job {number} of the sweep: {' '.join(words)})") from error
+        subdirs.add(subdir)
+    HydraConfig.instance().set_config(config)
 
 
 def _jobs(config: DictConfig) -> list[list[str]]:

@@ -98,6 +98,11 @@ class Ramp:
         return list(accumulate(math.ceil(round(1 / (1 - level), 6)) for level in self.levels))  # 1 / (1 - 0.9) > 10
 
     @property
+    def periods(self) -> int:
+        """How many come before `final`."""
+        return self.dense + (self._ends[-1] if self.levels else 0)
+
+    @property
     def counts_epochs(self) -> bool:
         """Whether the sparsity depends on the epoch at all."""
         return self.by == "epoch" and bool(self.dense or self.levels)

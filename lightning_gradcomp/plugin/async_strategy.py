@@ -102,7 +102,6 @@ class AsyncStrategy(BaseStrategy):
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
-        check_names(self.compressor, module)
         self._check_sidecars()
         if self._layer_sync is not None:
             raise refusal("sync_batchnorm with AsyncStrategy", True, "False: it waits for the network in each forward")
@@ -114,7 +113,7 @@ class AsyncStrategy(BaseStrategy):
         if len(optimizers) > 1:
             raise refusal("optimizers with AsyncStrategy", len(optimizers), "1, which servers step")
         for optimizer in optimizers:
-            built(self.compressor, optimizer)
+            check_names(built(self.compressor, optimizer), module)
             if self.pull is not None:
                 built(self.pull, optimizer)
 

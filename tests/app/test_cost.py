@@ -1,10 +1,14 @@
 """The cost model against exchanges that are played out, against figures worked out by hand, and its laws."""
 
+from collections import Counter
+
 import pytest
 
 from lightning_gradcomp.app.plan import cost
 from lightning_gradcomp.app.plan.cost import Link, Work, compressed_seconds, dense_seconds, exposed
+from lightning_gradcomp.app.plan.forecast import steps_at
 from lightning_gradcomp.averaging.workers import SHORT, SHORT_SUM
+from lightning_gradcomp.compressors.schedules import Ramp
 from tests.threads import short_sum
 
 LINK = Link(latency=1e-3, bandwidth=1e8)
@@ -151,3 +155,22 @@ def test_bandwidth_to_hide_is_the_least_that_does(workers):
 
 def test_no_bandwidth_hides_what_waits_too_often():
     assert cost.bandwidth_to_hide(1000, 64, 1e-3, 0.1) == float("inf")
+
+
+@pytest.mark.parametrize(
+    "ramp",
+    [
+        Ramp((0.5, 0.75), 0.9, dense=1),
+        Ramp((0.5,), 0.9, by="step"),
+        Ramp((0.5, 0.75, 0.5), 0.9, by="coverage"),
+        Ramp((), 0.9),
+    ],
+)
+@pytest.mark.parametrize("epochs", [1, 2, 9])
+def test_the_steps_of_a_run_are_counted_by_sparsity(ramp, epochs):
+    each = Counter(ramp(step // 3, step) for step in range(3 * epochs))
+    assert steps_at(ramp, epochs, 3) == each == steps_at(lambda epoch, step: ramp(epoch, step), epochs, 3)
+
+
+def test_a_long_run_is_counted_at_once():
+    assert steps_at(Ramp((0.5,), 0.9), 2**20, 2**30) == {0.5: 2**30, 0.9: (2**20 - 1) * 2**30}

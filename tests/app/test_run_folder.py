@@ -76,7 +76,14 @@ def test_no_job_starts_where_a_later_one_is_wrong(command, tmp_path):
     assert code == 0 and [run.compressor.sparsity for _, run in trained] == [0.9, 0.99]
 
 
-@pytest.mark.parametrize("words", [[], ["logger.tracking_uri='https://user:hunter2@host/?token=hunter2'"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["logger.tracking_uri='https://user:hunter2@host/?token=hunter2'"],
+        ["logger.tracking_uri='https://user:hunter2@host/?token=hunter2'", "hydra.sweep.subdir='a/${hydra.job.num}'"],
+    ],
+)
 def test_secrets_reach_the_logger_and_no_file(command, tmp_path, monkeypatch, words):
     monkeypatch.setattr(logger, "find_spec", lambda name: name)
     uri = "https://user:hunter2@host/?token=hunter2"

@@ -15,7 +15,7 @@ from lightning_gradcomp import NoCompression
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.clocks import Clocks
-from lightning_gradcomp.parameter_server.connection import ConnectionLost, connect
+from lightning_gradcomp.parameter_server.connection import ConnectionLost, Listener, connect
 from lightning_gradcomp.parameter_server.messages import Request
 from lightning_gradcomp.parameter_server.server import ParameterServer
 from lightning_gradcomp.parameter_server.shard import Push, ServerShard, codec_of, parts
@@ -461,3 +461,10 @@ def test_parts_cover_every_parameter_once():
         assert sorted(names) == sorted(n for n, _ in model.named_parameters())
         starts = [part.start for part in parts(layout, dense, servers)]
         assert all(a <= b for a, b in pairwise(starts))
+
+
+def test_an_address_that_is_no_interface_s_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^address of a server: got '0.0.0.0', allowed: that of one of this machine's"
+    ):
+        Listener("0.0.0.0", 0, SECRET, TIMEOUT)

@@ -19,7 +19,7 @@ from lightning_gradcomp.averaging.topology import SHARDED
 from lightning_gradcomp.averaging.traffic import messages, traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
-from lightning_gradcomp.compressors.schedules import Schedule
+from lightning_gradcomp.compressors.schedules import Ramp, Schedule
 
 RING = "ring"
 """The topology of dense gradients."""
@@ -82,7 +82,14 @@ def steps_at(schedule: Schedule | None, epochs: int, steps: int) -> Counter[floa
     """
     if schedule is None:
         return Counter({None: epochs * steps})
-    return Counter(schedule(step // steps, step) for step in range(epochs * steps))
+    if not isinstance(schedule, Ramp):
+        return Counter(schedule(step // steps, step) for step in range(epochs * steps))
+    periods, each = (epochs, steps) if schedule.by == "epoch" else (epochs * steps, 1)
+    first = min(schedule.periods, periods)
+    counts: Counter[float | None] = Counter({schedule.final: (periods - first) * each})
+    for period in range(first):
+        counts[schedule(period, period)] += each
+    return +counts
 
 
 class MetaModel(nn.Module):
