@@ -56,7 +56,7 @@ def test_clipping_by_value(monkeypatch):
 @pytest.mark.parametrize("strategy", ["compressed", "delayed", "async"])
 def test_a_pattern_that_fits_no_name(monkeypatch, strategy):
     message = r"OneBit.exclude: got 'head.\*', allowed: patterns of names of parameters, such as 'layer.bias'"
-    check_refused(monkeypatch, message, Net, lgc.OneBit(exclude=["layer.*", "head.*"]), kind=strategy)
+    check_refused(monkeypatch, message, Net, lgc.OneBit(exclude=["layer.*", "head.*"], warmup_epochs=0), kind=strategy)
 
 
 def test_two_thresholds(monkeypatch):
