@@ -27,7 +27,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 log = logging.getLogger(__name__)
-LOST = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed? ?out|application timeout", re.IGNORECASE)
+LOST = re.compile(r"gloo|nccl|\bconnection|\bsocket|broken pipe|\btimed? ?out", re.IGNORECASE)
 """What the messages of torch.distributed about lost peers have in common; gloo's are plain RuntimeErrors."""
 TIMEOUT = timedelta(minutes=5)
 """How long to wait for other ranks by default: torch's 30 minutes are long for ranks that have died, or hang."""
@@ -60,7 +60,9 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether `error` is torch.distributed's about a rank that can't be reached."""
     if not isinstance(error, RuntimeError) or not LOST.search(str(error)) or not dist.is_initialized():
         return False
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if modules and modules[-1] == "torch.nn.modules.module":  # load_state_dict: 'Missing key "net.connection.weight"'
+        return False
     return not any(module.startswith("torch.utils.data") for module in modules)  # "DataLoader timed out"
 
 

@@ -123,9 +123,9 @@ class AsyncStrategy(BaseStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         sigterm.restore_handler(trainer)
-        self.averager = self.server = None  # of an earlier fit
         if trainer.state.fn != TrainerFn.FITTING:
-            return
+            return  # with what an earlier fit has left, which a checkpoint may still be made of
+        self.averager = self.server = None
         assert self.lightning_module is not None
         module, [optimizer] = self.lightning_module, self.optimizers
         timeout = timedelta(seconds=self._timeout.total_seconds())  # type: ignore[union-attr]

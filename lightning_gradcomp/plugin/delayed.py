@@ -96,6 +96,9 @@ class DelayedStrategy(BaseStrategy):
         if error_decay is None and checkpoint_state != "auto":
             allowed = "'auto': without error_decay a drain leaves nothing that a rank alone remembers"
             raise refusal("DelayedStrategy.checkpoint_state", checkpoint_state, allowed)
+        if participation < 1 and checkpoint_state == "mean":
+            allowed = "auto, gather, sidecar or drop: a rank that has not taken part yet has no moments"
+            raise refusal("DelayedStrategy.checkpoint_state with participation below 1", checkpoint_state, allowed)
         self.checkpoint_state = checkpoint_state
         self.rule = {
             "period": period, "delay": delay, "outer": outer, "stale_only": stale_only,

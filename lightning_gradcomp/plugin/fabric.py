@@ -204,7 +204,9 @@ class CompressedFabricStrategy(DDPStrategy):
         if isinstance(state, dict) and _has_optimizer(state):
             self._loaded = {KEY: rest.pop(KEY, None)}, path
             if self.averager is not None:
-                self._restore(self.averager)
+                if self._loaded[0][KEY] is None:
+                    self.averager = None  # a new one: nothing that this one remembers stays
+                self._restore(self._averager())
         elif KEY in rest:
             rank_zero_warn(
                 "fabric.load: what the ranks had not sent yet is in the checkpoint, and was not restored. "

@@ -338,9 +338,17 @@ def _replaced(path: Path, barrier: Callable[[], None]) -> Iterator[Path]:
     yield part
     barrier()
     if first:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         if path.exists():
             path.rename(old)
         part.rename(path)
-        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        _remove(old)
     barrier()
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file, or a link alone, as `ModelCheckpoint(save_last="link")` makes one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -97,7 +97,7 @@ class RankStates:
         its own. Others return none.
         """
         state = rank_state(averager, accumulating)
-        mode = self._chosen(averager.world * _size(state, averager)) if self.mode == "auto" else self.mode
+        mode = self._agreed(averager.world * _size(state, averager)) if self.mode == "auto" else self.mode
         saved: State = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
         states: list[State] = [state]
         if mode == "sidecar":
@@ -113,6 +113,12 @@ class RankStates:
         if mode != "drop":
             checkpoint[KEY] = saved
         return states if averager.ranks.rank == 0 else []
+
+    def _agreed(self, total: int) -> str:
+        """What rank 0 chooses. A rank that has rested in all rounds so far has less than others. Collective."""
+        chosen = [self._chosen(total)]
+        dist.broadcast_object_list(chosen, src=0)
+        return chosen[0]
 
     def _chosen(self, total: int) -> str:
         """Where "auto" puts `total` bytes: in sidecars, if gathering them would load a network or rank 0's memory."""

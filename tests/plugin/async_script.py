@@ -134,6 +134,10 @@ if __name__ == "__main__":
         "dgc": outcome(*fit(lgc.AsyncStrategy(**compressed, staleness=1), 3, folder / "dgc", 2)),
     }
     dist.barrier()
+    trainer, model = fit(lgc.AsyncStrategy(**compressed), 1, folder / "validated", 2)
+    trainer.validate(model, batches(), verbose=False)
+    trainer.save_checkpoint(folder / "validated" / "again.ckpt")
+    dist.barrier()
     on = fit(lgc.AsyncStrategy(**compressed), 4, folder / "on", 2, ckpt=folder / "dgc" / "end.ckpt")
     outcomes["resumed"] = outcome(*on)
     free = fit(lgc.AsyncStrategy(staleness=math.inf), 1, folder / "free", 2, model=Unequal())

@@ -129,6 +129,15 @@ def goes_on():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Run("dgc").fabric.load(FOLDER / "dgc.ckpt")
+    fresh = Run("dgc")
+    fresh.fabric.save(FOLDER / "fresh.ckpt", fresh.state)  # nothing is remembered yet
+    fresh.train(2)
+    again = Run("dgc")
+    again.train(3)
+    again.fabric.load(FOLDER / "fresh.ckpt", again.state)
+    again.steps = 0
+    again.train(2)
+    result["from the start"] = apart(again.weights(), fresh.weights())
     return {**result, "warned": [str(warning.message) for warning in caught], "saved_again": saved_again()}
 
 

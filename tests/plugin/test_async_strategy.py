@@ -56,6 +56,13 @@ def test_two_ranks_go_on_from_a_checkpoint(outcome):
     assert outcome["resumed"]["losses"][-1] < outcome["dgc"]["losses"][-1] + 0.2
 
 
+def test_a_validation_after_a_fit_does_not_cost_the_state(outcome, folder):
+    before, after = (torch.load(folder / "validated" / f"{name}.ckpt", weights_only=True) for name in ("end", "again"))
+    torch.testing.assert_close(after["optimizer_states"], before["optimizer_states"], rtol=0, atol=0)
+    ranks, again = (saved["lightning_gradcomp_async"]["lightning_gradcomp"]["ranks"] for saved in (before, after))
+    torch.testing.assert_close([rank["memory"] for rank in again], [rank["memory"] for rank in ranks], rtol=0, atol=0)
+
+
 def test_a_checkpoint_goes_on_in_plain_ddp(outcome, folder, tmp_path):
     saved = torch.load(folder / "none" / "epoch=2.ckpt", weights_only=True)
     momentum = [state["momentum_buffer"] for state in saved["optimizer_states"][0]["state"].values()]

@@ -34,6 +34,10 @@ def test_fabric_goes_on_from_a_checkpoint(outcome, name):
     assert outcome["goes_on"][name] == [0, 0]
 
 
+def test_fabric_forgets_what_is_not_in_a_checkpoint(outcome):
+    assert outcome["goes_on"]["from the start"] == 0
+
+
 def test_fabric_saves_what_it_has_just_loaded(outcome):
     assert outcome["goes_on"]["saved_again"]
 
@@ -66,8 +70,8 @@ def test_fabric_clips_the_average(outcome):
 @pytest.mark.parametrize(
     ("got", "message"),
     [
-        (("clipping", "dgc"), r"ValueError: clipping with DGC: got 'fabric.clip_gradients', allowed: DGC\(clip_norm="),
-        (("torchs_own_optimizer",), r"ValueError: optimizer: got .*SGD.*, allowed: what fabric.setup returns"),
+        (("clipping", "dgc"), r"Refused: clipping with DGC: got 'fabric.clip_gradients', allowed: DGC\(clip_norm="),
+        (("torchs_own_optimizer",), r"Refused: optimizer: got .*SGD.*, allowed: what fabric.setup returns"),
     ],
 )
 def test_fabric_refuses(outcome, got, message):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
@@ -174,5 +175,18 @@ def test_a_data_loaders_timeout_is_no_lost_peer():
             next(iter(DataLoader(Slow())))
         assert not is_lost_peer(caught.value)
         assert is_lost_peer(RuntimeError("Timed out waiting 3000ms for recv operation to complete"))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_missing_key_is_no_lost_peer():
+    """Though its message has "connection" in it."""
+    net = torch.nn.ModuleDict({"connection": torch.nn.Linear(1, 1)})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"connection\.weight") as caught:
+            net.load_state_dict({})
+        assert not is_lost_peer(caught.value)
+        assert not is_lost_peer(RuntimeError("no such layer: skip_connection"))
     finally:
         dist.destroy_process_group()

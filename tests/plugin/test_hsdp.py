@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.plugin.hsdp import _replaced
 from tests.processes import run_world
 
 
@@ -139,3 +140,16 @@ def test_what_can_not_be_honoured_is_refused_before_the_launch(mesh, net, option
 def test_options_that_can_not_be_honoured_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         lgc.CompressedHSDPStrategy(**options)
+
+
+def test_a_link_in_a_checkpoints_place_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    (tmp_path / "step=1.ckpt").mkdir()
+    link = tmp_path / "last.ckpt"
+    link.symlink_to("step=1.ckpt")
+    for name in ("first", "second"):
+        with _replaced(link, lambda: None) as part:
+            part.mkdir()
+            (part / name).touch()
+        assert [path.name for path in link.iterdir()] == [name] and not link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=1.ckpt"]
