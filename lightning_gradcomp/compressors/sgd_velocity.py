@@ -78,9 +78,15 @@ class SparseGradient:
 
     @torch.no_grad()
     def descend(self, parameter: torch.Tensor, lr: float) -> None:
-        """parameter -= lr · gradient, where that is not 0: a thousandth of the memory that a whole step reads."""
-        view, index = locate(self.places, parameter)
-        view[index] = torch.add(view[index], self.values, alpha=-lr)
+        """parameter -= lr · gradient, where that is not 0: a thousandth of the memory that a whole step reads.
+
+        A gradient that somebody has changed takes a whole step, and none takes no step.
+        """
+        if self.still_in(parameter):
+            view, index = locate(self.places, parameter)
+            view[index] = torch.add(view[index], self.values, alpha=-lr)
+        elif parameter.grad is not None:
+            parameter.add_(parameter.grad, alpha=-lr)
 
 
 WITHOUT_MOMENTUM = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
@@ -214,21 +220,25 @@ class SGDVelocity(State):
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """While this is entered, `optimizer` applies neither momentum nor weight decay to the attached parameters.
 
-        Those whose gradients are sparse, and as they were written, are stepped here, where they are not 0.
+        Those whose gradients are sparse, and as they were written, are stepped here, where they are not 0: at the end,
+        since Lightning's `on_before_optimizer_step` may still change a gradient.
         """
         here, sparse, groups = {id(parameter) for parameter in self._parameters}, self._sparse, optimizer.param_groups
-        stepped = set()
-        for group in groups:
-            for parameter in group["params"]:
-                if id(parameter) in sparse and sparse[id(parameter)].still_in(parameter):
-                    sparse[id(parameter)].descend(parameter, float(group["lr"]))
-                    stepped.add(id(parameter))
+        left = [
+            (parameter, sparse[id(parameter)], group)
+            for group in groups
+            for parameter in group["params"]
+            if id(parameter) in sparse and sparse[id(parameter)].still_in(parameter)
+        ]
         self._sparse = {}
-        optimizer.param_groups = [part for group in groups for part in _split(group, here, stepped)]
+        apart = {id(parameter) for parameter, *_ in left}
+        optimizer.param_groups = [part for group in groups for part in _split(group, here, apart)]
         try:
             yield
         finally:
             optimizer.param_groups = groups
+        for parameter, gradient, group in left:
+            gradient.descend(parameter, float(group["lr"]))
 
     def state_dict(self) -> StateDict:
         return {
@@ -241,9 +251,9 @@ class SGDVelocity(State):
         self.started = set(state["momentum"]) & set(self.layout.names)
 
 
-def _split(group: dict[str, Any], here: set[int], stepped: set[int]) -> list[dict[str, Any]]:
-    """An optimizer's group as two, without those in `stepped`: of the parameters in `here`, without momentum and
+def _split(group: dict[str, Any], here: set[int], apart: set[int]) -> list[dict[str, Any]]:
+    """An optimizer's group as two, without those in `apart`: of the parameters in `here`, without momentum and
     decay, and of the others."""
-    ours = [parameter for parameter in group["params"] if id(parameter) in here - stepped]
+    ours = [parameter for parameter in group["params"] if id(parameter) in here - apart]
     others = [parameter for parameter in group["params"] if id(parameter) not in here]
     return [{**group, **WITHOUT_MOMENTUM, "params": ours}, {**group, "params": others}]

@@ -98,6 +98,29 @@ def test_inside_a_sparse_step_momentum_is_not_applied_twice():
     assert steps[-1] == own
 
 
+def test_a_sparse_gradient_may_still_be_changed_inside_the_step():
+    """As in Lightning's `on_before_optimizer_step`, which comes after the average."""
+
+    def work(rank, group):
+        model = Table()
+        optimizer = two_groups(model)
+        averager = GradientAverager(model, dgc(), optimizer=optimizer, process_group=group)
+        averager.schedule = lambda epoch, step: 0.999
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        averager.average()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        with averager.taken_over(optimizer):
+            model.kernel.grad = None
+            model.matrix.grad.mul_(0.5)
+            optimizer.step()
+        return before, model
+
+    before, model = run_ranks(2, work)[0]
+    assert torch.equal(model.kernel, before["kernel"])
+    assert 0 < int((model.matrix.grad != 0).sum()) < 5
+    assert torch.equal(model.matrix, before["matrix"] - 0.02 * model.matrix.grad)
+
+
 def test_the_optimizer_can_be_saved_and_loaded_at_every_step():
     def watch(optimizer, take_step):
         take_step()
