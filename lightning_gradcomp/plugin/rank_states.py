@@ -61,9 +61,14 @@ def all_ranks_present(module: LightningModule | None) -> bool:
 
 def path_of_rank_zero(path: Any) -> Any:
     """Rank 0's `path`: its file is the checkpoint, and sidecars are beside it, whatever others call it. Collective."""
-    paths = [path]
-    dist.broadcast_object_list(paths, src=0)
-    return paths[0]
+    return _of_rank_zero(path)
+
+
+def _of_rank_zero(value: Any) -> Any:
+    """Rank 0's `value`. A collective call."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def rank_state(averager: GradientAverager, accumulating: bool) -> State:
@@ -97,7 +102,9 @@ class RankStates:
         its own. Others return none.
         """
         state = rank_state(averager, accumulating)
-        mode = self._agreed(averager.world * _size(state, averager)) if self.mode == "auto" else self.mode
+        mode = self.mode
+        if mode == "auto":  # a rank that has rested in all rounds so far has less than others
+            mode = _of_rank_zero(self._chosen(averager.world * _size(state, averager)))
         saved: State = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
         states: list[State] = [state]
         if mode == "sidecar":
@@ -113,12 +120,6 @@ class RankStates:
         if mode != "drop":
             checkpoint[KEY] = saved
         return states if averager.ranks.rank == 0 else []
-
-    def _agreed(self, total: int) -> str:
-        """What rank 0 chooses. A rank that has rested in all rounds so far has less than others. Collective."""
-        chosen = [self._chosen(total)]
-        dist.broadcast_object_list(chosen, src=0)
-        return chosen[0]
 
     def _chosen(self, total: int) -> str:
         """Where "auto" puts `total` bytes: in sidecars, if gathering them would load a network or rank 0's memory."""
@@ -146,9 +147,7 @@ class RankStates:
 
     def remove_on_every_disk(self) -> None:
         """Remove the sidecars of what rank 0 has removed, on the disks of other nodes too. A collective call."""
-        removed = [self._removed]
-        dist.broadcast_object_list(removed, src=0)
-        for path in removed[0]:
+        for path in _of_rank_zero(self._removed):
             self.sidecars.remove_old(path, keep=None)
         self._removed = []
 
