@@ -77,6 +77,15 @@ def devices(options: Trainer) -> tuple[str, int, int]:
     return accelerator, per_node, nodes
 
 
+def check_meeting(nodes: int) -> None:
+    """ValueError where ranks of several nodes would wait for each other in vain: without a launcher, they meet only at
+    an address that all have been given."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if nodes > 1 and launched() is None and missing:
+        allowed = f"1; under torchrun or SLURM, or with {' and '.join(missing)} set, more"
+        raise refusal("trainer.num_nodes", nodes, allowed)
+
+
 def run(process: str, *words: str, environment: Mapping[str, str] | None = None) -> int:
     """Run `gradcomp_command.py --process PROCESS WORDS`, and wait for its end: 0, or the code that it failed with.
 

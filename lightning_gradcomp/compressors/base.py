@@ -169,7 +169,7 @@ class Lossy(Compressor, ABC):
         exclude: shell patterns of parameter names that travel uncompressed, e.g. `["head.*"]`.
         warmup_epochs: epochs of dense training before the compression begins.
         dense_values: how tensors that are not compressed are written beside those that are: "fp32", "bf16", "fp16",
-            "int8" or "int2"; what rounding changes is remembered. Where averages travel (PowerSGD), they stay fp32.
+            "int8" or "int2"; what rounding changes is remembered. Where averages travel (PowerSGD), fp32.
         clip_norm: global-norm threshold of the averaged gradient that local clipping stands in for (Lin et al. 2018,
             §3.2): each rank clips its own gradient at √N times it, before anything is added to what it remembers. Dense
             phases clip the average at it. None: off.

@@ -108,6 +108,8 @@ class PowerSGD(Lossy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dense_values != "fp32":
+            raise refusal("PowerSGD.dense_values", self.dense_values, "fp32, in which averages are added")
         if not is_whole(self.rank) or self.rank < 1:
             raise refusal("PowerSGD.rank", self.rank, "a whole number from 1")
         if not is_number(self.min_compression) or self.min_compression < 1:

@@ -333,7 +333,7 @@ def _replaced(path: Path, barrier: Callable[[], None]) -> Iterator[Path]:
     part, old = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.old")
     first = torch.distributed.get_rank() == 0
     if first:
-        shutil.rmtree(part, ignore_errors=True)  # of a run that has not ended its writing
+        _remove(part)  # of a run that has not ended its writing
     barrier()
     yield part
     barrier()

@@ -199,6 +199,7 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
         (["+compressor.foo=1"], "compressor.foo: got 1, allowed: min_elements, exclude"),
         (["+optimizer.foo=1"], "optimizer.foo: got 1, allowed: lr, lr_per_256, weight_decay"),
         (["+foo=1"], "foo: got 1, allowed: seed, topology, inside"),
+        (["compressor=powersgd", "compressor.dense_values=bf16"], "PowerSGD.dense_values: got 'bf16', allowed: fp32"),
         (["compressor.sparsity=1.5"], "DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1"),
         (["optimizer.lr=-1"], "optimizer.lr: got -1.0, allowed: 0 or more"),
         (["optimizer.momentum=1"], "optimizer.momentum: got 1.0"),

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import re
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -305,6 +307,27 @@ def test_ranks_and_devices_from_the_environment(environment, elsewhere, first, a
     for option, wrong in (("devices", (9, auto[1])), ("num_nodes", (auto[0], 9))):
         with pytest.raises(ValueError, match=rf"^trainer\.{option}: got 9, allowed: auto, or the \d that torchrun or"):
             processes.devices(trainer(*wrong))
+
+
+@pytest.mark.parametrize(
+    ("environment", "allowed"),
+    [
+        ({}, "1; under torchrun or SLURM, or with MASTER_ADDR and MASTER_PORT set, more"),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}, "or with MASTER_PORT set, more"),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, None),
+        (TORCHRUN, None),
+        (SLURM, None),
+    ],
+)
+def test_nodes_that_could_not_meet_are_refused(environment, allowed, monkeypatch):
+    for name in (*RANKS, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    processes.check_meeting(1)
+    refused = pytest.raises(ValueError, match=rf"^trainer\.num_nodes: got 2, allowed: .*{re.escape(allowed or '')}$")
+    with refused if allowed else nullcontext():
+        processes.check_meeting(2)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
