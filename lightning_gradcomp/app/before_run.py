@@ -54,7 +54,7 @@ def prepare(config: DictConfig, folder: Path, *, sweep: bool) -> Run:
     if isinstance(run.strategy, HSDP):
         run.strategy.mesh(nodes, per_node)  # raises
     if not run.dry_run:
-        processes.check_meeting(nodes)
+        processes.check_rendezvous(nodes)
         missing.check(run.data)
     run_folder.resolve_checkpoint(run, folder, sweep=sweep)
     return run

@@ -77,7 +77,7 @@ def devices(options: Trainer) -> tuple[str, int, int]:
     return accelerator, per_node, nodes
 
 
-def check_meeting(nodes: int) -> None:
+def check_rendezvous(nodes: int) -> None:
     """ValueError where ranks of several nodes would wait for each other in vain: without a launcher, they meet only at
     an address that all have been given."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

@@ -31,8 +31,8 @@ from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer, built, check_staleness
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.rank_states import path_of_rank_zero
 from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_names
 from lightning_gradcomp.registry import build
 
@@ -257,7 +257,7 @@ class AsyncStrategy(BaseStrategy):
         if "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
             with self.explained("saving a checkpoint"):
                 checkpoint[KEY] = {}
-                filepath = path_of_rank_zero(filepath)
+                filepath = of_rank_zero(filepath)
                 self.rank_states.put_into(checkpoint[KEY], filepath, self.averager, accumulating=False)  # type: ignore[arg-type]
         super().save_checkpoint(checkpoint, filepath, storage_options)
         with self.explained("saving a checkpoint"):

@@ -92,6 +92,14 @@ LETTERS = str.maketrans("0123456789", "ghijklmnop")
 """No digits: Lightning takes all of those in "hpc_ckpt_1.ckpt.ranks-..." for the version of SLURM's checkpoint."""
 
 
+def of_rank_zero(value: Any) -> Any:
+    """Rank 0's `value`. A checkpoint's path, for one: rank 0's file is the checkpoint, and sidecars are beside it,
+    whatever others call it. A collective call."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 class Sidecars:
     """Writes, reads and removes sidecar files, on any filesystem that fsspec knows.
 
@@ -114,10 +122,9 @@ class Sidecars:
             ExchangeFailed: another rank is lost; it names rank, `steps` and the phase.
         """
         with explained(steps, "saving a checkpoint"):
-            token: list[Any] = [uuid.uuid4().hex[:12].translate(LETTERS)]
-            dist.broadcast_object_list(token, src=0)
-        folder, rank = f"{checkpoint}.ranks-{token[0]}", dist.get_rank()
-        self.io.save_checkpoint({"token": token[0], "rank": rank, "state": state}, _file(folder, rank))
+            token = of_rank_zero(uuid.uuid4().hex[:12].translate(LETTERS))
+        folder, rank = f"{checkpoint}.ranks-{token}", dist.get_rank()
+        self.io.save_checkpoint({"token": token, "rank": rank, "state": state}, _file(folder, rank))
         with explained(steps, "writing sidecar files"):
             dist.barrier()  # the checkpoint that names them is written after them
         return posixpath.basename(folder.replace(os.sep, "/"))

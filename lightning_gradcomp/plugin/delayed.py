@@ -29,8 +29,8 @@ from lightning_gradcomp.local_sgd.rounds import check_error_decay
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.rank_states import path_of_rank_zero
 from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_names
 from lightning_gradcomp.registry import build
 
@@ -227,7 +227,7 @@ class DelayedStrategy(BaseStrategy):
             with self.explained("saving a checkpoint"):
                 checkpoint[KEY] = self.averager.state_dict()
                 if self.averager.error_decay is not None:
-                    filepath = path_of_rank_zero(filepath)
+                    filepath = of_rank_zero(filepath)
                     self.rank_states.put_into(checkpoint[KEY], filepath, self.averager.rounds, accumulating=False)
                     checkpoint[KEY]["rounds"]["memory"] = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)

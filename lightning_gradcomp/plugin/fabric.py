@@ -18,7 +18,7 @@ from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code, of_rank_zero
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
 from lightning_gradcomp.plugin.rank_states import (
@@ -27,7 +27,6 @@ from lightning_gradcomp.plugin.rank_states import (
     RankStates,
     export_optimizer_state,
     mean_optimizer_state,
-    path_of_rank_zero,
 )
 from lightning_gradcomp.plugin.validation import corrected
 from lightning_gradcomp.registry import build
@@ -182,7 +181,7 @@ class CompressedFabricStrategy(DDPStrategy):
         """As DDP's; beside an optimizer also the states of all ranks, under the key "lightning_gradcomp"."""
         saved: dict[str, Any] = {}
         if _has_optimizer(state) and (self.averager is not None or self._loaded is not None):
-            path = path_of_rank_zero(path)
+            path = of_rank_zero(path)
             averager = self._averager()  # with what was loaded, if no step was made since
             states = self._rank_states.put_into(saved, path, averager, self._hook.accumulating)
             self._kept = mean_optimizer_state(states, averager)

@@ -25,7 +25,7 @@ from lightning_gradcomp.averaging.checkpoint_state import SHARD, all_floating
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.sharded_checkpoint import own_memory
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.checkpoint_files import Sidecars
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero
 from lightning_gradcomp.registry import entries
 
 KEY = "lightning_gradcomp"
@@ -57,18 +57,6 @@ def all_ranks_present(module: LightningModule | None) -> bool:
         rank_zero_warn("Interrupted: this checkpoint holds the model, without what the ranks had not sent yet.")
         return False
     return True
-
-
-def path_of_rank_zero(path: Any) -> Any:
-    """Rank 0's `path`: its file is the checkpoint, and sidecars are beside it, whatever others call it. Collective."""
-    return _of_rank_zero(path)
-
-
-def _of_rank_zero(value: Any) -> Any:
-    """Rank 0's `value`. A collective call."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def rank_state(averager: GradientAverager, accumulating: bool) -> State:
@@ -104,7 +92,7 @@ class RankStates:
         state = rank_state(averager, accumulating)
         mode = self.mode
         if mode == "auto":  # a rank that has rested in all rounds so far has less than others
-            mode = _of_rank_zero(self._chosen(averager.world * _size(state, averager)))
+            mode = of_rank_zero(self._chosen(averager.world * _size(state, averager)))
         saved: State = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
         states: list[State] = [state]
         if mode == "sidecar":
@@ -147,7 +135,7 @@ class RankStates:
 
     def remove_on_every_disk(self) -> None:
         """Remove the sidecars of what rank 0 has removed, on the disks of other nodes too. A collective call."""
-        for path in _of_rank_zero(self._removed):
+        for path in of_rank_zero(self._removed):
             self.sidecars.remove_old(path, keep=None)
         self._removed = []
 

@@ -28,6 +28,7 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import buffers, sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
@@ -36,7 +37,6 @@ from lightning_gradcomp.plugin.rank_states import (
     all_ranks_present,
     export_optimizer_state,
     mean_optimizer_state,
-    path_of_rank_zero,
 )
 from lightning_gradcomp.plugin.validation import (
     check_callbacks,
@@ -293,7 +293,7 @@ class CompressedDDPStrategy(BaseStrategy):
         plain DDP has it. A checkpoint of weights alone has none of it."""
         if "optimizer_states" in checkpoint and self.averager is not None and all_ranks_present(self.lightning_module):
             with self.explained("saving a checkpoint"):
-                filepath = path_of_rank_zero(filepath)
+                filepath = of_rank_zero(filepath)
                 states = self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
             kept = mean_optimizer_state(states, self.averager)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -324,10 +324,10 @@ def test_nodes_that_could_not_meet_are_refused(environment, allowed, monkeypatch
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    processes.check_meeting(1)
+    processes.check_rendezvous(1)
     refused = pytest.raises(ValueError, match=rf"^trainer\.num_nodes: got 2, allowed: .*{re.escape(allowed or '')}$")
     with refused if allowed else nullcontext():
-        processes.check_meeting(2)
+        processes.check_rendezvous(2)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
