@@ -6,8 +6,10 @@
     gradcomp recipe=digits_swin compressor=dgc data.fold=1 seed=1                                # cross-validation
 
 The CSV has a line for each run, and keeps those of earlier runs: all of them together take some ten hours. A run takes
-the line of an earlier one of the same network, method, data, ranks, steps, fold, seed and machine. Times are those of
-docs/run_times.csv (`benchmarks.run_times`): those of runs of several days can't be compared.
+the line of an earlier one of the same network, method, data, ranks, steps, fold, seed and machine. Options of the
+compressor, its warm-up or the optimizer that are not the recipe's are part of the method: "twobit warmup_epochs=3",
+"dgc optimizer.lr=0.005". Times are those of docs/run_times.csv (`benchmarks.run_times`): those of runs of several days
+can't be compared.
 """
 
 from __future__ import annotations
@@ -16,13 +18,18 @@ import argparse
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
 from benchmarks import report, run_times
+from lightning_gradcomp.app.compose import register, shipped
 from lightning_gradcomp.app.sizes import human
 
 Key = tuple[str, str]
@@ -33,6 +40,10 @@ Pair = tuple[int | None, int]
 
 ORDER = (*run_times.METHODS, "sparseloco")
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
+RECIPES = {"resnet18": "digits", "resnet50": "digits_resnet50", "swin_mini": "digits_swin"}
+"""Network -> its recipe. SparseLoCo's compressor has the options of recipe=digits_sparseloco with all of them."""
+LABELLED = ("compressor", "sparsity_warmup", "optimizer")
+"""Groups of the config whose options a method's label names where they are not the recipe's."""
 DIFFERENCE = "difference to dense"
 HEAD = ["method", "accuracy, %", DIFFERENCE, "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
 CSV = Path(__file__).parents[1] / "docs" / "results.csv"
@@ -83,13 +94,34 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
 def key(summary: dict[str, Any]) -> Key:
     """Of a run. Rounds are methods of their own: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0"."""
     config = summary["config"]
-    method, strategy = config["compressor"]["name"], config["strategy"]
+    model, compressor, strategy = config["model"]["name"], config["compressor"]["name"], config["strategy"]
+    recipe = usual(RECIPES[model], compressor)
+    method = compressor
     if strategy["name"] == "dga":
-        kind = "dga" if method == "none" else f"dga:{method}"
+        kind = "dga" if compressor == "none" else f"dga:{compressor}"
         if strategy.get("error_decay") is not None:
             kind = "sparseloco"
+            recipe = recipe | {"compressor": usual("digits_sparseloco", compressor)["compressor"]}
         method = f"{kind} K={strategy['period']} D={strategy['delay']}"
-    return config["model"]["name"], method
+    return model, " ".join([method, *differing(config, recipe)])
+
+
+@cache
+def usual(recipe: str, compressor: str) -> dict[str, Any]:
+    """The config of a recipe with this compressor."""
+    register()
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        composed = compose("train", [f"recipe={recipe}", f"compressor={compressor}"])
+    values: Any = OmegaConf.to_container(composed)
+    return values
+
+
+def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
+    """The options of a run that are not the recipe's, as they stand on a command line; `compressor.` is left out."""
+    for group in LABELLED:
+        for option, value in config[group].items():
+            if value != recipe[group].get(option, value):
+                yield f"{option}={value}" if group == "compressor" else f"{group}.{option}={value}"
 
 
 def place(method: str) -> tuple[int, int, str]:

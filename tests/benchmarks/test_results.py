@@ -1,8 +1,13 @@
 """The tables of runs: methods paired with dense by fold and seed."""
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from benchmarks import results
+from lightning_gradcomp.app.compose import checked, register, shipped
+from lightning_gradcomp.app.run_folder import values_of
+
+register()
 
 
 def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichlet=None, machine="one"):
@@ -21,6 +26,12 @@ def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichle
         machine=machine,
         dirichlet=dirichlet,
     )
+
+
+def config_of(*overrides):
+    """As it stands in a run's summary."""
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        return values_of(checked(compose("train", list(overrides))))
 
 
 def test_a_difference_is_that_of_pairs_and_has_student_s_interval():
@@ -49,8 +60,7 @@ def test_a_fold_that_was_run_on_two_machines_is_one_pair():
 )
 def test_a_machine_is_that_of_the_arithmetic(device, machine):
     cost = {"world_size": 8, "bytes_sent": 1, "dense_bytes": 10, "last_step": {"ratio": 10.0}, "steps": 220}
-    config = {"model": {"name": "resnet18"}, "compressor": {"name": "dgc"}, "strategy": {"name": "ddp"}}
-    summary = {"communication": cost, "config": {**config, "data": {}, "seed": 0}, "val_correct": 9, "val_images": 10}
+    summary = {"communication": cost, "config": config_of("recipe=digits"), "val_correct": 9, "val_images": 10}
     summary |= {"device": device, "cpu_cores": 2, "processor": "AMD EPYC", "packages": {"torch": "2.14.1"}}
     assert results.result(summary).machine == machine
 
@@ -90,17 +100,23 @@ def test_runs_with_images_of_their_own_are_not_beside_others():
 
 
 @pytest.mark.parametrize(
-    "compressor, strategy, method",
+    "overrides, method",
     [
-        ("dgc", {"name": "ddp"}, "dgc"),
-        ("none", {"name": "dga", "period": 8, "delay": 8, "error_decay": None}, "dga K=8 D=8"),
-        ("onebit", {"name": "dga", "period": 15, "delay": 0, "error_decay": None}, "dga:onebit K=15 D=0"),
-        ("gradient_dropping", {"name": "dga", "period": 15, "delay": 0, "error_decay": 0.95}, "sparseloco K=15 D=0"),
+        ("recipe=digits", "dgc"),
+        ("recipe=digits_resnet50 compressor=twobit data.fold=1 trainer.devices=8", "twobit"),
+        ("recipe=digits_swin", "dgc"),  # dense_values=int8, which is the recipe's
+        ("recipe=digits_swin compressor.dense_values=fp32", "dgc dense_values=fp32"),
+        ("recipe=digits compressor=twobit compressor.warmup_epochs=3", "twobit warmup_epochs=3"),
+        ("recipe=digits_resnet50 optimizer.lr=0.005", "dgc optimizer.lr=0.005"),
+        ("recipe=digits sparsity_warmup=linear", "dgc sparsity_warmup.schedule=linear"),
+        ("recipe=digits_dga", "dga K=8 D=8"),
+        ("recipe=digits strategy=dga compressor=onebit strategy.period=15 strategy.delay=0", "dga:onebit K=15 D=0"),
+        ("recipe=digits_sparseloco", "sparseloco K=8 D=0"),
+        ("recipe=digits_sparseloco compressor.values=fp32", "sparseloco K=8 D=0 values=fp32"),
     ],
 )
-def test_rounds_are_methods_of_their_own(compressor, strategy, method):
-    config = {"model": {"name": "resnet18"}, "compressor": {"name": compressor}, "strategy": strategy}
-    assert results.key({"config": config}) == ("resnet18", method)
+def test_a_method_is_its_name_its_rounds_and_what_is_not_the_recipe_s(overrides, method):
+    assert results.key({"config": config_of(*overrides.split())})[1] == method
 
 
 def test_a_table_has_methods_in_their_order_and_longer_rounds_later():
