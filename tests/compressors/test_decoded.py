@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from lightning_gradcomp.compressors.decoded import EMPTY, UNIQUE_COST, Chunked, Dense, Sparse, concatenate, mean_of
+from lightning_gradcomp.compressors.decoded import (
+    EMPTY,
+    MERGE_COST,
+    Chunked,
+    Dense,
+    Sparse,
+    concatenate,
+    mean_of,
+    merge,
+)
 from tests.compressors.one_worker import normal
 
 
@@ -33,13 +42,20 @@ def mean(workers, n):
 @pytest.mark.parametrize("share", [0.5, 2.0])
 def test_few_entries_are_merged_and_many_are_added(workers, share):
     n = 100_000
-    decoded = [sparse(int(share * n / UNIQUE_COST / workers), n, seed) for seed in range(workers)]
+    decoded = [sparse(int(share * n / MERGE_COST / workers), n, seed) for seed in range(workers)]
     whole, flat = mean(decoded, n), torch.zeros(n)
     assert isinstance(whole, Sparse if share < 1 else Dense)
     whole.add_to(flat)
     assert torch.equal(flat, added(decoded, n))
     if isinstance(whole, Sparse):
         assert bool((whole.indices.diff() > 0).all())
+
+
+@pytest.mark.parametrize("counts", [[0], [5], [0, 3], [40, 40], [7, 0, 50, 1], [9] * 8])
+def test_merged_indices_are_the_distinct_ones_of_all(counts):
+    indices = [sparse(k, 50, seed).indices for seed, k in enumerate(counts)]
+    distinct, places = torch.cat(indices).unique(return_inverse=True)
+    assert all(torch.equal(a, b) for a, b in zip(merge(indices), (distinct, places), strict=True))
 
 
 def test_many_entries_are_decoded_one_worker_after_another():
