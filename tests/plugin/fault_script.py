@@ -89,7 +89,7 @@ class Say(L.Callback):
 
 if __name__ == "__main__":
     L.seed_everything(0, verbose=False)
-    patience = timedelta(seconds=60)
+    patience = timedelta(seconds=110)
     if STRATEGY == "dga":  # at step 8 the second round has just been sent
         strategy = lgc.DelayedStrategy(period=4, delay=3, timeout=patience)
     else:

@@ -17,8 +17,7 @@ TIMEOUT = 8.0
 """Seconds that a rank waits for another once both have started."""
 LIMIT = 75
 """Seconds after which a case is killed and fails: two ranks start on a busy machine, wait for the timeout, and end."""
-CASES = {  # those that wait first, and next those that leave the cores to the rank that is started for them
-    "stop": ("Lightning", "stop", "dgc"),
+CASES = {  # those that wait first; last the one whose second rank has to import everything, with the cores to itself
     "stop 0": ("outside", "stop", "dgc", "0"),
     "stop 0, dga": ("outside", "stop", "dga", "0"),
     "stop, dense": ("outside", "stop", "ddp_dense"),
@@ -30,10 +29,11 @@ CASES = {  # those that wait first, and next those that leave the cores to the r
     "sidecar": ("outside", "kill", "dgc", "1", "sidecar"),
     "metric": ("outside", "kill", "dgc", "1", "metric"),
     "restart": ("torchrun", "kill", "dgc"),
-    "kill": ("Lightning", "kill", "dgc"),
+    "kill": ("outside", "kill", "dgc"),
+    "stop": ("Lightning", "stop", "dgc"),
 }
 """Who starts the ranks, what happens, the strategy; and on which rank, and where: on rank 1 in a step if not given.
-Ranks that Lightning starts have to import everything; but there rank 0 also ends rank 1."""
+The rank that Lightning starts has to be ended by rank 0, too."""
 
 
 def start(launcher, kind, strategy, folder, *where):
@@ -54,7 +54,7 @@ def start(launcher, kind, strategy, folder, *where):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Case -> (return code, output). Those that stop wait for their timeout while the others run."""
+    """Case -> (return code, output). Most that stop wait for their timeout while the others run."""
     running, ended = {}, {}
 
     def end(case):
