@@ -26,10 +26,10 @@ from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from benchmarks import report, run_times
-from lightning_gradcomp.app.compose import register, shipped
+from lightning_gradcomp.app.compose import checked, register, shipped
+from lightning_gradcomp.app.run_folder import values_of
 from lightning_gradcomp.app.sizes import human
 
 Key = tuple[str, str]
@@ -108,12 +108,10 @@ def key(summary: dict[str, Any]) -> Key:
 
 @cache
 def usual(recipe: str, compressor: str) -> dict[str, Any]:
-    """The config of a recipe with this compressor."""
+    """The config of a recipe with this compressor, as it stands in a run's summary."""
     register()
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        composed = compose("train", [f"recipe={recipe}", f"compressor={compressor}"])
-    values: Any = OmegaConf.to_container(composed)
-    return values
+        return values_of(checked(compose("train", [f"recipe={recipe}", f"compressor={compressor}"])))
 
 
 def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
