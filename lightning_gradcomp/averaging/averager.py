@@ -1,15 +1,21 @@
 """GradientAverager: averages gradients, compressed, once per optimizer step, after backward, on `p.grad`.
 
 It works on the gradients that backward has left, not inside a DDP hook: the state is then keyed by parameter name
-whatever DDP does to its buckets, there is one message a step, and a failing step leaves DDP usable. The step itself is
-in step.py.
+whatever DDP does to its buckets, there is one message a step, and a failing step leaves DDP usable. The average itself
+is in step.py.
+
+An average is an ordinary gradient until the optimizer steps. The step applies what `p.grad` is by then, and commits the
+error feedback of the parameters that it has stepped (optimizer_step.py). An average that no step uses is dropped, with
+its batch: the state stays as it was.
 """
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +28,12 @@ from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_st
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.averaging.fsdp import Shards, check_group, is_sharded, reshard
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.stats import Stats, residual_to_gradient
-from lightning_gradcomp.averaging.step import CompressedStep, average_dense
+from lightning_gradcomp.averaging.optimizer_step import OptimizerStep
+from lightning_gradcomp.averaging.stats import Stats, norm
+from lightning_gradcomp.averaging.step import Average, CompressedStep, Flags, average_dense
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import ranks_of
-from lightning_gradcomp.compressors.adam_step import some_gradient
 from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.compressors.state import State
@@ -50,6 +56,30 @@ class Decision:
     topology: str = DENSE
 
 
+@dataclass(frozen=True)
+class Unused:
+    """An average that no optimizer step has used yet.
+
+    Args:
+        average: what became of it.
+        written: id of a parameter -> its gradient as it was written, and how often that had been written to.
+        optimizers: those whose step uses it.
+    """
+
+    average: Average
+    written: Mapping[int, tuple[torch.Tensor, int]]
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    def belongs_to(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """True if it is this optimizer that uses it."""
+        return optimizer is None or any(optimizer is each for each in self.optimizers)
+
+    def is_untouched(self, parameter: torch.Tensor) -> bool:
+        """True if `parameter.grad` is the average as it was written."""
+        grad, version = self.written.get(id(parameter), (None, 0))
+        return grad is not None and parameter.grad is grad and grad._version == version
+
+
 class GradientAverager:
     """Averages a model's gradients over a process group, compressed, in place of DDP.
 
@@ -58,6 +88,9 @@ class GradientAverager:
             loss(model, batch).backward()
         averager.step()  # = averager.average(), then optimizer.step()
 
+    Between the two lines of `step`, `p.grad` is the averaged gradient, or, where the compressor owns the momentum, the
+    averaged update direction: `optimizer.step()` subtracts lr · `p.grad`. It may be changed, clipped or discarded.
+
     Every rank ends each step with bitwise the same gradients. State is fp32 and keyed by parameter name.
 
     Args:
@@ -65,9 +98,14 @@ class GradientAverager:
             `torch.distributed.fsdp.fully_shard` has prepared with a mesh of one dimension: each rank then averages its
             own shards with the ranks of `process_group`, which hold the same shards of other replicas.
         compressor: an instance, or a name with default options.
-        optimizer: DGC needs `torch.optim.SGD`, `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and
-            AdamW, whatever has error feedback, except PowerSGD, accumulates the optimizer's steps instead of gradients:
-            `average` then makes the steps of compressed parameters, and their `p.grad` is None afterwards.
+        optimizer: what steps the parameters; those that it does not have are not averaged. DGC needs `torch.optim.SGD`,
+            `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and AdamW, whatever has error feedback,
+            except PowerSGD, accumulates the optimizer's steps instead of gradients. Without an optimizer, error
+            feedback is committed by `average`, of all parameters.
+        optimizers: where there are several; the compressor owns the momentum of none of them. All their parameters are
+            averaged.
+        local_weights: False: `local_weights()` has no effect, and gradients are taken at the weights that all ranks
+            share. It costs accuracy (docs/methods/dgc.md), and allows writes into the weights during a forward pass.
         process_group: default: the world; a process without torch.distributed is a world of one. For a sharded model,
             that of the mesh's replicate dimension: `mesh.get_group("replicate")`.
         topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the mean
@@ -93,6 +131,7 @@ class GradientAverager:
         compressor: Compressor | str,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         process_group: dist.ProcessGroup | None = None,
         topology: str = "all_gather",
         inside: str | None = None,
@@ -100,6 +139,7 @@ class GradientAverager:
         ranks_per_node: int | None = None,
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
+        local_weights: bool = True,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise refusal("GradientAverager(model)", "DistributedDataParallel", "the module inside it")
@@ -115,6 +155,8 @@ class GradientAverager:
         self.ranks = ranks_of(process_group, route.inside, ranks_per_node, self.shards.group if self.shards else None)
         self.world = self.ranks.world
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
+        self.optimizers = list(optimizers) if optimizer is None else [optimizer]
+        self._local_weights = local_weights
         self.schedule: Schedule | None = self.compressor.schedule()
         """Sparsity as a function of (epoch, step); may be replaced at any time."""
         self.epoch, self.steps = epoch, 0
@@ -127,9 +169,16 @@ class GradientAverager:
         """What this rank tells the others along with its gradients, and whether any rank did in the last `average`."""
         self.measures_residual = False
         """Whether compressed steps also measure `stats.residual_to_gradient`: two passes over the model."""
-        self._holds_momentum = False
-        """Whether the gradients are the average of a compressed step, in which momentum is contained."""
-        self.gradients = Gradients(model, self.compressor, self.shards)
+        self._directions: frozenset[int] = frozenset()
+        """ids of the parameters whose gradients are update directions, from the latest average on."""
+        self._unused: Unused | None = None
+        self._dropped: Unused | None = None
+        self._compressed_average, self._gradient_norm = False, 0.0
+        self._agreed = False
+        """True once the ranks have compared which parameters train."""
+        self._averaged_for = self.optimizers
+        self._stepped = self._ids(self.optimizers)
+        self.gradients = self._lay_out()
         self._decision: tuple[Any, Decision] | None = None
         self._known_traffic: dict[str, tuple[Any, int]] = {}
         self._compressed: CompressedStep | None = None
@@ -144,6 +193,7 @@ class GradientAverager:
                 self._topologies = list(CANDIDATES) if sharded else ["all_gather"]
                 if self.ranks.workers > 1 and self.gradients.compressed:
                     self.autotune = Autotune(process_group, self.gradients.device, self._topologies)
+        self._steps = [OptimizerStep(each, self) for each in self.optimizers]
 
     def _check_epochs_are_counted(self) -> None:
         counts_epochs = isinstance(self.schedule, Ramp) and self.schedule.counts_epochs
@@ -216,34 +266,71 @@ class GradientAverager:
 
         A gradient there knows this rank's latest steps. In other methods, and without it, gradients are taken at the
         weights that all ranks share. One backward at a time: no graph of inside may be used outside.
+
+        Raises:
+            ValueError: a weight was written to inside, which would be lost.
         """
         self.use_local_weights()
         try:
             yield
-        finally:
-            self.use_shared_weights()
+        except BaseException:
+            self.use_shared_weights(check=False)
+            raise
+        self.use_shared_weights()
+
+    @property
+    def has_local_weights(self) -> bool:
+        """True if gradients are taken at this rank's own weights."""
+        state = self.state
+        return self._local_weights and state is not None and state.local_scales(self.ranks.workers) is not None
+
+    @property
+    def in_local_weights(self) -> bool:
+        """True inside `local_weights`, where it has an effect."""
+        return self._compressed is not None and self._compressed.local_weights.in_use
 
     def use_local_weights(self) -> None:
-        """Enter `local_weights`, for a caller that leaves it by `use_shared_weights`."""
-        if self._compressed and not self.gradients.stale:
+        """Enter `local_weights`, for a caller that leaves it by `use_shared_weights`. It drops an unused average."""
+        self._drop_unused()
+        if self._compressed and self._local_weights and not self._changed():
             with self._plain_tensors():
                 self._compressed.use_local_weights()
             if self.shards:
                 reshard(self.model)
 
-    def use_shared_weights(self) -> None:
-        """Let the weights be those of all ranks."""
+    def use_shared_weights(self, *, check: bool = True) -> None:
+        """Let the weights be those of all ranks.
+
+        Args:
+            check: raise ValueError for a weight that was written to inside `local_weights`.
+        """
         if self._compressed and self._compressed.local_weights.in_use:
-            self._compressed.local_weights.restore()
-            if self.shards:
-                reshard(self.model)
+            try:
+                self._compressed.local_weights.restore(check=check)
+            finally:
+                if self.shards:
+                    reshard(self.model)
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Inside, the weights are those of all ranks, also in the midst of `local_weights`: to save them."""
+        if self._compressed is None:
+            yield
+        else:
+            with self._compressed.local_weights.suspended():
+                yield
+
+    def compare_all_local_weights(self) -> None:
+        """Let `local_weights` notice every write, at the cost of two passes over the model."""
+        if self._compressed:
+            self._compressed.local_weights.compares_all = True
 
     def _plain_tensors(self) -> AbstractContextManager[None]:
         """Inside, the parameters of `gradients` are plain tensors with the model's gradients and optimizer state."""
         return self.shards.entered() if self.shards else nullcontext()
 
     def step(self) -> None:
-        """Average the gradients, then step the optimizer, which applies no momentum that was applied already.
+        """Average the gradients, then step the optimizer.
 
         A collective call.
 
@@ -256,99 +343,261 @@ class GradientAverager:
                 "GradientAverager.step()", "no optimizer", "GradientAverager(..., optimizer=opt), or .average()"
             )
         self.average()
-        with self.taken_over(self.optimizer):
-            self.optimizer.step()
+        self.optimizer.step()
+        self.commit(self.optimizer)
 
-    def average(self, *, grad_scale: float = 1.0) -> None:
+    def average(self, *, grad_scale: float = 1.0, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Replace every `p.grad` by its average over the ranks, as the compressor sends it. A collective call.
 
         Where any rank's gradient is not finite, all ranks get non-finite gradients and all state stays as it was.
 
         Args:
-            grad_scale: the loss scale that is in the gradients; what is remembered is free of it.
+            grad_scale: the loss scale that is in the gradients; error feedback is free of it.
+            optimizer: one of several, to average the gradients of its parameters alone.
 
         Raises:
+            ValueError: the ranks train different parameters; or an average of other parameters waits for its step.
             ExchangeFailed: the other ranks can't be reached; it names rank, step and who is missing.
         """
         with explained(self.steps, "averaging gradients", self.ranks.group):
-            self._average(grad_scale)
+            self._average(grad_scale, self.optimizers if optimizer is None else [optimizer])
 
-    def _average(self, grad_scale: float) -> None:
+    def _average(self, grad_scale: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.use_shared_weights()
+        self._check_average_was_used(optimizers)
+        self._drop_unused()
+        self._dropped = None
         with self._plain_tensors():
-            if self.gradients.stale:
-                self.gradients = Gradients(self.model, self.compressor, self.shards)
-                if self._compressed:
-                    self._compressed.lay_out(self.gradients)
-            dense_step, seconds = self.dense_step, 0.0
-            if dense_step:
-                seconds = self._average_densely(grad_scale)
-            else:
-                self._average_compressed(grad_scale)
-        if dense_step:
-            self.after_dense_step(grad_scale=grad_scale, seconds=seconds)
+            if [*map(id, optimizers)] != [*map(id, self._averaged_for)]:  # optimizers take turns, on all ranks alike
+                self._averaged_for = list(optimizers)
+                self._follow()
+            if not self._agreed:
+                self._follow()
+                self.check_same_parameters()
+            average = self._average_once(grad_scale, Flags(self.flag, self._changed()))
+            if average.flags.changed:
+                self._follow()
+                self.check_same_parameters()
+                average = self._average_once(grad_scale, Flags(self.flag))
+            self.flagged = average.flags.stop
+            if self._compressed:
+                self._compressed.local_weights.check()
+            written = {
+                id(p): (p.grad, p.grad._version)
+                for name, p in zip(self.gradients.names, self.gradients.parameters, strict=True)
+                if name in average.names and p.grad is not None
+            }
+            self._unused = Unused(average, written, self._averaged_for)
+        if not self._compressed_average:
+            self._clip_dense(grad_scale)
+        self._record()
 
-    def _average_densely(self, grad_scale: float) -> float:
-        stats = Stats()
-        with stats.phase("exchange"):
-            self.flagged = average_dense(self.compressor, self.gradients, self.ranks, grad_scale, self.flag)
-        return stats.seconds["exchange"]
-
-    def _average_compressed(self, grad_scale: float) -> None:
+    def _average_once(self, grad_scale: float, flags: Flags) -> Average:
+        decision, dense = self.decision, self._dense_traffic()
+        self._compressed_average = not self.dense_step
+        self._directions = frozenset()
+        if self.dense_step:
+            self._record_dense()
+            with self.stats.phase("exchange"):
+                return Average(average_dense(self.compressor, self.gradients, self.ranks, grad_scale, flags))
         assert self._compressed is not None
-        decision, compressed = self.decision, self._compressed
         has_sparsity = decision.compressor is not None and hasattr(decision.compressor, "sparsity")
-        self.stats = Stats(dense_bytes=self._dense_traffic(), sparsity=decision.sparsity if has_sparsity else 0.0)
-        with self._measured_residual(grad_scale):
-            if decision.compressor:
-                how = decision.compressor, decision.topology, self.steps
-                self.flagged = compressed.compressed(*how, grad_scale, self.stats, self.flag)
-            else:
-                self.flagged = compressed.sparse_to_dense(grad_scale, self.stats, self.flag)
-        self._holds_momentum = self.compressor.owns_momentum(self.optimizer)
-        self._end_step()
+        self.stats = Stats(dense_bytes=dense, sparsity=decision.sparsity if has_sparsity else 0.0)
+        self._gradient_norm = self._measured_norm() / grad_scale
+        if self.compressor.owns_momentum(self.optimizer):
+            whole = self.shards.whole_of if self.shards else lambda parameter: parameter
+            self._directions = frozenset(id(whole(parameter)) for parameter in self.gradients.compressed)
+        if decision.compressor:
+            how = decision.compressor, decision.topology, self.steps
+            return self._compressed.compressed(*how, grad_scale, self.stats, flags)
+        return self._compressed.sparse_to_dense(grad_scale, self.stats, flags)
 
-    def _measured_residual(self, grad_scale: float) -> AbstractContextManager[None]:
-        state = self.state
+    def _measured_norm(self) -> float:
+        """The norm of this rank's gradient; 0 where it is not asked for."""
         timed = self.autotune is not None and self.autotune.measuring
-        if not self.measures_residual or timed or state is None or state.unsent is None:
-            return nullcontext()
-        gradients = [parameter.grad for parameter in self.gradients.compressed if parameter.grad is not None]
-        return residual_to_gradient(gradients, state, self.stats, grad_scale)
+        if not self.measures_residual or timed or self.state is None or self.state.unsent is None:
+            return 0.0
+        begin = time.perf_counter()
+        found = norm([parameter.grad for parameter in self.gradients.compressed if parameter.grad is not None])
+        self.stats.norm_seconds += time.perf_counter() - begin
+        return found if found < math.inf else 0.0
 
-    def after_dense_step(self, *, grad_scale: float = 1.0, seconds: float = 0.0) -> None:
-        """Record a dense step; DDP may have done the averaging, in `seconds` that backward did not hide."""
-        self._holds_momentum = False
+    def after_dense_step(
+        self,
+        *,
+        grad_scale: float = 1.0,
+        seconds: float = 0.0,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Record a dense average that DDP has made, in `seconds` that backward did not hide.
+
+        Args:
+            grad_scale: the loss scale that is in the gradients.
+            seconds: as said.
+            optimizer: one of several, whose parameters' gradients it is.
+        """
+        self._drop_unused()
+        self._dropped, self._directions = None, frozenset()
+        self._record_dense(seconds)
+        self._unused = Unused(Average(Flags()), {}, self.optimizers if optimizer is None else [optimizer])
+        self._clip_dense(grad_scale)
+        self._record()
+
+    def _record_dense(self, seconds: float = 0.0) -> None:
         dense = self._dense_traffic()
         sent = dense * self.compressor.wire_dtype.itemsize // 4
         self.stats = Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
         self.stats.seconds["exchange"] = seconds
-        self.compressor.clip_average([p for p in self.model.parameters() if p.requires_grad], grad_scale)
-        self._end_step()
 
-    def _end_step(self) -> None:
+    def _clip_dense(self, grad_scale: float) -> None:
+        stepped = self._stepped
+        mine = [p for p in self.model.parameters() if p.requires_grad and (stepped is None or id(p) in stepped)]
+        self.compressor.clip_average(mine, grad_scale)
+
+    def _record(self) -> None:
         decision = self.decision
-        self.steps += 1
         self.spent.add(self.stats)
         decided = self.autotune and self.autotune.step_ended(decision.topology, 1 - decision.sparsity)
         if self.autotune and decided and self.autotune.choice == DENSE and self.ranks.rank == 0:
             what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
             warnings.warn(f"{what} topology='all_gather' compresses all the same.", stacklevel=2)
+        if not self.optimizers:
+            self.commit()
 
-    @contextmanager
-    def taken_over(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """For the length of `optimizer.step()`: no momentum or weight decay where the average already holds them."""
-        with ExitStack() as stack:
-            if self._holds_momentum and self.state is not None:
-                if not self.shards:
-                    stack.enter_context(self.state.stepping(optimizer))
-                elif self.shards.optimizer is not None:
-                    self.shards.enter()
-                    stack.enter_context(self.state.stepping(self.shards.optimizer))
-                    stack.enter_context(self.shards.stepping(optimizer))
-                if self.state.makes_step:
-                    stack.enter_context(some_gradient(optimizer, self.gradients.device))
-            yield
+    # The optimizer's step
+
+    def is_direction(self, parameter: torch.Tensor) -> bool:
+        """True if `parameter.grad` is an update direction, which contains the optimizer's momentum."""
+        return id(parameter) in self._directions
+
+    def commit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """The optimizer has stepped: what it has used of the latest average leaves error feedback.
+
+        torch's optimizers call it at the end of their step. A second call does nothing. The state of a parameter whose
+        gradient was discarded (None, or all zeros where the average was not) stays as it was.
+
+        Raises:
+            ValueError: the optimizer has used an average that a later forward pass had dropped.
+        """
+        if self._dropped is not None and self._dropped.belongs_to(optimizer):
+            self._check_not_dropped()
+        unused = self._unused
+        if unused is None or not unused.belongs_to(optimizer):
+            return
+        self._unused = None
+        if unused.average.commit is not None:
+            with self._plain_tensors():
+                unused.average.commit(self._used(unused))
+            self._measure_residual()
+        self.steps += 1
+
+    def _used(self, unused: Unused) -> set[str]:
+        """Names of the parameters whose gradients the optimizer has used."""
+        named = zip(self.gradients.names, self.gradients.parameters, strict=True)
+        present = {name: p for name, p in named if name in unused.average.names and p.grad is not None}
+        touched = [(name, p.grad) for name, p in present.items() if p.numel() and not unused.is_untouched(p)]
+        if not touched:
+            return set(present)
+        largest = torch.stack([grad.abs().max().float() for _, grad in touched if grad is not None]).tolist()
+        zero = {name for (name, _), most in zip(touched, largest, strict=True) if most == 0}
+        return set(present) - {name for name in zero if bool(unused.average.values(name).any())}
+
+    def _measure_residual(self) -> None:
+        state, begin = self.state, time.perf_counter()
+        if self._gradient_norm and state is not None and state.unsent is not None and not state.empty:
+            self.stats.residual_to_gradient = norm([state.unsent]) / self._gradient_norm
+            self.spent.residual_to_gradient = self.stats.residual_to_gradient
+            self.spent.norm_seconds += time.perf_counter() - begin
+
+    def check_same_parameters(self) -> None:
+        """Compare with the other ranks which parameters train. Collective; the first `average` does it otherwise.
+
+        Raises:
+            ValueError: on every rank; it names a parameter, and the ranks that differ.
+        """
+        self.gradients.check_same(self.ranks)
+        self._agreed = True
+
+    def use_optimizers(
+        self, optimizer: torch.optim.Optimizer | None, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
+        """These optimizers step the parameters from now on: their moments and hyper-parameters count.
+
+        Args:
+            optimizer: as for the averager.
+            optimizers: likewise.
+
+        Raises:
+            ValueError: error feedback accumulates something else with it than with the one before.
+        """
+        every = list(optimizers) if optimizer is None else [optimizer]
+        if [*map(id, every)] == [*map(id, self.optimizers)]:
+            return
+        self.compressor.check_optimizer(optimizer)
+        if isinstance(self.compressor, Lossy):
+            before, now = self.compressor.remembers(self.optimizer), self.compressor.remembers(optimizer)
+            if before is not now:
+                what = f"another optimizer in mid-run with {type(self.compressor).__name__}"
+                allowed = f"one of the same class, {type(self.optimizer).__name__}, whose steps are accumulated already"
+                raise refusal(what, type(optimizer).__name__, allowed)
+        self._drop_unused()
+        self.detach()
+        self.optimizer, self.optimizers, self._averaged_for = optimizer, every, every
+        if self.shards:
+            self.shards.use_optimizer(optimizer)
+        if self._compressed:
+            self._compressed.state.use_optimizer(self.shards.optimizer if self.shards else optimizer)
+        self._steps = [OptimizerStep(each, self) for each in every]
+
+    def detach(self) -> None:
+        """Leave the optimizers as they were before this averager."""
+        for step in self._steps:
+            step.detach()
+
+    def _drop_unused(self) -> None:
+        if self._unused is not None:
+            self._dropped, self._unused = self._unused, None
+            if self._compressed:
+                self._compressed.state.offload()
+
+    def _check_average_was_used(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """ValueError if the average of other parameters, or of the same ones, is in `p.grad` and was not used yet."""
+        unused = self._unused
+        if unused is None or unused.average.commit is None:
+            return
+        if any(unused.is_untouched(parameter) for parameter in self.gradients.parameters):
+            allowed = "a step of the optimizer, or zero_grad(), before gradients are averaged again"
+            raise refusal("averaging gradients", "averages that no optimizer step has used", allowed)
+
+    def _check_not_dropped(self) -> None:
+        dropped, self._dropped = self._dropped, None
+        assert dropped is not None
+        if dropped.average.commit is not None and any(dropped.is_untouched(p) for p in self.gradients.parameters):
+            allowed = "a step before the next forward pass, or averages made after it"
+            raise refusal("an optimizer step", "averages that a later forward pass has dropped", allowed)
+
+    # What trains
+
+    def _ids(self, optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int] | None:
+        """ids of the parameters that these optimizers have; None without any."""
+        if not optimizers:
+            return None
+        return frozenset(id(p) for each in optimizers for group in each.param_groups for p in group["params"])
+
+    def _lay_out(self) -> Gradients:
+        return Gradients(self.model, self.compressor, self.shards, self._stepped)
+
+    def _changed(self) -> bool:
+        """True if other parameters train than the gradients are laid out for."""
+        return self.gradients.stale or self._ids(self._averaged_for) != self._stepped
+
+    def _follow(self) -> None:
+        """Lay the gradients out for the parameters that train now."""
+        if self._changed():
+            self._stepped = self._ids(self._averaged_for)
+            self.gradients = self._lay_out()
+            if self._compressed:
+                self._compressed.lay_out(self.gradients)
 
     def _traffic(self, compressor: Lossy, topology: str) -> int:
         """Bytes that a step of this compressor sends; known for the latest sparsity."""

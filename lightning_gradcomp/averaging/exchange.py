@@ -17,6 +17,8 @@ from lightning_gradcomp.compressors.layout import Layout, Shard
 
 PARTS = 4
 """In so many parts at most does a payload travel, each of more than `SHORT` bytes on average."""
+CALLER_FLAGS = 2
+"""Flags that travel with a message besides those of the parameters."""
 
 
 class Exchange:
@@ -32,7 +34,7 @@ class Exchange:
         dense: uncompressed gradients, fp32 [d].
         dense_values: how they are written in a gather.
         finite: whether this worker's gradient is, 0-d bool.
-        present: per parameter, whether this worker has a gradient; and a flag of the caller's.
+        present: per parameter, True if this worker has a gradient; then the caller's `CALLER_FLAGS` flags.
         stats: where bytes and seconds are recorded.
         buffer: returns a buffer for the average of what is compressed, fp32 [n], kept from step to step.
     """
@@ -168,13 +170,13 @@ class Exchange:
         """What all ranks know, now that they have the same mean.
 
         Returns:
-            Whether every worker's gradient and the mean are finite; per parameter, and for the caller's flag, whether
-            any worker has one.
+            True if every worker's gradient and the mean are finite; per parameter, and for each of the caller's flags,
+            True if any worker has one.
         """
         bad = ~(self._finite & mean.finite())
-        present, flag = self._present[:-1], self._present[-1:]
-        bad, flag = self.ranks.any_shard(torch.cat([bad, flag])).split(1)
-        good, *anywhere = read_flags(torch.cat([~bad, present, flag]))
+        present, flags = self._present[:-CALLER_FLAGS], self._present[-CALLER_FLAGS:]
+        bad, flags = self.ranks.any_shard(torch.cat([bad, flags])).split([1, CALLER_FLAGS])
+        good, *anywhere = read_flags(torch.cat([~bad, present, flags]))
         return good, anywhere
 
     def _record(self, sent: int, received: int | None = None) -> None:

@@ -3,8 +3,8 @@
     | dense gradients [d], padded to 4 bytes | payload, uint8 [p] | flags, 1 bit each | padded to 4 bytes |
 
 The first flag says that this rank's gradient is finite; the others, one a parameter, that it has something to add to
-it; the last is the caller's (a SIGTERM, say). Lengths follow from the layout and the sparsity, so they are the same on
-all ranks.
+it; the last two are the caller's: a SIGTERM, and a change of the parameters that train. Lengths follow from the layout
+and the sparsity, so they are the same on all ranks.
 """
 
 from __future__ import annotations

@@ -89,7 +89,6 @@ class Shards:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         reshard(model)
         every = [(plain_name(name), _checked(name, parameter)) for name, parameter in model.named_parameters()]
-        self._real = optimizer
         self.mesh = every[0][1].device_mesh
         self.group: dist.ProcessGroup = self.mesh.get_group()
         """The ranks of this replica, each with its own shards."""
@@ -104,16 +103,25 @@ class Shards:
         """Name and shard of every parameter of which this rank has one."""
         self._shard_of = {id(whole): own for (_, whole), (_, own) in self._pairs()}
         self._whole_of = {id(own): whole for (_, whole), (_, own) in self._pairs()}
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """id of a DTensor that `leave` has made -> it, and its local part."""
+        self.use_optimizer(optimizer)
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Another optimizer steps the model's parameters from now on."""
+        self._real = optimizer
         self.optimizer: torch.optim.Optimizer | None = None
         """The user's optimizer, as if it had these parameters."""
         if type(optimizer) in OPTIMIZERS and self.named:
             make: Any = type(optimizer)
             self.optimizer = make(self._groups(optimizer))
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """id of a DTensor that `leave` has made -> it, and its local part."""
 
     def _pairs(self) -> Iterator[tuple[tuple[str, Any], tuple[str, nn.Parameter]]]:
         return zip(self._wholes, self.named, strict=True)
+
+    def whole_of(self, own: torch.Tensor) -> torch.Tensor:
+        """The model's parameter of which `own` is the shard."""
+        return self._whole_of[id(own)]
 
     @property
     def trainable(self) -> set[str]:
@@ -229,7 +237,7 @@ class Shards:
         start = self.rank * -(-whole.shape[sharding.dim] // self.number)
         return whole.narrow(sharding.dim, start, self.here[name][sharding.dim]).clone()
 
-    # What an optimizer and FSDP see
+    # What an optimizer sees
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
         groups = optimizer.param_groups
@@ -237,23 +245,6 @@ class Shards:
 
     def _ids(self, group: Mapping[str, Any]) -> list[int]:
         return [id(parameter) for parameter in group["params"] if id(parameter) in self._shard_of]
-
-    @contextmanager
-    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Show the user's optimizer the groups that `self.optimizer` has now, for the length of its step.
-
-        It counts its own steps of the empty shards, so that its state has the same keys on all ranks.
-        """
-        assert self.optimizer is not None
-        before, empty = optimizer.param_groups, {id(parameter) for _, parameter in self._empty}
-        optimizer.param_groups = [
-            {**group, "params": [self._whole_of[id(own)] for own in group["params"]]}
-            for group in self.optimizer.param_groups
-        ] + [{**group, "params": [p for p in group["params"] if id(p) in empty]} for group in before]
-        try:
-            yield
-        finally:
-            optimizer.param_groups = before
 
 
 def _checked(name: str, parameter: torch.Tensor) -> DTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.fsdp import Shards
+from lightning_gradcomp.averaging.replicas import ignored_by_ddp
+from lightning_gradcomp.averaging.same_parameters import check_same_parameters
+from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout, plain_name
@@ -37,27 +40,41 @@ class Gradients:
     Names are those of `model.named_parameters()` without the prefixes of torch.compile and activation checkpointing.
 
     Args:
-        model: the bare module.
+        model: the bare module. Its `_ddp_params_and_buffers_to_ignore` is honoured.
         compressor: chooses what is compressed, by the shapes of whole tensors.
         shards: of a sharded model: this rank's part of it, which all but `chosen` and `left_dense` is about.
+        stepped: ids of the model's parameters that an optimizer has; others have no part in an average. None: all.
 
     Raises:
         ValueError: parameters whose gradients can't be laid out flat (sparse embeddings, complex numbers), or shards
             that the compressor can't work with.
     """
 
-    def __init__(self, model: nn.Module, compressor: Compressor, shards: Shards | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        compressor: Compressor,
+        shards: Shards | None = None,
+        stepped: Container[int] | None = None,
+    ) -> None:
         for name, module in model.named_modules():
             if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 raise refusal(f"gradients of {name!r}", f"{type(module).__name__}(sparse=True)", "sparse=False")
-        self._every = shards.named if shards else [(plain_name(name), p) for name, p in model.named_parameters()]
+        ignored = ignored_by_ddp(model)
+        mine = {
+            plain_name(name): id(p) for name, p in model.named_parameters()
+            if name not in ignored and (stepped is None or id(p) in stepped)
+        }  # fmt: skip
+        every = shards.named if shards else [(plain_name(name), p) for name, p in model.named_parameters()]
+        self._every = [(name, p) for name, p in every if name in mine]
         self._trainable = self.trainable_now()
         named = [(name, p) for (name, p), trains in zip(self._every, self._trainable, strict=True) if trains]
         for name, parameter in named:
             if parameter.is_complex():
                 raise refusal(f"parameter {name!r}", parameter.dtype, "a real floating-point type")
-        shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in self._every}
+        shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in every}
         compressor.check_names(shapes)
+        shapes = {name: shape for name, shape in shapes.items() if name in mine}
         names = compressor.choose(shapes)
         if shards:
             check_shards(compressor, names & shards.trainable, shards.shapes_on(shards.number - 1))
@@ -73,14 +90,15 @@ class Gradients:
         self.sharded = shards is not None
         """Whether the parameters are this rank's shards of others."""
         self.device = named[0][1].device if named else torch.device("cpu")
-        self.compressed_flat = torch.zeros(self.layout.n, device=self.device)
+        self.compressed_flat = torch.zeros(self.layout.n, dtype=torch.float32, device=self.device)
         """A buffer for the gradients of `compressed`, fp32 [n]; a step may exchange it for another."""
-        self.dense_flat = torch.zeros(self.dense_layout.n, device=self.device)
+        self.dense_flat = torch.zeros(self.dense_layout.n, dtype=torch.float32, device=self.device)
         """The same for those of `dense`."""
         self.largest = Layouts(self.layout, self.dense_layout, self.device)
         """The layouts of the rank that has most to send: of a replica's first shard. All ranks decide by them."""
         if shards:
-            first = {name: shape for name, shape in shards.shapes_on(0).items() if name in shards.trainable}
+            trainable = shards.trainable & mine.keys()
+            first = {name: shape for name, shape in shards.shapes_on(0).items() if name in trainable}
             taken, left = ({n: s for n, s in first.items() if (n in names) is chosen} for chosen in (True, False))
             self.largest = Layouts(
                 Layout(tuple(taken), tuple(taken.values())), Layout(tuple(left), tuple(left.values())), self.device
@@ -89,6 +107,10 @@ class Gradients:
     def trainable_now(self) -> list[bool]:
         """Which of the model's parameters require a gradient at this moment."""
         return [parameter.requires_grad for _, parameter in self._every]
+
+    def check_same(self, ranks: Ranks) -> None:
+        """ValueError, on every rank, if the ranks train different parameters. Collective."""
+        check_same_parameters(self._every, self._trainable, ranks, self.device)
 
     @property
     def n(self) -> int:
@@ -162,20 +184,27 @@ class Gradients:
         parts = [None if p.grad is None else p.grad.reshape(-1) for p in self.compressed]
         return LocalGradient(parts, self.layout, scale)
 
-    def assign(self, compressed: Decoded, dense: torch.Tensor, present: list[bool], scale: float) -> None:
-        """Write the averages · scale into `p.grad` wherever `present`, making a gradient where there is none."""
-        few = present[: len(self.compressed)]
-        if isinstance(compressed, Dense):
-            _write(self.layout, compressed.values, self.compressed, few, scale)
-        else:
-            for parameter, wanted, part in zip(self.compressed, few, by_tensor(compressed, self.layout), strict=True):
-                if wanted:
-                    _write_at(parameter, *part, scale)
-        self.assign_dense(dense, present, scale)
+    def assign(
+        self, compressed: Decoded, dense: torch.Tensor, present: list[bool], scale: float, factors: Sequence[float]
+    ) -> None:
+        """Write the averages into `p.grad` wherever `present`, making a gradient where there is none.
 
-    def assign_dense(self, dense: torch.Tensor, present: list[bool], scale: float) -> None:
-        """As `assign`, of the dense ones alone."""
-        _write(self.dense_layout, dense, self.dense, present[len(self.compressed) :], scale)
+        Args:
+            compressed: the average of `compressed`, multiplied here by a factor for each parameter.
+            dense: the average of `dense`, fp32 [d], multiplied here by `scale`.
+            present: of each parameter.
+            scale: the loss scale.
+            factors: of each compressed parameter.
+        """
+        few, rest = present[: len(self.compressed)], present[len(self.compressed) :]
+        if isinstance(compressed, Dense):
+            _write(self.layout, compressed.values, self.compressed, few, factors)
+        else:
+            parts = zip(self.compressed, few, by_tensor(compressed, self.layout), factors, strict=True)
+            for parameter, wanted, part, factor in parts:
+                if wanted:
+                    _write_at(parameter, *part, factor)
+        _write(self.dense_layout, dense, self.dense, rest, [scale] * len(self.dense))
 
     def fill(self, value: float, present: list[bool]) -> None:
         """Let every `p.grad` that is `present` be `value`."""
@@ -213,26 +242,32 @@ def _fill(layout: Layout, flat: torch.Tensor, parameters: list[nn.Parameter], sc
         flat.div_(scale)
 
 
+@torch.no_grad()
 def _write(
-    layout: Layout, values: torch.Tensor, parameters: list[nn.Parameter], wanted: list[bool], scale: float
+    layout: Layout, values: torch.Tensor, parameters: list[nn.Parameter], wanted: list[bool], factors: Sequence[float]
 ) -> None:
-    """Let every `p.grad` that is `wanted` be its part of `values` (fp32 [n]) · scale."""
-    if scale != 1:
-        values = values * scale
-    chosen = []
-    for parameter, view, wants in zip(parameters, layout.views(values), wanted, strict=True):
-        if wants:
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            chosen.append((parameter.grad, view))
-    if chosen:
-        torch._foreach_copy_([grad for grad, _ in chosen], [view for _, view in chosen])
+    """Let every `p.grad` that is `wanted` be its part of `values` (fp32 [n]) times its factor."""
+    copied = []
+    for parameter, view, wants, factor in zip(parameters, layout.views(values), wanted, factors, strict=True):
+        if not wants:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        if factor == 1:
+            copied.append((parameter.grad, view))
+        elif parameter.grad.dtype == view.dtype:
+            torch.mul(view, factor, out=parameter.grad)
+        else:
+            parameter.grad.copy_(view * factor)
+    if copied:
+        torch._foreach_copy_([grad for grad, _ in copied], [view for _, view in copied])
 
 
-def _write_at(parameter: nn.Parameter, places: torch.Tensor | None, values: torch.Tensor, scale: float) -> None:
-    """Let the gradient be `values` · scale at `places`, and 0 elsewhere; without places, everywhere."""
-    if scale != 1:
-        values = values * scale
+@torch.no_grad()
+def _write_at(parameter: nn.Parameter, places: torch.Tensor | None, values: torch.Tensor, factor: float) -> None:
+    """Let the gradient be `values` times `factor` at `places`, and 0 elsewhere; without places, everywhere."""
+    if factor != 1:
+        values = values * factor
     if places is None:
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)

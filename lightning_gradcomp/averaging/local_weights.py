@@ -6,15 +6,24 @@ the other ranks are missing. CSER (Xie et al., NeurIPS 2020, arXiv 2007.13221) k
 Here the weights are local in forward and backward passes alone: wherever else one looks, all ranks hold the same.
 
 A rank's own steps are longer than the mean of all ranks' where gradients are mostly noise; `scales` make up for it.
+
+A write into a weight inside would be lost with the local weights. `restore` notices it: by torch's version counters,
+and, since a write by `.data` does not count there, by comparing a few elements of every weight (all, on request).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from lightning_gradcomp.averaging.replicas import checksum
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.errors import refusal
+
+SAMPLE = 32
+"""Elements of every weight that are compared."""
 
 
 class LocalWeights:
@@ -31,6 +40,13 @@ class LocalWeights:
         self._parameters, self._layout, self._in_place = parameters, layout, in_place
         self._shared: list[torch.Tensor] = []
         """The data of the parameters while their local weights are in use."""
+        self._local: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._before: list[torch.Tensor] = []
+        self.compares_all = False
+        """True to compare every element of the weights, which takes two passes over the model."""
+        self._unchecked: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        """Of a GPU: what to compare once the host has to wait for it anyway."""
 
     @torch.no_grad()
     def use(self, unsent: torch.Tensor, scales: Sequence[torch.Tensor | float], out: torch.Tensor) -> None:
@@ -52,21 +68,77 @@ class LocalWeights:
             _subtract(parameter, view, scale, other)
             self._shared.append(parameter.data)
             parameter.data = other
+        self._local = [parameter.data for parameter in self._parameters]
+        self._versions, self._before = [parameter._version for parameter in self._parameters], self._look()
 
     @property
     def in_use(self) -> bool:
-        """Whether the parameters are the local weights."""
+        """True while the parameters are the local weights."""
         return bool(self._shared)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Let the parameters be the shared weights again."""
-        for parameter, shared in zip(self._parameters, self._shared):  # noqa: B905 - none while they are shared
+    def restore(self, *, check: bool = True) -> None:
+        """Let the parameters be the shared weights again.
+
+        Args:
+            check: for writes into the local weights.
+
+        Raises:
+            ValueError: a local weight was written to. The parameters are the shared weights all the same.
+        """
+        locals_ = zip(self._parameters, self._local, self._versions, strict=True)
+        written = [p.data_ptr() != own.data_ptr() or p._version != version for p, own, version in locals_]
+        self._unchecked = (self._look(), self._before) if check else None
+        for parameter, weights in zip(self._parameters, self._shared, strict=True):
             if self._in_place:
-                parameter.copy_(shared)
+                parameter.data.copy_(weights)
             else:
-                parameter.data = shared
-        self._shared = []
+                parameter.data = weights
+        self._shared, self._local = [], []
+        if check and any(written):
+            self._refuse(written)
+        if not self._layout.n or not self._parameters[0].is_cuda:
+            self.check()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the parameters have the data of the shared weights."""
+        if not self._shared or self._in_place:
+            yield
+            return
+        for parameter, shared in zip(self._parameters, self._shared, strict=True):
+            parameter.data = shared
+        try:
+            yield
+        finally:
+            for parameter, own in zip(self._parameters, self._local, strict=True):
+                parameter.data = own
+
+    def check(self) -> None:
+        """ValueError if the local weights that were restored last had been written to. It waits for a GPU."""
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked and not torch.equal(*map(torch.cat, unchecked)):
+            self._refuse([not torch.equal(*pair) for pair in zip(*unchecked, strict=True)])
+
+    def _look(self) -> list[torch.Tensor]:
+        """What is compared of each weight, int64 [m] each."""
+        return [checksum(p).view(1) if self.compares_all else _sample(p) for p in self._parameters]
+
+    def _refuse(self, written: list[bool]) -> None:
+        names = [repr(name) for name, wrong in zip(self._layout.names, written, strict=True) if wrong]
+        got = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
+        allowed = (
+            "local_weights=False, or a write before the forward pass or after the optimizer's step "
+            "(on_train_batch_start, on_train_batch_end)"
+        )
+        raise refusal("local weights that were written between the forward pass and the end of backward", got, allowed)
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    """Some elements of a parameter, evenly spaced in its memory, as a copy; as integers, which compare NaN too."""
+    flat, n = parameter.data, parameter.numel()
+    few = flat.as_strided((min(n, SAMPLE),), (max(n // SAMPLE, 1),), flat.storage_offset())
+    return few.to(torch.float64).view(torch.int64)
 
 
 def _subtract(weights: torch.Tensor, unsent: torch.Tensor, scale: torch.Tensor | float, out: torch.Tensor) -> None:

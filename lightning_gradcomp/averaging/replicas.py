@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_gradcomp.averaging.workers import Ranks, all_gather_single
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> bool:
@@ -56,6 +59,24 @@ def _from_bytes(tensors: list[torch.Tensor], message: torch.Tensor) -> None:
 
 class ReplicasDiffer(RuntimeError):
     """The ranks no longer hold the same parameters."""
+
+
+def ignored_by_ddp(model: nn.Module) -> set[str]:
+    """Names of the parameters and buffers that the model tells DDP to leave alone."""
+    names: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return set(names)
+
+
+def replicated(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What all ranks must hold alike: the parameters, and the buffers that are no running statistics.
+
+    Not those that the model's `_ddp_params_and_buffers_to_ignore` names.
+    """
+    ignored = ignored_by_ddp(model)
+    for prefix, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            ignored |= {f"{prefix}.{name}" if prefix else name for name, _ in module.named_buffers(recurse=False)}
+    return [(name, t) for name, t in [*model.named_parameters(), *model.named_buffers()] if name not in ignored]
 
 
 def checksum(parameter: torch.Tensor) -> torch.Tensor:

@@ -86,10 +86,12 @@ class ShardResidual:
         self.residual, self._next, self.used = self._next, None, True
         return True
 
-    def clear(self) -> None:
-        """Forget everything, after all of it was sent."""
-        self.residual.zero_()
-        self.used = False
+    def clear(self, names: Set[str]) -> None:
+        """Forget everything of these parameters, after all of it was sent."""
+        for name, (start, stop) in zip(self.own.layout.names, self.own.layout.bounds, strict=True):
+            if name in names:
+                self.residual[start:stop] = 0
+        self.used = self.used and bool(set(self.layout.names) - names)
 
     def whole(self) -> torch.Tensor:
         """The residual, where it is in the whole buffer: fp32 [n], 0 in other shards."""

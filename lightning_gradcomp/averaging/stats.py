@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-
-from lightning_gradcomp.compressors.state import State
 
 
 @dataclass
@@ -25,7 +22,9 @@ class Stats:
         sparsity: what the schedule asked for, 0 in a dense step.
         seconds: by phase: compress, exchange, decompress. Host clock.
         residual_to_gradient: L2 norm of what was not sent after the step over that of the gradient in it, if it was
-            asked for and something is remembered.
+            asked for. A residual that error feedback keeps in check stays at some multiple of the gradient; one that
+            grows without end, while the gradient does not shrink, says that the compressor can't carry what training
+            needs.
         norm_seconds: what that has taken.
     """
 
@@ -68,31 +67,6 @@ class Stats:
         begin = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - begin
-
-
-@contextmanager
-def residual_to_gradient(
-    gradients: Sequence[torch.Tensor], state: State, stats: Stats, grad_scale: float
-) -> Iterator[None]:
-    """Around a compressed step: records `residual_to_gradient` in `stats`. Two passes over the model; local.
-
-    A residual that error feedback keeps in check stays at some multiple of the gradient; one that grows without end,
-    while the gradient does not shrink, says that the compressor can't carry what training needs.
-
-    Args:
-        gradients: the rank's own, as backward has left them; the step may overwrite them.
-        state: of the same parameters. Where it is empty after the step, nothing is recorded.
-        grad_scale: the loss scale that is in the gradients.
-    """
-    begin = time.perf_counter()
-    gradient = norm(gradients) / grad_scale
-    stats.norm_seconds += time.perf_counter() - begin
-    yield
-    begin, unsent = time.perf_counter(), state.unsent
-    # A step that overflowed has left the state as it was, and no gradient to compare it with.
-    if unsent is not None and not state.empty and 0 < gradient < math.inf:
-        stats.residual_to_gradient = norm([unsent]) / gradient
-    stats.norm_seconds += time.perf_counter() - begin
 
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:

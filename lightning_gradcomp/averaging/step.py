@@ -1,15 +1,18 @@
-"""One averaging step, top to bottom: collect, compensate, encode, exchange, decode, agree, commit, assign.
+"""One average, top to bottom: collect, compensate, encode, exchange, decode, agree, assign. The step commits.
 
-There are three kinds. `average_dense`: everything is sent, nothing is remembered. `compressed`: what is not sent is
-remembered. `sparse_to_dense`: the first dense step after compressed ones sends all that is remembered too.
+There are three kinds. `average_dense` sends everything and keeps nothing. `compressed` keeps what it does not send.
+`sparse_to_dense`, the first dense average after compressed ones, sends everything that was kept too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
-from lightning_gradcomp.averaging.exchange import Exchange, all_reduce_mean, read_flags, to_flags
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS, Exchange, all_reduce_mean, read_flags, to_flags
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.local_weights import LocalWeights
 from lightning_gradcomp.averaging.sharded import ShardedExchange
@@ -18,44 +21,82 @@ from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.worker_state import WorkerState
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor, Lossy
-from lightning_gradcomp.compressors.decoded import Decoded, Dense, all_finite
+from lightning_gradcomp.compressors.decoded import Decoded, Dense, all_finite, by_tensor
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
 
-def average_dense(compressor: Compressor, gradients: Gradients, ranks: Ranks, grad_scale: float, flag: bool) -> bool:
-    """`p.grad` becomes the mean over the ranks, sent as the compressor's `wire_dtype`.
+@dataclass(frozen=True)
+class Flags:
+    """What a rank tells the others along with its gradients; after an average, True if any rank did.
 
-    Returns:
-        Whether any rank's `flag` is set.
+    Args:
+        stop: of the averager's user, such as a SIGTERM.
+        changed: other parameters train than before. The average is then not written, and has to be made again.
     """
+
+    stop: bool = False
+    changed: bool = False
+
+    def __iter__(self):
+        return iter((self.stop, self.changed))
+
+
+@dataclass(frozen=True)
+class Average:
+    """What became of an average.
+
+    Args:
+        flags: of all ranks.
+        names: parameters whose `p.grad` was written.
+        commit: puts the state after this average in force, for parameters that the optimizer has stepped. None: the
+            state does not change, since a gradient was not finite.
+        values: name -> what was averaged of it, 1-D; some or all elements.
+    """
+
+    flags: Flags
+    names: frozenset[str] = frozenset()
+    commit: Callable[[Set[str]], None] | None = None
+    values: Callable[[str], torch.Tensor] = lambda name: torch.empty(0)
+
+
+def average_dense(compressor: Compressor, gradients: Gradients, ranks: Ranks, grad_scale: float, flags: Flags) -> Flags:
+    """`p.grad` becomes the mean over the ranks, sent as the compressor's `wire_dtype`. Returns all ranks' flags."""
     gradients.collect(1.0)
-    present, saturate = [*gradients.present, flag], grad_scale == 1
-    means, (*anywhere, flagged) = all_reduce_mean(ranks, gradients.flats, present, compressor.wire_dtype, saturate)
-    good, flagged = _agreed_by_shards(ranks, means, flagged)
+    present, saturate = [*gradients.present, *flags], grad_scale == 1
+    means, found = all_reduce_mean(ranks, gradients.flats, present, compressor.wire_dtype, saturate)
+    anywhere, flags = _split(found)
+    good, flags = _agreed_by_shards(ranks, means, flags)
+    if flags.changed:
+        return flags
     if good:
-        gradients.assign(Dense(means[0]), means[1], anywhere, 1.0)
+        gradients.assign(Dense(means[0]), means[1], anywhere, 1.0, [1.0] * len(gradients.compressed))
     else:
         gradients.fill(torch.nan, anywhere)
-    return flagged
+    return flags
 
 
-def _agreed_by_shards(ranks: Ranks, means: list[torch.Tensor], flagged: bool) -> tuple[bool, bool]:
-    """Whether the means are finite on every rank of a sharded replica, and whether `flagged` is set on any.
+def _split(found: list[bool]) -> tuple[list[bool], Flags]:
+    """Which parameters have a gradient on any rank, and the flags."""
+    return found[:-CALLER_FLAGS], Flags(*found[-CALLER_FLAGS:])
+
+
+def _agreed_by_shards(ranks: Ranks, means: list[torch.Tensor], flags: Flags) -> tuple[bool, Flags]:
+    """True if the means are finite on every rank of a sharded replica; and which flags are set on any.
 
     Elsewhere all ranks have the same means, and see for themselves what is not finite.
     """
     if not ranks.shards:
-        return True, flagged
+        return True, flags
     finite = torch.stack([all_finite(mean) for mean in means]).all()
-    bad, flagged = read_flags(ranks.any_shard(torch.stack([~finite, to_flags([flagged], finite.device)[0]])))
-    return not bad, flagged
+    bad, *found = read_flags(ranks.any_shard(torch.cat([~finite.view(1), to_flags(list(flags), finite.device)])))
+    return not bad, Flags(*found)
 
 
 class CompressedStep:
-    """The compressed steps of one model on one rank, and what is remembered between them.
+    """The compressed averages of one model on one rank, with their error feedback.
 
     Args:
-        compressor: what is sent and remembered.
+        compressor: what is sent and kept.
         gradients: the model's, laid out flat.
         ranks: who exchanges.
         topology: how messages travel.
@@ -73,17 +114,19 @@ class CompressedStep:
         self.compressor, self.ranks, self.gradients = compressor, ranks, gradients
         self.state = WorkerState(compressor, gradients, ranks, topology, optimizer)
         self.local_weights = self._local_weights()
-        self._buffer = torch.empty(0)
+        self._buffer = torch.empty(0, dtype=torch.float32)
 
     def _local_weights(self) -> LocalWeights:
         # FSDP reads the memory of the shards, not the tensors that stand for them here.
         return LocalWeights(self.gradients.compressed, self.gradients.layout, in_place=self.gradients.sharded)
 
     def lay_out(self, gradients: Gradients) -> None:
-        """A parameter was frozen or unfrozen: go on with these gradients; what is remembered follows by name."""
+        """Other parameters train: go on with these gradients; error feedback follows by name."""
         self.state.lay_out(gradients)
-        self.gradients, self._buffer = gradients, torch.empty(0)
+        compares_all = self.local_weights.compares_all
+        self.gradients, self._buffer = gradients, torch.empty(0, dtype=torch.float32)
         self.local_weights = self._local_weights()
+        self.local_weights.compares_all = compares_all
 
     def use_local_weights(self) -> None:
         """Let the weights be without the steps that this worker has not sent, until `local_weights.restore`."""
@@ -94,9 +137,9 @@ class CompressedStep:
             self.local_weights.use(unsent, scales, self.gradients.compressed_flat)
 
     def compressed(
-        self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flag: bool
-    ) -> bool:
-        """`p.grad` becomes the average of what the workers send; what they don't send is remembered.
+        self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flags: Flags
+    ) -> Average:
+        """`p.grad` becomes the average of what the workers send; what they don't send stays with them.
 
         Where any rank's gradient is not finite, `p.grad` is NaN on all ranks, and all states stay as they were.
 
@@ -106,79 +149,88 @@ class CompressedStep:
             step: steps so far.
             grad_scale: the loss scale that is in the gradients.
             stats: where bytes and seconds are recorded.
-            flag: of the caller's, for the others to know.
-
-        Returns:
-            Whether any rank's `flag` is set.
+            flags: for the others to know.
         """
         gradients, state = self.gradients, self.state
         state.use_topology(topology)
-        *present, flag = self._average_inside(grad_scale, flag, stats)
+        present = self._average_inside(grad_scale, flags, stats)
         with stats.phase("compress"):
             state.onload()
             finite = self._compensate(grad_scale)
             flat, uncompressed = gradients.flats
             _fill_unless(finite, flat, 0.0)
-        exchange = self._exchange(step, uncompressed, finite, [*present, flag], stats)
+        exchange = self._exchange(step, uncompressed, finite, present, stats)
         mean, sent = compressor.average(flat, gradients.layout, exchange, state.compressed)
         exchange.finish()
         with stats.phase("decompress"):
-            good, (*anywhere, flagged) = exchange.agreed(mean)
-            if good:
-                state.compressed.subtract(sent)
-                state.dense.subtract(Dense(exchange.dense_sent))
-                moved = self._names(anywhere)
-                self._commit(moved)
-                self._observe(exchange.dense_sent, exchange.dense_mean)
-                self._use(mean, exchange.dense_mean, anywhere, moved, grad_scale)
-            else:
+            good, found = exchange.agreed(mean)
+            anywhere, flags = _split(found)
+            if flags.changed:
+                return Average(flags)
+            if not good:
                 gradients.fill(torch.nan, anywhere)
+                return Average(flags, self._names(anywhere))
+            state.compressed.subtract(sent)
+            state.dense.subtract(Dense(exchange.dense_sent))
+            self._assign(mean, exchange.dense_mean, anywhere, grad_scale)
+            norms = self._norms(exchange.dense_sent, exchange.dense_mean)
+
+        def commit(stepped: Set[str]) -> None:
+            gradients.compressed_flat = state.compressed.commit(stepped, gradients.compressed_flat)
+            gradients.dense_flat = state.dense.commit(stepped, gradients.dense_flat)
+            state.commit_shard(stepped - state.compressed.withheld)
+            if norms is not None:
+                state.compressed.observe(*norms)
             state.offload()
-        return flagged
 
-    def sparse_to_dense(self, grad_scale: float, stats: Stats, flag: bool) -> bool:
-        """Send all that is remembered with the gradients, and give the optimizer its momentum back.
+        return Average(flags, self._names(anywhere), commit, self._values_of(mean, exchange.dense_mean))
 
-        Returns:
-            Whether any rank's `flag` is set.
-        """
+    def sparse_to_dense(self, grad_scale: float, stats: Stats, flags: Flags) -> Average:
+        """Send everything that was kept with the gradients, and hand the momentum over to the optimizer."""
         gradients, state = self.gradients, self.state
-        *present, flag = self._average_inside(grad_scale, flag, stats)
+        present = self._average_inside(grad_scale, flags, stats)
         with stats.phase("compress"):
             state.onload()
             finite = self._compensate(grad_scale)
             if shard := state.remembering_shard:
                 gradients.compressed_flat.add_(shard.whole(), alpha=self.ranks.workers)
             _fill_unless(finite, gradients.compressed_flat, torch.nan)
-        # What is remembered of a parameter is sent also where it has no gradient any more.
+        # What was kept of a parameter is sent also where it has no gradient any more.
         started = state.started
-        present = [has or name in started for has, name in zip(present, gradients.names, strict=True)]
+        present = [
+            has or name in started for has, name in zip(present[:-CALLER_FLAGS], gradients.names, strict=True)
+        ] + present[-CALLER_FLAGS:]
         own = state.compressed.next_optimizer_state
         flats = [*gradients.flats, *own.values()]
         with stats.phase("exchange"):
-            [mean, mean_dense, *moments], (*anywhere, flagged) = all_reduce_mean(self.ranks, flats, [*present, flag])
+            [mean, mean_dense, *moments], found = all_reduce_mean(self.ranks, flats, present)
+        anywhere, flags = _split(found)
+        stats.bytes_sent = stats.bytes_received = self.ranks.dense_traffic(sum(flat.nbytes for flat in flats))
         with stats.phase("decompress"):
             good = bool(all_finite(mean) & all_finite(mean_dense))
-            agreed, flagged = _agreed_by_shards(self.ranks, [mean, mean_dense], flagged)
-            if good and agreed:
-                moved = self._names(anywhere)
-                state.compressed.give_back(dict(zip(own, moments, strict=True)), moved)
-                state.clear()
-                self._use(Dense(mean), mean_dense, anywhere, moved, grad_scale)
-            else:
+            agreed, flags = _agreed_by_shards(self.ranks, [mean, mean_dense], flags)
+            if flags.changed:
+                return Average(flags)
+            if not (good and agreed):
                 gradients.fill(torch.nan, anywhere)
-            state.offload()
-        stats.bytes_sent = stats.bytes_received = self.ranks.dense_traffic(sum(flat.nbytes for flat in flats))
-        return flagged
+                return Average(flags, self._names(anywhere))
+            self._assign(Dense(mean), mean_dense, anywhere, grad_scale)
 
-    def _average_inside(self, grad_scale: float, flag: bool, stats: Stats) -> list[bool]:
-        """Which gradients this worker has, and its flag. Several ranks are one worker: their mean is in the buffers."""
-        flags = [*self.gradients.present, flag]
+        def commit(stepped: Set[str]) -> None:
+            state.compressed.hand_over(dict(zip(own, moments, strict=True)), stepped)
+            state.clear(stepped - state.compressed.withheld)
+            state.offload()
+
+        return Average(flags, self._names(anywhere), commit, self._values_of(Dense(mean), mean_dense))
+
+    def _average_inside(self, grad_scale: float, flags: Flags, stats: Stats) -> list[bool]:
+        """Which gradients this worker has, and its flags. Several ranks of a worker leave their mean in the buffers."""
+        present = [*self.gradients.present, *flags]
         if self.ranks.per_worker == 1:
-            return flags
+            return present
         self.gradients.collect(grad_scale)
         with stats.phase("exchange"):
-            return self.ranks.average_inside(self.gradients.flats, flags)
+            return self.ranks.average_inside(self.gradients.flats, present)
 
     def _compensate(self, grad_scale: float) -> torch.Tensor:
         """Let the buffers hold what should be sent. Whether the gradients are finite: 0-d bool."""
@@ -203,11 +255,14 @@ class CompressedStep:
             return torch.linalg.vector_norm(norms)
         return self.ranks.over_shards(norms.square().sum()).sqrt()
 
-    def _observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """Tell a state that asks for it of the uncompressed gradient: this worker's, and the mean, fp32 [d] each."""
-        if self.state.compressed.makes_step:
-            squares = torch.stack([own.square().sum(), mean.square().sum()])
-            self.state.compressed.observe(*self.ranks.over_shards(squares))
+    def _norms(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor | None:
+        """The squared norms of the uncompressed gradient, of this worker and of the mean (fp32 [d] each): [2].
+
+        None for a state that does not ask for them.
+        """
+        if not self.state.compressed.accumulates_steps:
+            return None
+        return self.ranks.over_shards(torch.stack([own.square().sum(), mean.square().sum()]))
 
     def _exchange(
         self, step: int, dense: torch.Tensor, finite: torch.Tensor, present: list[bool], stats: Stats
@@ -224,26 +279,27 @@ class CompressedStep:
             self._buffer = torch.empty_like(self.gradients.compressed_flat)
         return self._buffer
 
-    def _use(
-        self, mean: Decoded, dense: torch.Tensor, anywhere: list[bool], moved: set[str], grad_scale: float
-    ) -> None:
-        """Assign the averages to `p.grad`, or make the step where steps were averaged."""
-        if self.state.compressed.makes_step:
-            self.state.compressed.apply(mean, moved)
-            self.gradients.assign_dense(dense, anywhere, grad_scale)
-        else:
-            self.gradients.assign(mean, dense, anywhere, grad_scale)
-            if grad_scale == 1:
-                self.state.compressed.assigned(mean)
+    def _assign(self, mean: Decoded, dense: torch.Tensor, anywhere: list[bool], grad_scale: float) -> None:
+        """Write the averages into `p.grad`: of steps, as update directions that the learning rate multiplies again."""
+        rates = self.state.compressed.learning_rates()
+        factors = [grad_scale] * len(self.gradients.compressed)
+        if rates is not None:
+            factors = [grad_scale / rate if rate else 0.0 for rate in rates]
+        self.gradients.assign(mean, dense, anywhere, grad_scale, factors)
 
-    def _commit(self, moved: set[str]) -> None:
-        gradients, state = self.gradients, self.state
-        gradients.compressed_flat = state.compressed.commit(moved, gradients.compressed_flat)
-        gradients.dense_flat = state.dense.commit(moved, gradients.dense_flat)
-        state.commit_shard(moved)
+    def _values_of(self, mean: Decoded, dense: torch.Tensor) -> Callable[[str], torch.Tensor]:
+        layout, dense_layout = self.gradients.layout, self.gradients.dense_layout
 
-    def _names(self, marked: list[bool]) -> set[str]:
-        return {name for name, mark in zip(self.gradients.names, marked, strict=True) if mark}
+        def values(name: str) -> torch.Tensor:
+            if name in dense_layout.names:
+                start, stop = dense_layout.bounds[dense_layout.names.index(name)]
+                return dense[start:stop]
+            return list(by_tensor(mean, layout))[layout.names.index(name)][1]
+
+        return values
+
+    def _names(self, marked: list[bool]) -> frozenset[str]:
+        return frozenset(name for name, mark in zip(self.gradients.names, marked, strict=True) if mark)
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         """Parameter -> torch's name -> mean over ranks of the optimizer's state that is kept here. Collective."""

@@ -60,5 +60,5 @@ def _sharded_traffic(compressor: Lossy, gradients: Gradients | Layouts, ranks: R
 
 
 def _flags(gradients: Gradients | Layouts) -> int:
-    """One that says whether the gradient is finite, one for each parameter, and the caller's."""
-    return 2 + len(gradients.layout.names) + len(gradients.dense_layout.names)
+    """One that says whether the gradient is finite, one for each parameter, and the caller's two."""
+    return 3 + len(gradients.layout.names) + len(gradients.dense_layout.names)

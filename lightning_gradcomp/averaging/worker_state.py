@@ -81,10 +81,10 @@ class WorkerState:
         """Parameters of which something is remembered."""
         return self.compressed.started | self.dense.started
 
-    def clear(self) -> None:
-        """Forget everything, after all of it was sent."""
+    def clear(self, names: Set[str]) -> None:
+        """Forget everything of these parameters, after all of it was sent."""
         for state in self._all:
-            state.clear()
+            state.clear(names)
 
     def onload(self) -> None:
         """Before a step: move everything to the gradients' device, and make it the same on all ranks of a worker."""
@@ -117,12 +117,18 @@ class WorkerState:
     def _dissolve_shards(self) -> None:
         if shard := self.remembering_shard:
             self.compressed.absorb(shard.whole().mul_(self._ranks.workers))
-            shard.clear()
+            shard.clear(set(self._gradients.layout.names))
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Another optimizer steps the parameters from now on."""
+        self._optimizer = optimizer
+        self.compressed.attach(optimizer, self._gradients.compressed)
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients. State follows by name."""
         self._dissolve_shards()
         state = self.state_dict()
+        self.compressed.release()
         self._attach(gradients)
         self.load_state_dict(state, shared_by=self.shared_by)
 

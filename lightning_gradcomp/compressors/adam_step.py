@@ -7,7 +7,7 @@ element that was silent meets a small second moment, and each instalment becomes
 
     rank i:   m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) ρ g²      u = lr · m̂ / (√v̂ + ε)
               e ← e + u                    s = C(e)                      e ← e - s
-    all:      θ ← (1 - lr · λ) θ - mean s
+    all:      d = mean s / lr, in p.grad   θ ← (1 - lr · λ) θ - lr · d
 
 Moments are each rank's own. So weights that were sent + the mean of e = the sum of the mean of all u, along the way.
 
@@ -19,16 +19,16 @@ by the same norms).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
+from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
+from lightning_gradcomp.compressors.moments import OptimizerMoments
 from lightning_gradcomp.compressors.state import State, StateDict
 from lightning_gradcomp.errors import refusal
 
@@ -48,11 +48,6 @@ class AdamRule:
     weight_decay: float
     decoupled: bool
     fused: bool
-
-    @property
-    def shrink(self) -> float:
-        """What decoupled weight decay leaves of a weight in a step."""
-        return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
 
 
 def add_adam_step(
@@ -92,36 +87,14 @@ def takes_optimizer(optimizer: Any) -> bool:
     )
 
 
-@contextmanager
-def some_gradient(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
-    """While this is entered, `optimizer` has a gradient of something, if only a zero of no parameter.
-
-    Where all tensors are compressed (of LoRA, say), `AdamStep.apply` leaves none, and torch's `GradScaler` ends with an
-    AssertionError.
-    """
-    groups = optimizer.param_groups
-    if any(parameter.grad is not None for group in groups for parameter in group["params"]):
-        yield
-        return
-    zero = torch.zeros(1, device=device)
-    zero.grad = torch.zeros_like(zero)
-    optimizer.param_groups = [*groups, {**groups[0], "params": [zero]}]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
-        optimizer.state.pop(zero, None)
-
-
 class AdamStep(State):
     """Adam's moments of the local gradient, and the sum of its steps that were not sent yet.
 
-    The optimizer's state holds the moments under torch's names all the time: as views of the buffers here, or, for
-    weights that are not contiguous fp32, as copies with their type and strides. The averaged step is made by `apply`,
-    not by the optimizer, for which these parameters have no gradient then.
+    The optimizer's state holds the moments under torch's names, and the optimizer applies the averaged step
+    (averaging/optimizer_step.py). A parameter whose learning rate is 0 sends nothing.
     """
 
-    owns_momentum = makes_step = True
+    owns_momentum = accumulates_steps = True
     moments: ClassVar[Mapping[str, str]] = {kind: kind for kind in MOMENTS}
     buffers = ("unsent_step", *MOMENTS)
     scratch = ("_exp_avg", "_exp_avg_sq")
@@ -130,16 +103,17 @@ class AdamStep(State):
         super().__init__(layout, device)
         names = (*self.buffers, *self.scratch)
         self.unsent_step, self.exp_avg, self.exp_avg_sq, self._exp_avg, self._exp_avg_sq = (
-            torch.zeros(layout.n, device=device) for _ in names
+            torch.zeros(layout.n, dtype=torch.float32, device=device) for _ in names
         )
-        self._out = torch.empty(0, device=device)
-        self._squares = torch.zeros(2, device=device)
+        self._out = torch.empty(0, dtype=torch.float32, device=device)
+        self._squares = torch.zeros(2, dtype=torch.float32, device=device)
         """Squared norms of this rank's gradient and of the mean, of uncompressed tensors: sums over steps, fading."""
         self._t = dict.fromkeys(layout.names, 0)
-        self._shown: dict[str, torch.Tensor] = {}
-        """Parameter name -> m as the optimizer's state holds it."""
-        self._loaded: set[str] = set()
-        """Parameters whose moments were loaded here, which the optimizer's state does not hold yet."""
+        self._moments = OptimizerMoments(layout, MOMENTS)
+
+    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
+        super().attach(optimizer, parameters)
+        self._moments.attach(optimizer, parameters)
 
     @staticmethod
     def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:
@@ -198,91 +172,73 @@ class AdamStep(State):
         squares = beta2 * self._squares + torch.stack([own, mean])
         self._squares = torch.where(squares.isfinite().all(), squares, self._squares)  # squares of 2e19 are not
 
-    def _take_over_moments(self) -> None:
-        """Copy the moments of dense steps, or those that the optimizer has loaded."""
-        assert self._optimizer is not None
-        views = zip(self.layout.views(self.exp_avg), self.layout.views(self.exp_avg_sq), strict=True)
-        for name, parameter, moments in zip(self.layout.names, self._parameters, views, strict=True):
-            held = self._optimizer.state.get(parameter, {})
-            if "exp_avg" not in held or name in self._loaded:
-                continue
-            if held["exp_avg"] is not self._shown.get(name) or name not in self.started:  # dense steps in between
-                for kind, moment in zip(MOMENTS, moments, strict=True):
-                    moment.copy_(held[kind])
-                self._t[name] = int(held["step"])
+    def learning_rates(self) -> list[float]:
+        return [rule.lr if rule else 0.0 for rule in self._rules()]
 
-    def _show_moments(self, names: Set[str]) -> None:
-        """Let the optimizer's state hold views of the moments of these parameters, and the number of steps."""
-        assert self._optimizer is not None
-        views = zip(self.layout.views(self.exp_avg), self.layout.views(self.exp_avg_sq), strict=True)
-        rules = self._rules()
-        for name, parameter, rule, moments in zip(self.layout.names, self._parameters, rules, views, strict=True):
-            if name in names and rule is not None:
-                if parameter.dtype != torch.float32 or not parameter.is_contiguous():
-                    moments = tuple(torch.empty_like(parameter).copy_(moment) for moment in moments)
-                held = self._optimizer.state[parameter]
-                if "step" not in held:
-                    held["step"] = torch.zeros((), device=parameter.device if rule.fused else "cpu")  # as torch's own
-                held["step"].fill_(self._t[name])
-                held.update(zip(MOMENTS, moments, strict=True))
-                self._shown[name] = moments[0]
-        self._loaded = self._loaded - names
+    def _read_moments(self) -> None:
+        for name, held in self._moments.read([self.exp_avg, self.exp_avg_sq], set(self.layout.names)).items():
+            self._t[name] = int(held.get("step", 0))
+
+    def _count_steps(self, states: Mapping[str, Any]) -> None:
+        """Let the optimizer's state hold the number of steps too."""
+        rules = dict(zip(self.layout.names, self._rules(), strict=True))
+        for name, held in states.items():
+            rule = rules[name]
+            if "step" not in held:  # on the device that torch would choose
+                on_device = rule is not None and rule.fused
+                device = held["exp_avg"].device if on_device else torch.device("cpu")
+                held["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            held["step"].fill_(self._t[name])
 
     def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
         """out = what is not sent, with the step for this gradient."""
-        self._take_over_moments()
+        self._read_moments()
         self._out, scale = out, self.local_scale
         rules = [(rule, self._t[name]) for rule, name in zip(self._rules(), self.layout.names, strict=True)]
+        named = zip(self.layout.names, rules, strict=True)
+        self.withheld = {name for name, (rule, _) in named if rule is None or rule.lr == 0}
         for piece in gradient.pieces(rules):
             (rule, t), part, g = rules[piece.numbers[0]], piece.part, piece.g
             if rule is None:
-                out[part] = self.unsent_step[part]
+                out[part] = 0
                 continue
             if rule.weight_decay and not rule.decoupled:
                 g = piece.plus(self._parameters, rule.weight_decay, out[part])
             old = self.exp_avg[part], self.exp_avg_sq[part], self.unsent_step[part]
             new = self._exp_avg[part], self._exp_avg_sq[part], out[part]
             add_adam_step(g, *old, rule, t + 1, scale, new)
+            if rule.lr == 0:
+                out[part] = 0
 
     def subtract(self, decoded: Decoded) -> None:
         decoded.subtract_from(self._out)
 
     def commit(self, moved: Set[str], out: torch.Tensor) -> torch.Tensor:
+        moved = moved & set(self.layout.names)
         self._keep(moved, self.exp_avg, self._exp_avg)
         self._keep(moved, self.exp_avg_sq, self._exp_avg_sq)
-        self._keep(moved, self.unsent_step, out)
+        self._keep(moved - self.withheld, self.unsent_step, out)
         self.exp_avg, self._exp_avg = self._exp_avg, self.exp_avg
         self.exp_avg_sq, self._exp_avg_sq = self._exp_avg_sq, self.exp_avg_sq
         self._out, self.unsent_step = self.unsent_step, out
-        self.started = self.started | (moved & set(self.layout.names))
-        self._t = {name: t + (name in moved) for name, t in self._t.items()}
-        self._show_moments(self.started)
+        self.started = self.started | moved
+        self._count(moved)
+        self._count_steps(self._moments.write([self.exp_avg, self.exp_avg_sq], self.started))
         return self._out
 
-    @torch.no_grad()
-    def apply(self, mean: Decoded, moved: Set[str]) -> None:
-        """Decay the weights, if that is decoupled, and subtract the mean; `p.grad` becomes None."""
-        tensors = zip(self.layout.names, self._parameters, self._rules(), by_tensor(mean, self.layout), strict=True)
-        for name, parameter, rule, (places, values) in tensors:
-            if name not in moved or rule is None:
-                continue
-            if rule.shrink != 1:
-                parameter.mul_(rule.shrink)
-            if places is None:
-                parameter.sub_(values.view(parameter.shape))
-            else:
-                view, index = locate(places, parameter)
-                view[index] -= values
-            parameter.grad = None
+    def _count(self, moved: Set[str]) -> None:
+        self._t = {name: t + (name in moved) for name, t in self._t.items()}
 
     def move(self, device: torch.device) -> None:
         """Keep what is not sent on `device` between steps. The moments stay, as those of any optimizer."""
         self.unsent_step = self.unsent_step.to(device)
 
-    def clear(self) -> None:
-        self.unsent_step.zero_()
-        self._squares.zero_()
-        self.started = set()
+    def clear(self, names: Set[str]) -> None:
+        names = names - self.withheld
+        self._zero(names, self.unsent_step)
+        self.started = self.started - names
+        if not self.started:
+            self._squares.zero_()
 
     @property
     def optimizer_state(self) -> dict[str, torch.Tensor]:
@@ -292,14 +248,21 @@ class AdamStep(State):
     def next_optimizer_state(self) -> dict[str, torch.Tensor]:
         return {kind: getattr(self, f"_{kind}") for kind in MOMENTS}
 
-    def give_back(self, optimizer_state: Mapping[str, torch.Tensor], moved: Set[str]) -> None:
-        self._t = {name: t + (name in moved) for name, t in self._t.items()}
+    def hand_over(self, optimizer_state: Mapping[str, torch.Tensor], names: Set[str]) -> None:
+        self._count(names)
         for kind, mean in optimizer_state.items():
-            self._keep(moved, getattr(self, kind), mean)
+            self._keep(names, getattr(self, kind), mean)
             getattr(self, kind).copy_(mean)
-        self._show_moments(moved)
+        self._hand_over(names)
+
+    def release(self) -> None:
+        self._hand_over(self.started)
+
+    def _hand_over(self, names: Set[str]) -> None:
+        self._count_steps(self._moments.hand_over([self.exp_avg, self.exp_avg_sq], names & set(self.layout.names)))
 
     def state_dict(self) -> StateDict:
+        self._read_moments()
         kinds: StateDict = {
             kind: {name: part for name, part in self.layout.split(getattr(self, kind)).items() if name in self.started}
             for kind in self.buffers
@@ -312,6 +275,6 @@ class AdamStep(State):
             setattr(self, kind, self.layout.join(state[kind], self.device))
         self.started = set(state["step"]) & set(self.layout.names)
         self._t.update({name: int(state["step"][name]) for name in self.started})
-        self._loaded = set(self.started)
         for squares in state["squares"].values():
             self._squares = squares.to(self.device, copy=True)
+        self._count_steps(self._moments.write([self.exp_avg, self.exp_avg_sq], self.started))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.decoded import Decoded, Sparse, by_tensor, locate
+from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
+from lightning_gradcomp.compressors.moments import OptimizerMoments
 from lightning_gradcomp.compressors.state import State, StateDict
 from lightning_gradcomp.errors import refusal
 
@@ -25,6 +25,9 @@ class SGDRule:
     dampening: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+
+
+RULE = [field.name for field in fields(SGDRule)]
 
 
 def correct_momentum(
@@ -57,47 +60,11 @@ def correct_momentum(
         new_v.add_(new_u, alpha=m)
 
 
-@dataclass(frozen=True)
-class SparseGradient:
-    """A gradient that is 0 in all but a few places, as it was written.
-
-    Args:
-        grad: the gradient.
-        version: how often torch has counted it as changed.
-        places, values: flat positions (int64 [k]), and what is there.
-    """
-
-    grad: torch.Tensor
-    version: int
-    places: torch.Tensor
-    values: torch.Tensor
-
-    def still_in(self, parameter: torch.Tensor) -> bool:
-        """Whether nobody has changed it since."""
-        return parameter.grad is self.grad and self.grad._version == self.version
-
-    @torch.no_grad()
-    def descend(self, parameter: torch.Tensor, lr: float) -> None:
-        """parameter -= lr · gradient, where that is not 0: a thousandth of the memory that a whole step reads.
-
-        A gradient that somebody has changed takes a whole step, and none takes no step.
-        """
-        if self.still_in(parameter):
-            view, index = locate(self.places, parameter)
-            view[index] = torch.add(view[index], self.values, alpha=-lr)
-        elif parameter.grad is not None:
-            parameter.add_(parameter.grad, alpha=-lr)
-
-
-WITHOUT_MOMENTUM = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
-
-
 class SGDVelocity(State):
     """Momentum correction's state (DGC): momentum u and accumulated velocity v of every parameter.
 
-    Momentum and weight decay are applied to the local gradient, before it is accumulated, so they must not act again in
-    the optimizer. Its groups are never written to: while it steps, `stepping` shows it others, in which the parameters
-    whose momentum is here have none. Changing them for good would end up in checkpoints and conflict with schedulers.
+    Momentum and weight decay are applied to the local gradient, before it is accumulated. The optimizer then applies
+    the average without them (averaging/optimizer_step.py). u is its `momentum_buffer`.
 
     Args:
         masking: momentum factor masking (Lin et al. 2018, §3.2): the momentum of what was sent is set to 0.
@@ -111,10 +78,15 @@ class SGDVelocity(State):
     def __init__(self, layout: Layout, device: torch.device, *, masking: bool) -> None:
         super().__init__(layout, device)
         self.masking = masking
-        self.u, self.v, self._u = (torch.zeros(layout.n, device=device) for _ in range(3))
-        self._out = torch.empty(0, device=device)
-        self._sparse: dict[int, SparseGradient] = {}
-        """id of a parameter -> what is in its `p.grad`."""
+        self.u, self.v, self._u = (torch.zeros(layout.n, dtype=torch.float32, device=device) for _ in range(3))
+        self._out = torch.empty(0, dtype=torch.float32, device=device)
+        self._moments = OptimizerMoments(layout, ["momentum_buffer"])
+        self._first = set(layout.names)
+        """Parameters without a momentum, hence without an earlier gradient."""
+
+    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
+        super().attach(optimizer, parameters)
+        self._moments.attach(optimizer, parameters)
 
     @staticmethod
     def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:
@@ -146,28 +118,29 @@ class SGDVelocity(State):
     def _rules(self) -> list[SGDRule]:
         """What the optimizer's groups say of each parameter at this moment."""
         known = {
-            id(parameter): SGDRule(**{key: group[key] for key in WITHOUT_MOMENTUM})
+            id(parameter): SGDRule(**{key: group[key] for key in RULE})
             for group in (self._optimizer.param_groups if self._optimizer else [])
             for parameter in group["params"]
         }
         return [known.get(id(parameter), SGDRule()) for parameter in self._parameters]
 
-    def _borrow_momentum(self) -> None:
-        """Take over the momentum that the optimizer has from dense steps."""
-        for name, parameter, u in zip(self.layout.names, self._parameters, self.layout.views(self.u), strict=True):
-            buffer = self._optimizer.state.get(parameter, {}).pop("momentum_buffer", None) if self._optimizer else None
-            if buffer is not None and name not in self.started:
-                u.copy_(buffer)
-                self.started.add(name)
+    def _with_momentum(self, names: Set[str]) -> set[str]:
+        """Those of which torch keeps a momentum too."""
+        named = zip(self.layout.names, self._rules(), strict=True)
+        return {name for name, rule in named if rule.momentum and name in names}
+
+    def _read_momentum(self) -> None:
+        for name, held in self._moments.read([self.u], self._with_momentum(set(self.layout.names))).items():
+            self._first = self._first - {name} if held.get("momentum_buffer") is not None else self._first | {name}
 
     def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
         """out = the velocity after this step's gradient.
 
         Weight decay λ·w is added to the gradient first: inside the momentum it has the strength that it has in SGD.
         """
-        self._borrow_momentum()
+        self._read_momentum()
         self._out = out
-        rules = [(r, name not in self.started) for r, name in zip(self._rules(), self.layout.names, strict=True)]
+        rules = [(r, name in self._first) for r, name in zip(self._rules(), self.layout.names, strict=True)]
         for piece in gradient.pieces(rules):
             (rule, first), part, g = rules[piece.numbers[0]], piece.part, piece.g
             if rule.weight_decay:
@@ -181,17 +154,22 @@ class SGDVelocity(State):
             decoded.zero(self._u)
 
     def commit(self, moved: Set[str], out: torch.Tensor) -> torch.Tensor:
+        moved = moved & set(self.layout.names)
         self._keep(moved, self.u, self._u)
         self._keep(moved, self.v, out)
         self.u, self._u = self._u, self.u
         self._out, self.v = self.v, out
-        self.started = self.started | (moved & set(self.layout.names))
+        self.started, self._first = self.started | moved, self._first - moved
+        self._moments.write([self.u], self._with_momentum(self.started))
         return self._out
 
-    def clear(self) -> None:
-        self.u.zero_()
-        self.v.zero_()
-        self.started = set()
+    def move(self, device: torch.device) -> None:
+        """Keep the velocity on `device` between steps. The momentum stays, as that of any optimizer."""
+        self.v = self.v.to(device)
+
+    def clear(self, names: Set[str]) -> None:
+        self._zero(names, self.v)
+        self.started = self.started - names
 
     @property
     def optimizer_state(self) -> dict[str, torch.Tensor]:
@@ -201,46 +179,14 @@ class SGDVelocity(State):
     def next_optimizer_state(self) -> dict[str, torch.Tensor]:
         return {"momentum_buffer": self._u}
 
-    def give_back(self, optimizer_state: Mapping[str, torch.Tensor], moved: Set[str]) -> None:
-        assert self._optimizer is not None
-        views = self.layout.views(optimizer_state["momentum_buffer"])
-        for name, parameter, rule, u in zip(self.layout.names, self._parameters, self._rules(), views, strict=True):
-            if rule.momentum and name in moved:
-                self._optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(u)
+    def hand_over(self, optimizer_state: Mapping[str, torch.Tensor], names: Set[str]) -> None:
+        self._moments.hand_over([optimizer_state["momentum_buffer"]], self._with_momentum(names))
 
-    def assigned(self, mean: Decoded) -> None:
-        self._sparse = {}
-        if isinstance(mean, Sparse):
-            for parameter, (places, values) in zip(self._parameters, by_tensor(mean, self.layout), strict=True):
-                if parameter.grad is not None and places is not None and parameter.dtype == torch.float32:
-                    written = SparseGradient(parameter.grad, parameter.grad._version, places, values)
-                    self._sparse[id(parameter)] = written
-
-    @contextmanager
-    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """While this is entered, `optimizer` applies neither momentum nor weight decay to the attached parameters.
-
-        Those whose gradients are sparse, and as they were written, are stepped here, where they are not 0: at the end,
-        since Lightning's `on_before_optimizer_step` may still change a gradient.
-        """
-        here, sparse, groups = {id(parameter) for parameter in self._parameters}, self._sparse, optimizer.param_groups
-        left = [
-            (parameter, sparse[id(parameter)], group)
-            for group in groups
-            for parameter in group["params"]
-            if id(parameter) in sparse and sparse[id(parameter)].still_in(parameter)
-        ]
-        self._sparse = {}
-        apart = {id(parameter) for parameter, *_ in left}
-        optimizer.param_groups = [part for group in groups for part in _split(group, here, apart)]
-        try:
-            yield
-        finally:
-            optimizer.param_groups = groups
-        for parameter, gradient, group in left:
-            gradient.descend(parameter, float(group["lr"]))
+    def release(self) -> None:
+        self._moments.hand_over([self.u], self._with_momentum(self.started))
 
     def state_dict(self) -> StateDict:
+        self._read_momentum()
         return {
             key: {name: part for name, part in self.layout.split(flat).items() if name in self.started}
             for key, flat in (("momentum", self.u), ("velocity", self.v))
@@ -249,11 +195,5 @@ class SGDVelocity(State):
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self.u, self.v = (self.layout.join(state[key], self.device) for key in ("momentum", "velocity"))
         self.started = set(state["momentum"]) & set(self.layout.names)
-
-
-def _split(group: dict[str, Any], here: set[int], apart: set[int]) -> list[dict[str, Any]]:
-    """An optimizer's group as two, without those in `apart`: of the parameters in `here`, without momentum and
-    decay, and of the others."""
-    ours = [parameter for parameter in group["params"] if id(parameter) in here - apart]
-    others = [parameter for parameter in group["params"] if id(parameter) not in here]
-    return [{**group, **WITHOUT_MOMENTUM, "params": ours}, {**group, "params": others}]
+        self._first = set(self.layout.names) - self.started
+        self._moments.write([self.u], self._with_momentum(self.started))

@@ -1,16 +1,16 @@
-"""What a worker remembers between steps because it was not sent: nothing, or a residual.
+"""Error feedback: what a worker keeps of what it has not sent. Nothing, or a residual.
 
 Momentum correction has states of its own: `SGDVelocity` for SGD, `AdamStep` for Adam and AdamW.
 
-A step calls `compensate` (what should be sent now), `subtract` (take out what was sent) and `commit` (the step counts).
-A step that is not committed, because a gradient was not finite on some rank, leaves the state as it was, to the bit:
-new values are computed in other buffers, which `commit` exchanges for the old ones.
+An average calls `compensate` (what to send now) and `subtract` (take out what was sent). The optimizer's step calls
+`commit`. Both compute in buffers of their own, which `commit` exchanges for the old ones. So an average that no step
+uses leaves the state as it was, to the bit: a gradient was not finite on some rank, a hook left the step out or
+discarded a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -33,10 +33,12 @@ class State:
 
     owns_momentum: ClassVar[bool] = False
     """Whether the optimizer's momentum is applied to the local gradient, before it is accumulated."""
-    makes_step: ClassVar[bool] = False
-    """Whether what is sent are steps of the weights, which `apply` makes in place of the optimizer."""
+    accumulates_steps: ClassVar[bool] = False
+    """True if what is sent are steps of the weights: update directions times `learning_rates`."""
     moments: ClassVar[Mapping[str, str]] = {}
     """Kinds of `state_dict` that the optimizer has without compression -> torch's names for them."""
+    withheld: Set[str] = frozenset()
+    """Parameters of which the average under way applies nothing."""
     buffers: tuple[str, ...] = ()
     """Names of the attributes that hold what is remembered, flat fp32 [n] each."""
     scratch: tuple[str, ...] = ()
@@ -45,12 +47,12 @@ class State:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.started: set[str] = set()
-        """Parameters of which something is remembered: those that had a gradient on any rank. The same on all ranks."""
+        """Parameters that have stepped and have state here. The same on all ranks."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: Sequence[torch.Tensor] = ()
 
     def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
-        """The optimizer, and the layout's parameters, for a state that holds the optimizer's momentum."""
+        """Use this optimizer, and these parameters of the layout, from the next step on."""
         self._optimizer, self._parameters = optimizer, parameters
 
     @property
@@ -78,10 +80,10 @@ class State:
         """Take out what was sent, as the others have decoded it."""
 
     def commit(self, moved: Set[str], out: torch.Tensor) -> torch.Tensor:
-        """Make the step count.
+        """The optimizer has stepped: put the new values in force.
 
         Args:
-            moved: parameters that had a gradient on any rank. The state of others stays as it was.
+            moved: parameters that it has stepped. The state of others stays as it was.
             out: what `compensate` has filled.
 
         Returns:
@@ -90,7 +92,7 @@ class State:
         return out
 
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """The gradient of the tensors that travel uncompressed, in a step that counts: of this worker, and the mean.
+        """The gradient of the tensors that travel uncompressed, in a committed step: of this worker, and the mean.
 
         Args:
             own, mean: the square of the norm of what all workers have decoded, 0-d each.
@@ -102,36 +104,33 @@ class State:
             self.unsent.add_(flat)
             self.started = set(self.layout.names)
 
-    def clear(self) -> None:
-        """Forget everything, after all of it was sent."""
+    def clear(self, names: Set[str]) -> None:
+        """Forget everything of these parameters, after all of it was sent."""
 
     @property
     def remembered(self) -> list[torch.Tensor]:
-        """All that a worker remembers for itself, to be averaged in place where several ranks become one worker."""
+        """All that a worker keeps for itself, to be averaged in place where several ranks become one worker."""
         return [getattr(self, name) for name in self.buffers]
 
     @property
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """The state of the attached optimizer that is held here: torch's name for it -> flat fp32 [n]."""
+        """The optimizer's moments that are computed here: torch's name -> flat fp32 [n]."""
         return {}
 
     @property
     def next_optimizer_state(self) -> dict[str, torch.Tensor]:
-        """What `compensate` has made of it."""
+        """What `compensate` has made of them."""
         return {}
 
-    def give_back(self, optimizer_state: Mapping[str, torch.Tensor], moved: Set[str]) -> None:
-        """Give the attached optimizer this state (flat fp32 [n] each) of the parameters that have `moved`."""
+    def hand_over(self, optimizer_state: Mapping[str, torch.Tensor], names: Set[str]) -> None:
+        """Let the optimizer go on by itself with this state (flat fp32 [n] each) of the parameters in `names`."""
 
-    def apply(self, mean: Decoded, moved: Set[str]) -> None:
-        """With `makes_step`: step the parameters that have `moved`, by the mean of what all workers have sent."""
+    def release(self) -> None:
+        """Let the optimizer have its moments for itself: this state ends here."""
 
-    def assigned(self, mean: Decoded) -> None:
-        """Without `makes_step`: the mean, of a loss without a scale, has been written into every `p.grad`."""
-
-    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """For the length of `optimizer.step()` after a step whose average holds the optimizer's momentum already."""
-        return nullcontext()
+    def learning_rates(self) -> list[float] | None:
+        """With `accumulates_steps`: the learning rate that is in the steps of each parameter. None otherwise."""
+        return None
 
     def state_dict(self) -> StateDict:
         """Copies of everything, by kind and parameter name."""
@@ -146,13 +145,19 @@ class State:
             setattr(self, name, getattr(self, name).to(device))
         for name in self.scratch:
             n = self.layout.n if device == self.device else 0
-            setattr(self, name, torch.empty(n, device=device))
+            setattr(self, name, torch.empty(n, dtype=torch.float32, device=device))
 
     def _keep(self, moved: Set[str], old: torch.Tensor, new: torch.Tensor) -> None:
         """Copy the old values of parameters that have not moved into the new ones."""
         for name, (start, stop) in zip(self.layout.names, self.layout.bounds, strict=True):
             if name not in moved:
                 new[start:stop] = old[start:stop]
+
+    def _zero(self, names: Set[str], *flats: torch.Tensor) -> None:
+        for name, (start, stop) in zip(self.layout.names, self.layout.bounds, strict=True):
+            if name in names:
+                for flat in flats:
+                    flat[start:stop] = 0
 
 
 class Residual(State):
@@ -162,8 +167,8 @@ class Residual(State):
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout, device)
-        self.residual = torch.zeros(layout.n, device=device)
-        self._out = torch.empty(0, device=device)
+        self.residual = torch.zeros(layout.n, dtype=torch.float32, device=device)
+        self._out = torch.empty(0, dtype=torch.float32, device=device)
 
     @property
     def unsent(self) -> torch.Tensor | None:
@@ -185,9 +190,9 @@ class Residual(State):
         self.started = self.started | (moved & set(self.layout.names))
         return self._out
 
-    def clear(self) -> None:
-        self.residual.zero_()
-        self.started = set()
+    def clear(self, names: Set[str]) -> None:
+        self._zero(names, self.residual)
+        self.started = self.started - names
 
     def state_dict(self) -> StateDict:
         parts = self.layout.split(self.residual)

@@ -84,16 +84,18 @@ class Rounds(GradientAverager):
             if self.error_decay is not None and self.world == 1:
                 self.after_dense_step()  # alone: the update is the mean, and what waits to be sent goes on waiting
             else:
-                self._average(1.0)
-            if self.error_decay is not None and self.state is not None and self.state.unsent is not None:
-                self.state.unsent.mul_(self.error_decay)  # as e <- decay · e + U at the end of the next round
+                self._average(1.0, self.optimizers)
             self.stats.bytes_sent += self.ranks.gather_traffic(REPORT_BYTES)
             return reports
 
     def step_outer_optimizer(self) -> None:
         """Step the anchor on the mean pseudo-gradient."""
-        with self.taken_over(self.sgd):
-            self.sgd.step()
+        self.sgd.step()
+        self._decay_error()
+
+    def _decay_error(self) -> None:
+        if self.error_decay is not None and self.state is not None and self.state.unsent is not None:
+            self.state.unsent.mul_(self.error_decay)  # as e <- decay · e + U at the end of the next round
 
     def exchange_uncompressed(self, own: RoundReport, training_step: int) -> list[RoundReport]:
         """Average the updates and everything that compressed rounds have left out, uncompressed. Collective.
@@ -110,6 +112,7 @@ class Rounds(GradientAverager):
             for z in self.anchor.module.parameters():
                 if z.grad is not None:
                     z.sub_(z.grad)
+        self.commit()
         return reports
 
     def _local_moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:

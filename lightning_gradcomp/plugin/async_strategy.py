@@ -28,12 +28,11 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
-from lightning_gradcomp.parameter_server.server import ParameterServer, built, check_staleness
+from lightning_gradcomp.parameter_server.server import ParameterServer, check_staleness
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
-from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_names
+from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_async"
@@ -109,13 +108,6 @@ class AsyncStrategy(BaseStrategy):
             raise refusal("precision with AsyncStrategy", "16-mixed", "32-true or bf16-mixed: there is no loss scale")
         if not module.automatic_optimization:
             raise refusal("automatic_optimization with AsyncStrategy", False, "True")
-        optimizers = optimizers_of(module)
-        if len(optimizers) > 1:
-            raise refusal("optimizers with AsyncStrategy", len(optimizers), "1, which servers step")
-        for optimizer in optimizers:
-            check_names(built(self.compressor, optimizer), module)
-            if self.pull is not None:
-                built(self.pull, optimizer)
 
     def configure_ddp(self) -> None:
         """Nothing: DDP does not wrap the model."""
@@ -127,6 +119,8 @@ class AsyncStrategy(BaseStrategy):
             return  # with what an earlier fit has left, which a checkpoint may still be made of
         self.averager = self.server = None
         assert self.lightning_module is not None
+        if len(self.optimizers) > 1:
+            raise refusal("optimizers with AsyncStrategy", len(self.optimizers), "1, which servers step")
         module, [optimizer] = self.lightning_module, self.optimizers
         timeout = timedelta(seconds=self._timeout.total_seconds())  # type: ignore[union-attr]
         with self.explained("starting the servers"):

@@ -33,6 +33,7 @@ def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
     return spared
 
 
-def share_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Before they are looked at: rank 0's buffers for all."""
-    broadcast(list(model.buffers()), ranks)
+def share_buffers(ddp: DistributedDataParallel, ranks: Ranks) -> None:
+    """Before they are looked at: rank 0's buffers for all, but those that DDP is told to ignore."""
+    ignored = ddp.parameters_to_ignore
+    broadcast([buffer for name, buffer in ddp.module.named_buffers() if name not in ignored], ranks)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -129,19 +128,15 @@ class DDPHook:
     def _check_averages_were_used(self, averager: GradientAverager) -> None:
         if self._unused_average and isinstance(averager.compressor, Lossy):
             name = type(averager.compressor).__name__
-            if any(p.grad is not None and bool(p.grad.any()) for p in self._ddp.parameters()):
+            if any(p.grad is not None and bool(p.grad.any()) for p in averager.gradients.parameters):
                 what = f"backward calls with {name} between two optimizer steps"
                 raise refusal(what, "2", "1: add the losses up, or wrap all but the last call in no_sync()")
-            rank_zero_warn(
-                f"Averaged gradients were discarded before an optimizer used them. What {name} has not sent of them "
-                "stays in the residual. Manual optimization discards all of it."
-            )
         self._unused_average = False
 
     def _nothing_left_for_averager(self, averager: GradientAverager, trainable: list[nn.Parameter]) -> bool:
         """Whether no parameter that trains has a residual to hand back, or a local gradient of an earlier backward."""
         if not self._at_optimizer_step:
-            return not averager.gradients.stale
+            return True
         if any(id(p) in self._compressed for p in trainable):
             return False
         left = [p for p in trainable if self._pending.get(id(p)) is False and p.grad is not None]
@@ -166,11 +161,13 @@ class DDPHook:
         self._unused_average = True
         return self._average(averager, averaged)
 
-    def _average(self, averager: GradientAverager, averaged: bool) -> bool:
+    def _average(
+        self, averager: GradientAverager, averaged: bool, optimizer: torch.optim.Optimizer | None = None
+    ) -> bool:
         if averaged:
-            averager.after_dense_step(grad_scale=self._grad_scale, seconds=self._seconds)
+            averager.after_dense_step(grad_scale=self._grad_scale, seconds=self._seconds, optimizer=optimizer)
         else:
-            averager.average(grad_scale=self._grad_scale)
+            averager.average(grad_scale=self._grad_scale, optimizer=optimizer)
         return not averaged
 
     def pending(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -187,27 +184,13 @@ class DDPHook:
         if not ids:
             return False
         by_ddp = [self._pending.pop(i) for i in ids]
-        averaged = all(by_ddp)
-        with self._only(ids):
-            self._average(averager, averaged)
-            # In a dense step that comes next, the residual of these parameters is handed back by the averager.
-            if averager.dense_step:
-                self._compressed -= ids
-            else:
-                self._compressed |= ids
-        return not averaged
-
-    @contextmanager
-    def _only(self, ids: set[int]) -> Iterator[None]:
-        """Let only the parameters with these ids require a gradient; what the averager has of others stays."""
-        others = [p for p in self._ddp.parameters() if p.requires_grad and id(p) not in ids]
-        for parameter in others:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in others:
-                parameter.requires_grad_(True)
+        by_averager = self._average(averager, all(by_ddp), optimizer)
+        # In a dense step that comes next, the residual of these parameters is handed back by the averager.
+        if averager.dense_step:
+            self._compressed -= ids
+        else:
+            self._compressed |= ids
+        return by_averager
 
     def after_optimizer_step(self) -> None:
         """An optimizer has used the gradients."""

@@ -30,8 +30,7 @@ from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
-from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_names
+from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
@@ -113,17 +112,11 @@ class DelayedStrategy(BaseStrategy):
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
-        check_names(self.compressor, module)
         self._check_sidecars()
         if self._layer_sync is not None:
             raise refusal(
                 "sync_batchnorm with DelayedStrategy", True, "False: it waits for the network in each forward"
             )
-        self._check_optimizers(optimizers_of(module))
-
-    def _check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        if len(optimizers) > 1:
-            raise refusal("optimizers with DelayedStrategy", len(optimizers), "1, whose steps are counted")
 
     def configure_ddp(self) -> None:
         """Nothing: no gradients are averaged."""
@@ -134,7 +127,8 @@ class DelayedStrategy(BaseStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.lightning_module is not None
-        self._check_optimizers(self.optimizers)
+        if len(self.optimizers) > 1:
+            raise refusal("optimizers with DelayedStrategy", len(self.optimizers), "1, whose steps are counted")
         with self.explained("setting up the averages"):
             self.averager = DelayedAverager(
                 self.lightning_module,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -51,6 +51,7 @@ class CompressedFabricStrategy(DDPStrategy):
         topology: as in `CompressedDDPStrategy`.
         inside: likewise.
         residual_device: likewise.
+        local_weights: False: `local_weights()` has no effect.
         steps_per_epoch: lets a warm-up that counts epochs count them; else call `set_epoch`.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.
@@ -65,6 +66,7 @@ class CompressedFabricStrategy(DDPStrategy):
         topology: str = "auto",
         inside: str | None = None,
         residual_device: str | None = None,
+        local_weights: bool = True,
         steps_per_epoch: int | None = None,
         timeout: timedelta = TIMEOUT,
         **ddp_options: Any,
@@ -72,7 +74,12 @@ class CompressedFabricStrategy(DDPStrategy):
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
         resolve(topology, inside, residual_device, self.compressor)  # raises
-        self._travel = {"topology": topology, "inside": inside, "residual_device": residual_device}
+        self._averager_options: dict[str, Any] = {
+            "topology": topology,
+            "inside": inside,
+            "residual_device": residual_device,
+            "local_weights": local_weights,
+        }
         self.steps_per_epoch = steps_per_epoch
         self.averager: GradientAverager | None = None
         """Made at the first backward, when module and optimizer are known."""
@@ -116,27 +123,24 @@ class CompressedFabricStrategy(DDPStrategy):
         self._hook.after_backward(averager)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Average the gradients of the optimizer's parameters; then step, without momentum that is in the averages."""
+        """Average the gradients of the optimizer's parameters; then step."""
         assert isinstance(optimizer, torch.optim.Optimizer)
         averager, closure = self._averager(), kwargs.pop("closure", None)
-        with ExitStack() as until_the_end_of_the_step:
 
-            def average() -> None:
-                self._hook.before_optimizer_step(averager, optimizer)
-                until_the_end_of_the_step.enter_context(averager.taken_over(optimizer))
+        def closure_then_average() -> Any:
+            result = closure()
+            self._hook.before_optimizer_step(averager, optimizer)
+            return result
 
-            def closure_then_average() -> Any:
-                result = closure()
-                average()
-                return result
-
-            if closure is None:
-                average()
-            else:
-                kwargs["closure"] = closure_then_average
-            self._steps_itself = True
-            until_the_end_of_the_step.callback(setattr, self, "_steps_itself", False)
+        if closure is None:
+            self._hook.before_optimizer_step(averager, optimizer)
+        else:
+            kwargs["closure"] = closure_then_average
+        self._steps_itself = True
+        try:
             return super().optimizer_step(optimizer, **kwargs)
+        finally:
+            self._steps_itself = False
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         """Before any step of an optimizer: `optimizer_step`, which averages its gradients, must have called it."""
@@ -230,8 +234,9 @@ class CompressedFabricStrategy(DDPStrategy):
                 self._ddp.module,
                 self.compressor,
                 optimizer=corrected(self.compressor, self._optimizers, automatic=False),
+                optimizers=self._optimizers,
                 ranks_per_node=self.num_processes,
-                **self._travel,
+                **self._averager_options,
                 steps_per_epoch=self.steps_per_epoch,
                 epoch=self._epoch,
             )

@@ -11,7 +11,7 @@ Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`,
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp import is_sharded, local, reshard
 from lightning_gradcomp.averaging.mesh import MESH, mesh_shape
-from lightning_gradcomp.averaging.replicas import broadcast_unless_identical, compare_replicas
+from lightning_gradcomp.averaging.replicas import broadcast_unless_identical, compare_replicas, replicated
 from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
@@ -38,7 +38,7 @@ from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import ExplainedStrategy, warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.clipping import LocalClipping
-from lightning_gradcomp.plugin.launchers import SubprocessLauncher, optimizers_of
+from lightning_gradcomp.plugin.launchers import SubprocessLauncher
 from lightning_gradcomp.plugin.rank_states import (
     FORMAT,
     KEY,
@@ -51,9 +51,9 @@ from lightning_gradcomp.plugin.validation import (
     check_callbacks,
     check_clipping,
     check_gradients,
+    check_local_weights,
     check_optimizers,
     check_verification,
-    corrected,
 )
 from lightning_gradcomp.registry import build
 
@@ -77,7 +77,9 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
             "cpu" memory.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error.
-        verify_replicas_every_n_steps: compare a checksum of every shard over the replicas, every so many steps.
+        verify_replicas_every_n_steps: compare a checksum of every shard over the replicas, every so many steps; and
+            notice every write into local weights.
+        local_weights: as for `CompressedDDPStrategy`.
         save_distributed_checkpoint: True: a checkpoint is a folder into which each rank writes its shards, with what it
             remembers of them; a mesh of any shape reads it. False: one file with whole tensors, and the mean of what
             replicas remember; `CompressedDDPStrategy` reads it too.
@@ -96,6 +98,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         residual_device: str | None = None,
         timeout: timedelta = TIMEOUT,
         verify_replicas_every_n_steps: int | None = None,
+        local_weights: bool = True,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
     ) -> None:
@@ -110,7 +113,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         check_verification(verify_replicas_every_n_steps)
         self.compressor: Compressor = build(compressor)
         self.replicate, self.shard, self.residual_device = replicate, shard, residual_device
-        self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
+        self.verify_replicas_every_n_steps, self.local_weights = verify_replicas_every_n_steps, local_weights
         self.averager: GradientAverager | None = None
         """Set while fitting."""
         self._clipping = LocalClipping()
@@ -134,15 +137,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         if self._layer_sync is not None:
             allowed = "False: FSDP2 has no wrapper that would convert the layers; convert them in configure_model()"
             raise refusal("sync_batchnorm with CompressedHSDPStrategy", True, allowed)
-        optimizers = optimizers_of(module)
-        check_clipping(self.compressor, corrected(self.compressor, optimizers, True), trainer, module)
-        self._check_optimizers(optimizers)
         check_callbacks(self, trainer)
-
-    def _check_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        check_optimizers(self.compressor, optimizers)
-        if len(optimizers) > 1:
-            raise refusal("optimizers with CompressedHSDPStrategy", len(optimizers), "1")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -170,8 +165,11 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._check_optimizers(self.optimizers)
-        optimizer = corrected(self.compressor, self.optimizers, True)
+        check_optimizers(self.compressor, self.optimizers)
+        if len(self.optimizers) > 1:
+            raise refusal("optimizers with CompressedHSDPStrategy", len(self.optimizers), "1")
+        [optimizer] = self.optimizers
+        check_clipping(self.compressor, optimizer, trainer, self.lightning_module)
         with self.explained("setting up the averages"):
             self.averager = GradientAverager(
                 self.lightning_module,
@@ -180,7 +178,12 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
                 process_group=self.device_mesh.get_group("replicate"),
                 residual_device=self.residual_device,
                 epoch=trainer.current_epoch,
+                local_weights=self.local_weights,
             )
+        if self.averager.has_local_weights:
+            check_local_weights(trainer, self.lightning_module)
+        if self.verify_replicas_every_n_steps:
+            self.averager.compare_all_local_weights()
         sigterm.set_handler(trainer, self.averager)
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
@@ -196,6 +199,8 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
 
     def teardown(self) -> None:
         self._clipping.give_back()
+        if self.averager is not None:
+            self.averager.detach()
         super().teardown()
 
     # Steps
@@ -208,27 +213,40 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             sigterm.stop_before_dense_step(self.averager, self.lightning_module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.averager is not None
-        self.averager.use_local_weights()
-        return super().training_step(*args, **kwargs)
+        """As `Strategy.training_step`, at local weights, which stay until the end of backward."""
+        averager = self.averager
+        assert averager is not None
+        averager.use_optimizers(self.optimizers[0])
+        averager.use_local_weights()
+        try:
+            output = super().training_step(*args, **kwargs)
+        except BaseException:
+            averager.use_shared_weights(check=False)
+            raise
+        if output is None or (isinstance(output, Mapping) and output.get("loss") is None):
+            averager.use_shared_weights()  # there will be no backward
+        return output
 
-    def _use_shared_weights(self) -> None:
+    def on_exception(self, exception: BaseException) -> None:
         if self.averager is not None:
-            self.averager.use_shared_weights()  # a batch without a loss has no backward
-
-    on_train_end = on_validation_start = on_test_start = on_predict_start = _use_shared_weights
+            self.averager.use_shared_weights(check=False)
+        super().on_exception(exception)
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As `Strategy.backward`: FSDP2 averages inside the replica. Averages of all replicas come with the step."""
-        module, precision = self.lightning_module, self.precision_plugin
-        assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = precision.pre_backward(closure_loss, module)
-        with self.explained("backward"):
-            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self._use_shared_weights()
+        module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
+        assert module is not None and averager is not None
+        try:
+            self.pre_backward(closure_loss)
+            closure_loss = precision.pre_backward(closure_loss, module)
+            with self.explained("backward"):
+                precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        except BaseException:
+            averager.use_shared_weights(check=False)
+            raise
+        averager.use_shared_weights()
         self.post_backward(closure_loss)
         return precision.post_backward(closure_loss, module)
 
@@ -239,35 +257,41 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `Strategy.optimizer_step`; after the closure, replicas average, and the momentum is taken over."""
+        """As `Strategy.optimizer_step`; after the closure, replicas average. Error feedback is committed."""
         assert self.averager is not None and self.lightning_module is not None
-        averager, before = self.averager, self.averager.steps
+        averager, averages = self.averager, 0
         scaler = getattr(self.precision_plugin, "scaler", None)
-        with ExitStack() as until_the_end_of_the_step:
 
-            def closure_then_average() -> Any:
-                result = closure()
-                with self.explained("averaging gradients"):
-                    averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
-                sigterm.stop_after_batch(averager, self.lightning_module.trainer)  # type: ignore[union-attr]
-                check_gradients(averager.compressor, optimizer, averager.steps - before)
-                until_the_end_of_the_step.enter_context(averager.taken_over(optimizer))
-                return result
+        def closure_then_average() -> Any:
+            nonlocal averages
+            result = closure()
+            with self.explained("averaging gradients"):
+                averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
+            sigterm.stop_after_batch(averager, self.lightning_module.trainer)  # type: ignore[union-attr]
+            averages += 1
+            check_gradients(averager.compressor, optimizer, averages)
+            return result
 
-            result = super().optimizer_step(optimizer, closure_then_average, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure_then_average, model, **kwargs)
         every = self.verify_replicas_every_n_steps
         if every and averager.steps != self._compared and averager.steps % every == 0:
             self._compared = averager.steps
             with self.explained("comparing replicas"):
-                named = [(name, local(parameter)) for name, parameter in self.lightning_module.named_parameters()]
+                named = [(name, local(tensor)) for name, tensor in replicated(self.lightning_module)]
                 compare_replicas(named, averager.steps, averager.ranks.group)
         return result
 
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that all replicas share, also where an exception ended a forward pass."""
-        self._use_shared_weights()
+        """The weights that all replicas share.
+
+        Raises:
+            ValueError: between forward and backward, where the shards in memory are this rank's own.
+        """
+        if self.averager is not None and self.averager.in_local_weights:
+            allowed = "before the forward pass or after backward, or local_weights=False for the strategy"
+            raise refusal("saving the weights of a sharded model", "between forward and backward", allowed)
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

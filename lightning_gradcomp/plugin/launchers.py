@@ -1,8 +1,7 @@
 """Lightning's launchers, which check before they start processes, and return callbacks' results.
 
 Private Lightning names used here: `_SubprocessScriptLauncher`, `_MultiProcessingLauncher` (their `launch` is where the
-other processes start; `get_extra_results` and `update_main_process_results` carry results back) and
-`_configure_optimizers` (which reads every form that `configure_optimizers` may return).
+other processes start; `get_extra_results` and `update_main_process_results` carry results back).
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -56,16 +53,3 @@ class MultiProcessingLauncher(_Checked, _MultiProcessingLauncher):
 def _with_results(trainer: Trainer) -> list[Any]:
     every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in every if hasattr(callback, "rank_zero_results")]
-
-
-def optimizers_of(module: LightningModule) -> list[torch.optim.Optimizer]:
-    """The optimizers that `module` will make, or [] where it can't make them yet.
-
-    A module may need the Trainer or its configured layers for it, which are not there before the launch; it is then
-    asked again, and checked, when they are. Lightning calls `configure_optimizers` once a fit, so one more call is
-    something it has to bear anyway.
-    """
-    try:
-        return _configure_optimizers(module.configure_optimizers())[0]  # type: ignore[arg-type]
-    except Exception:  # whatever the user's code raises is raised again, in full, by the fit itself
-        return []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.faults import TIMEOUT
-from lightning_gradcomp.averaging.replicas import compare_replicas
+from lightning_gradcomp.averaging.replicas import compare_replicas, replicated
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
@@ -32,7 +31,6 @@ from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
-from lightning_gradcomp.plugin.launchers import optimizers_of
 from lightning_gradcomp.plugin.rank_states import (
     all_ranks_present,
     export_optimizer_state,
@@ -42,7 +40,7 @@ from lightning_gradcomp.plugin.validation import (
     check_callbacks,
     check_clipping,
     check_gradients,
-    check_names,
+    check_local_weights,
     check_optimizers,
     check_options,
     corrected,
@@ -73,7 +71,11 @@ class CompressedDDPStrategy(BaseStrategy):
             longer exact. "drop": nothing is saved, or restored.
         timeout: how long a rank waits for the others, anywhere; then it ends with an error. Raise it where one rank has
             more to do alone than that, such as preparing data.
-        verify_replicas_every_n_steps: compare a checksum of every parameter over the ranks, every so many steps.
+        verify_replicas_every_n_steps: compare a checksum of every parameter, and of every buffer but running
+            statistics, over the ranks, every so many steps; and notice every write into local weights.
+        local_weights: where the compressor owns the momentum, take gradients at weights without the steps that this
+            rank has not sent yet. False: at those of all ranks, which costs accuracy (docs/methods/dgc.md); the module
+            may then write into its weights in `training_step`.
         ddp_options: everything that `DDPStrategy` takes, except the options that say how gradients are averaged.
             `gradient_as_bucket_view` is True unless given: a hook costs DDP a pass over its buckets, this saves one.
 
@@ -90,6 +92,7 @@ class CompressedDDPStrategy(BaseStrategy):
         checkpoint_state: str = "auto",
         timeout: timedelta = TIMEOUT,
         verify_replicas_every_n_steps: int | None = None,
+        local_weights: bool = True,
         **ddp_options: Any,
     ) -> None:
         check_options(checkpoint_state, verify_replicas_every_n_steps, ddp_options)
@@ -99,25 +102,27 @@ class CompressedDDPStrategy(BaseStrategy):
         self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
         self.compressor: Compressor = build(compressor)
         resolve(topology, inside, residual_device, self.compressor)  # refuses
-        self._travel = {"topology": topology, "inside": inside, "residual_device": residual_device}
+        self._averager_options: dict[str, Any] = {
+            "topology": topology,
+            "inside": inside,
+            "residual_device": residual_device,
+            "local_weights": local_weights,
+        }
         self.averager: GradientAverager | None = None
         """Set while fitting."""
         self._clipping = LocalClipping()
         self._buffers_spared = self._steps_itself = False
+        self._averages = 0
+        """Averages in the optimizer step under way."""
         self._guards: list[Any] = []
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
-        optimizers = optimizers_of(module)
-        optimizer = corrected(self.compressor, optimizers, module.automatic_optimization)
-        check_clipping(self.compressor, optimizer, trainer, module)
-        check_optimizers(self.compressor, optimizers)
         self._check_sidecars()
         if "torch._dynamo" in sys.modules and torch._dynamo.config.optimize_ddp == "python_reducer":
             allowed = "True or False: it calls DDP's hook with something else"
             raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
         check_callbacks(self, trainer)
-        check_names(self.compressor, module)
 
     def configure_ddp(self) -> None:
         module = self.lightning_module
@@ -134,24 +139,36 @@ class CompressedDDPStrategy(BaseStrategy):
         sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return  # with what an earlier fit has left, which a checkpoint may still be made of
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         check_optimizers(self.compressor, self.optimizers)
+        check_clipping(self.compressor, self._corrected, trainer, module)
         with self.explained("setting up the averages"):
             self.averager = GradientAverager(
-                self.lightning_module,
+                module,
                 self._clipping.take_over(self.compressor, self._corrected, trainer),
                 optimizer=self._corrected,
+                optimizers=self.optimizers,
                 ranks_per_node=self.num_processes,
-                **self._travel,
+                **self._averager_options,
                 epoch=trainer.current_epoch,
             )
+        if self.averager.has_local_weights:
+            check_local_weights(trainer, module)
+        if self.verify_replicas_every_n_steps:
+            self.averager.compare_all_local_weights()
         sigterm.set_handler(trainer, self.averager)
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
-        self._guards = [optimizer.register_step_pre_hook(self._check_averaged) for optimizer in self.optimizers]
-        if not self.lightning_module.automatic_optimization:
+        if not module.automatic_optimization:
             setattr(self.precision_plugin, "clip_gradients", self._clip_manually)  # noqa: B010 - shadows the method
+            self._guards = [each.register_step_pre_hook(self._check_averaged) for each in self._hooked_optimizers]
         rank_zero_info(self.averager.describe())
+
+    @property
+    def _hooked_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that have torch's hooks, which a wrapper of another optimizer may lack."""
+        return [each for each in self.optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
 
     @property
     def _corrected(self) -> torch.optim.Optimizer | None:
@@ -164,6 +181,8 @@ class CompressedDDPStrategy(BaseStrategy):
         for guard in self._guards:
             guard.remove()
         self._guards = []
+        if self.averager is not None:
+            self.averager.detach()
         super().teardown()
 
     def on_train_start(self) -> None:
@@ -183,23 +202,37 @@ class CompressedDDPStrategy(BaseStrategy):
         self._share_buffers()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.averager is not None and self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:  # otherwise there may be several backwards
-            self.averager.use_local_weights()
-        with self._hook.forward(self.averager):
-            return super().training_step(*args, **kwargs)
+        """As DDP's, at local weights: they stay until the end of backward, or of what ends this batch before it."""
+        averager, module = self.averager, self.lightning_module
+        assert averager is not None and module is not None
+        if module.automatic_optimization:  # otherwise there may be several backwards
+            averager.use_optimizers(self._corrected, self.optimizers)
+            averager.use_local_weights()
+        try:
+            with self._hook.forward(averager):
+                output = super().training_step(*args, **kwargs)
+        except BaseException:
+            averager.use_shared_weights(check=False)
+            raise
+        if output is None or (isinstance(output, Mapping) and output.get("loss") is None):
+            averager.use_shared_weights()  # there will be no backward
+        return output
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self.averager is not None:
+            self.averager.use_shared_weights(check=False)
+        super().on_exception(exception)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that all ranks share, also where an exception ended a forward pass."""
-        if self.averager is not None:
-            self.averager.use_shared_weights()
-        return super().lightning_module_state_dict()
+        """The weights that all ranks share, also between forward and backward."""
+        if self.averager is None:
+            return super().lightning_module_state_dict()
+        with self.averager.shared_weights():
+            return super().lightning_module_state_dict()
 
     def _share_buffers(self) -> None:
-        if self.averager is not None:
-            self.averager.use_shared_weights()  # a batch without a loss has no backward
         if self._buffers_spared:
-            assert self.model is not None and self.averager is not None
+            assert isinstance(self.model, DistributedDataParallel) and self.averager is not None
             with self.explained("sharing buffers"):
                 buffers.share_buffers(self.model, self.averager.ranks)
 
@@ -211,11 +244,15 @@ class CompressedDDPStrategy(BaseStrategy):
         """As `Strategy.backward`. In automatic optimization the averages are there before `on_after_backward`."""
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
-        self._hook.before_backward(averager, precision)
-        self.pre_backward(closure_loss)
-        closure_loss = precision.pre_backward(closure_loss, module)
-        with self.explained("backward"):  # DDP averages in it where a step is dense
-            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        try:
+            self._hook.before_backward(averager, precision)
+            self.pre_backward(closure_loss)
+            closure_loss = precision.pre_backward(closure_loss, module)
+            with self.explained("backward"):  # DDP averages in it where a step is dense
+                precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        except BaseException:
+            averager.use_shared_weights(check=False)
+            raise
         averager.use_shared_weights()
         self.post_backward(closure_loss)
         self._average(self._hook.after_backward)
@@ -225,6 +262,7 @@ class CompressedDDPStrategy(BaseStrategy):
         """Call the hook's `average(averager, *args)`; then end after a SIGTERM, and log what topology="auto" chose."""
         averager = self.averager
         assert averager is not None and self.lightning_module is not None
+        self._averages += 1
         tuned = averager.autotune.outcome if averager.autotune else ""
         with self.explained("averaging gradients"):
             by_averager = average(averager, *args)
@@ -240,27 +278,32 @@ class CompressedDDPStrategy(BaseStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As DDP's; after the closure, gradients that are not averaged yet are, and the momentum is taken over."""
-        assert self.averager is not None and self.lightning_module is not None
-        averager, before = self.averager, self.averager.steps
-        with ExitStack() as until_the_end_of_the_step:
+        """As DDP's; after the closure, gradients that are not averaged yet are. Error feedback is committed."""
+        averager, module = self.averager, self.lightning_module
+        assert averager is not None and module is not None
+        automatic, self._averages = module.automatic_optimization, 0
+        averager.use_optimizers(self._corrected, self.optimizers)
 
-            def closure_then_average() -> Any:
-                result = closure()
+        def closure_then_average() -> Any:
+            result = closure()
+            if not automatic:
                 self._average(self._hook.before_optimizer_step, optimizer)
-                check_gradients(averager.compressor, optimizer, averager.steps - before)
-                until_the_end_of_the_step.enter_context(averager.taken_over(optimizer))
-                return result
+            check_gradients(averager.compressor, optimizer, self._averages)
+            return result
 
-            self._steps_itself = True
-            until_the_end_of_the_step.callback(setattr, self, "_steps_itself", False)
+        self._steps_itself = True
+        try:
             result = super().optimizer_step(optimizer, closure_then_average, model, **kwargs)
+        finally:
+            self._steps_itself = False
+        if optimizer not in self._hooked_optimizers:
+            averager.commit(optimizer)
         self._hook.after_optimizer_step()
         every = self.verify_replicas_every_n_steps
         if every and averager.steps != self._compared and averager.steps % every == 0:
             self._compared = averager.steps
             with self.explained("comparing replicas"):
-                compare_replicas(self.lightning_module.named_parameters(), averager.steps)
+                compare_replicas(replicated(module), averager.steps)
         return result
 
     def _clip_manually(
@@ -279,7 +322,7 @@ class CompressedDDPStrategy(BaseStrategy):
         type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        """Before any step of an optimizer: `optimizer_step`, which averages its gradients, must have called it.
+        """Before a step of an optimizer in manual optimization: `optimizer_step`, which averages, must have called it.
 
         Raises:
             ValueError: a step of torch's own optimizer, past Lightning's, with gradients that are not averaged.

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
 from lightning_gradcomp.averaging.workers import all_gather_single
 from lightning_gradcomp.compressors import Compressor, Lossy
-from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.clipping import clips
 
@@ -77,10 +79,21 @@ def check_clipping(
         raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
 
 
-def check_names(compressor: Compressor, module: LightningModule) -> None:
-    """ValueError for an option that names parameters which `module` does not have, where it has them by now."""
-    if not is_overridden("configure_model", module):
-        compressor.check_names(plain_name(name) for name, _ in module.named_parameters())
+def check_local_weights(trainer: Trainer, module: LightningModule) -> None:
+    """ValueError for what keeps tensors that it derives from the weights of a forward pass: they would be a rank's own.
+
+    Pruning masks come from the weights of the latest forward pass, and torch.nn.utils.weight_norm stores the weight
+    that it computes before each.
+    """
+    allowed = "local_weights=False for the strategy"
+    pruning = [c for c in trainer.callbacks if isinstance(c, ModelPruning)]  # type: ignore[attr-defined]
+    if pruning:
+        raise refusal("a callback with local weights", type(pruning[0]).__name__, allowed)
+    for name, part in module.named_modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod | WeightNorm):
+                what = f"a hook that computes a weight of {name!r} before each forward pass, with local weights"
+                raise refusal(what, type(hook).__name__, f"{allowed}, or torch.nn.utils.parametrizations")
 
 
 def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:

@@ -272,6 +272,7 @@ def test_the_bytes_are_those_that_are_sent(entry):
             )
             model(torch.ones(4, 64)).square().mean().backward()
             averager.average()
+            averager.commit()
             return averager.stats.bytes_sent, bytes_of_step(compressor, model, topology, 3).sent
 
         results = run_ranks(3, rank_main)

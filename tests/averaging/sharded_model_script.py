@@ -172,6 +172,7 @@ def like_fsdp(make_optimizer, *, layers=False, backwards=1, clip=None, policy=No
                 ((model(x).float() - y).square().mean() / backwards).backward()
             if mesh is not MESH:
                 averager.average()
+                averager.commit()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -191,6 +192,7 @@ def not_finite(make_optimizer, value):
     if RANK == 1:
         dict(model.named_parameters())["matrix"].grad.to_local().view(-1)[3] = value
     averager.average()
+    averager.commit()
     gradients = [parameter.grad.to_local() for parameter in model.parameters()]
     seen = all(not gradient.isfinite().any() for gradient in gradients if gradient.numel())
     alike = same(before, averager.state_dict()["memory"])
@@ -216,6 +218,7 @@ def clipped():
     squares = sum(part.square().sum() for part in gradients.values())
     dist.all_reduce(squares, group=MESH.get_group("shard"))
     averager.average()
+    averager.commit()
     kept = averager.state_dict()["memory"]["velocity"]
     factor = 2**0.5 / squares.sqrt()
     # What this rank has kept of its gradient is the gradient itself, clipped by the norm of the whole.

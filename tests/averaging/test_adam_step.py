@@ -376,9 +376,8 @@ def test_a_grad_scaler_steps_where_every_tensor_is_compressed():
             made.zero_grad()
             scaler.scale(model(normal(12, seed=step + 10 * rank)).square().sum()).backward()
             averager.average(grad_scale=scaler.get_scale())
-            with averager.taken_over(made):
-                scaler.unscale_(made)
-                scaler.step(made)
+            scaler.unscale_(made)
+            scaler.step(made)
             scaler.update()
         assert [len(group["params"]) for group in made.param_groups] == [2] and len(made.state) == 2
         return weights(model), scaler.get_scale()
@@ -412,7 +411,7 @@ def test_a_huge_gradient_and_dense_steps_leave_the_ratio_of_norms_as_a_resumed_r
     state.observe(torch.tensor(4.0), torch.tensor(1.0))
     state.observe(torch.tensor(torch.inf), torch.tensor(1.0))  # squares of what is finite
     assert state.local_scale == 0.5
-    state.clear()
+    state.clear({"w"})
     resumed.load_state_dict(state.state_dict())
     assert resumed.local_scale == state.local_scale == 1
 
@@ -436,8 +435,7 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks():
             if rank == 1 and step == 2 and scaler.is_enabled():
                 model.kernel.grad[0, 0, 0, 0] = torch.inf
             averager.average(grad_scale=scaler.get_scale())
-            with averager.taken_over(made):
-                scaler.step(made)
+            scaler.step(made)
             scaler.update()
         return weights(model), scaler.get_scale()
 

@@ -192,6 +192,7 @@ def test_another_optimizers_steps_with_nothing_to_compress_do_not_disturb_the_tr
                 part(torch.ones(part.in_features)).sum().backward()
                 clock.now += 1.0
                 averager.average()
+                averager.commit()
         return averager.autotune.choice
 
     assert run_ranks(2, work) == [DENSE] * 2
@@ -210,6 +211,7 @@ def test_nothing_is_lost_while_candidates_alternate(clock):
         def noted(averager):
             had = flat({name: p.grad for name, p in parts[0].named_parameters()})
             averager.average()
+            averager.commit()
             came = flat({name: p.grad for name, p in parts[0].named_parameters()})
             log.append((had, came, flat(kept(averager)), flat(averager.state_dict()["memory"].get(SHARD, {}))))
 

@@ -19,6 +19,7 @@ def steps_of(world, schedule, steps):
     def work(rank, group):
         model, seen = Table(), []
         optimizer, averager = averaged(model, group, schedule=schedule)
+        averager.check_same_parameters()
         for step in range(steps):
             backward(model, optimizer, rank, step, prescribed_loss)
             before = len(log[rank])

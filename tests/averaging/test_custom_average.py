@@ -79,6 +79,7 @@ def test_announced_bytes_are_what_collectives_are_given(cls, world, dense_values
         announced = [(how == "gather", length) for how, length in messages(compressor, averager.gradients)]
         for number in range(3):
             backward(model, optimizer, rank, number, prescribed_loss)
+            averager.check_same_parameters()
             log[rank].clear()
             averager.step()
             assert [(how in GATHERS, length) for how, length in log[rank]] == announced
@@ -121,6 +122,7 @@ def test_what_is_not_sent_is_sent_by_a_dense_step(cls):
             backward(model, optimizer, rank, step, prescribed_loss)
             had = model.matrix.grad.double()
             averager.average()
+            averager.commit()
             owed = owed + had - model.matrix.grad
         assert averager.settled
         return owed
@@ -141,6 +143,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all(cls):
         if rank == 1:
             model.small.grad[0, 0] = torch.nan
         averager.average()
+        averager.commit()
         assert not model.kernel.grad.isfinite().any() and not model.bias.grad.isfinite().any()
         return same(averager.state_dict()["memory"], before)
 

@@ -127,6 +127,7 @@ def test_also_where_the_average_is_clipped():
         for step in range(STEPS):
             backward(model, optimizer, rank, step, clipped)
             averager.average()
+            averager.commit()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         return weights(model)

@@ -26,6 +26,7 @@ def ledgers(world, compressor, steps=8, schedule=lambda epoch, step: 0.9):
             named = {name: p for name, p in model.named_parameters() if name in DENSE}
             own = {name: own.get(name, 0) + p.grad.double() for name, p in named.items()}
             averager.average()
+            averager.commit()
             applied = {name: applied.get(name, 0) + p.grad.double() for name, p in named.items()}
         return own, applied, averager.state_dict(), averager.stats.bytes_sent
 

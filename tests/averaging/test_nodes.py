@@ -84,6 +84,7 @@ def test_a_node_sends_its_payload_once(topology, make):
         model, optimizer, averager = begin(group, make, per_node, topology=topology)
         backward(model, optimizer, rank, 0, prescribed_loss)
         averager.average()
+        averager.commit()
         return averager.stats.bytes_sent, averager.stats.dense_bytes, averager.describe()
 
     nodes, workers = run_ranks(3 * NODE, partial(sent, NODE)), run_ranks(3, partial(sent, 1))
@@ -120,6 +121,7 @@ def ledger(group, make, rank, steps, state=None, **options):
         backward(model, optimizer, rank, step, prescribed_loss)
         had = had + flat_gradients(model)
         averager.average()
+        averager.commit()
         came = came + flat_gradients(model)
     return had, came, averager.state_dict()
 
@@ -240,6 +242,7 @@ def test_a_gradient_that_is_not_finite_changes_no_state(make):
         if rank == 1:
             model.matrix.grad[0, 0] = float("inf")
         averager.average()
+        averager.commit()
         assert not model.kernel.grad.isfinite().any()
         return same(averager.state_dict()["memory"], before)
 
@@ -254,6 +257,7 @@ def test_a_gradient_that_one_rank_of_a_node_lacks_is_0_there():
             model.matrix.grad = None if lacking else torch.zeros_like(model.matrix.grad)
         averager.flag = rank == 3
         averager.average()
+        averager.commit()
         assert averager.flagged
         return flat_gradients(model)
 
@@ -270,6 +274,7 @@ def test_from_sparse_to_dense_everything_is_sent():
             backward(model, optimizer, rank, step, prescribed_loss)
             had = had + flat_gradients(model)
             averager.average()
+            averager.commit()
             came = came + flat_gradients(model)
         assert averager.dense_step
         return had, came

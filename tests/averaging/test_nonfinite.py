@@ -31,6 +31,7 @@ def run(world, spoilt_at=None, where="kernel", value=math.nan, bad_rank=1):
                     getattr(model, where).grad.view(-1)[3] = value
                 before = averager.state.state_dict()
                 averager.average()
+                averager.commit()
                 seen = all(not torch.isfinite(p.grad).all() for n, p in model.named_parameters() if n == where)
                 assert seen, f"rank {rank} sees a finite gradient"
                 after = averager.state.state_dict()
@@ -74,6 +75,7 @@ def test_infinities_that_cancel_over_the_ranks_are_seen_too():
         backward(model, optimizer, rank, 0, prescribed_loss)
         model.kernel.grad.view(-1)[:2] = torch.tensor([math.inf, -math.inf]) * (1 - 2 * rank)
         averager.average()
+        averager.commit()
         return bool(torch.isfinite(model.kernel.grad).all()), averager.state.state_dict()["velocity"]
 
     assert run_ranks(2, work) == [(False, {}), (False, {})]
@@ -90,6 +92,7 @@ def test_a_dense_step_may_follow_a_skipped_first_sparse_one():
             if step == 2:
                 model.kernel.grad[0] = math.nan if rank else 1.0
                 averager.average()
+                averager.commit()
             else:
                 averager.step()
         return weights(model)

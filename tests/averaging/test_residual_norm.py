@@ -59,6 +59,7 @@ def test_a_loss_scale_is_not_in_it():
             averager.measures_residual = True
             (scale * prescribed_loss(model, rank, 0)).backward()
             averager.average(grad_scale=scale)
+            averager.commit()
             recorded.append(averager.stats.residual_to_gradient)
         return recorded
 

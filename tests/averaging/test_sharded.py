@@ -78,6 +78,7 @@ def is_the_simulation(make, world, topology, steps):
             backward(model, optimizer, rank, step, prescribed_loss)
             own = flat_gradients(model).clone()
             averager.average()
+            averager.commit()
             seen.append((own, flat_gradients(model).clone()))
         return seen, averager.state_dict()["memory"]
 
@@ -116,6 +117,7 @@ class Ledger:
             backward(self.model, self.optimizer, rank, step, prescribed_loss)
             self.had = self.had + flat_gradients(self.model).double()
             self.averager.average()
+            self.averager.commit()
             self.came = self.came + flat_gradients(self.model).double()
         return self.had, self.came, self.averager.state_dict()
 
@@ -204,6 +206,7 @@ def test_a_shard_residual_loaded_while_frozen_is_not_lost(make):
         ledger.model.kernel.requires_grad_(False)
         backward(ledger.model, ledger.optimizer, rank, 0, prescribed_loss)
         ledger.averager.average()
+        ledger.averager.commit()
         ledger.averager.load_state_dict(states[rank])
         ledger.model.kernel.requires_grad_(True)
         return ledger.go(rank, range(4, 8))
@@ -242,6 +245,7 @@ def test_a_gradient_that_is_not_finite_changes_no_state(make):
         if rank == 1:
             model.matrix.grad[0, 0] = float("nan")
         averager.average()
+        averager.commit()
         assert not model.kernel.grad.isfinite().any()
         return same(averager.state_dict()["memory"], before)
 
@@ -255,6 +259,7 @@ def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topo
         model, optimizer, averager = begin(group, make, topology)
         backward(model, optimizer, rank, 0, prescribed_loss)
         averager.average()
+        averager.commit()
         return averager.stats.bytes_sent, averager.stats.bytes_received, averager.describe()
 
     sent, received, said = zip(*run_ranks(world, work), strict=True)

@@ -9,7 +9,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.step import CompressedStep
+from lightning_gradcomp.averaging.step import CompressedStep, Flags
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks
@@ -38,6 +38,7 @@ def steps_of(world, compressor, topology, steps=6):
             backward(model, optimizer, rank, step, prescribed_loss)
             own = flat_gradients(model).clone()
             averager.average()
+            averager.commit()
             seen.append((own, flat_gradients(model).clone()))
         return seen, averager.state_dict()["memory"]
 
@@ -93,6 +94,7 @@ def test_more_ranks_than_rows():
         sent = note_sent(averager)
         model.weight.grad = torch.linspace(-1, 1, 80).view(2, 40) * (rank + 1)
         averager.average()
+        averager.commit()
         return model.weight.grad, sent[0]["weight"].float()
 
     means, sent = zip(*run_ranks(3, work), strict=True)
@@ -110,6 +112,7 @@ def test_nodes_are_workers_too(topology):
         backward(model, optimizer, rank, 0, prescribed_loss)
         own = flat_gradients(model).clone()
         averager.average()
+        averager.commit()
         return own, flat_gradients(model), averager.stats.bytes_sent, averager.describe()
 
     with subgroups():
@@ -132,7 +135,9 @@ def test_a_change_of_topology_between_steps_changes_no_draw():
             step_of = CompressedStep(compressor, Gradients(model, compressor), Ranks(group), Topology(), optimizer)
             for step in range(6):
                 backward(model, optimizer, rank, step, prescribed_loss)
-                step_of.compressed(compressor, topologies[step % len(topologies)], step, 1.0, Stats(), False)
+                topology = topologies[step % len(topologies)]
+                average = step_of.compressed(compressor, topology, step, 1.0, Stats(), Flags())
+                average.commit(average.names)
                 optimizer.step()
             models.append(weights(model))
         return torch.equal(*models) and not torch.equal(models[0], weights(Table()))
@@ -154,6 +159,7 @@ def test_shard_residuals_of_another_method_go_to_the_workers():
             backward(model, optimizer, rank, 2, prescribed_loss)
             had = flat_gradients(model).clone()
             averager.average()
+            averager.commit()
             after = averager.state_dict()["memory"]
             assert SHARD not in after and bool(after) == kept
             ledgers.append((had, flat_gradients(model).clone(), after))

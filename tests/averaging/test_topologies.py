@@ -68,6 +68,7 @@ class Ledger:
     def average(self, averager):
         self.had = self.had + self.gradients()
         averager.average()
+        averager.commit()
         self.came = self.came + self.gradients()
 
     def remembered(self):

@@ -21,6 +21,7 @@ def average_of(compressor, *values, grad_scale=1.0):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, values[rank])
         averager.average(grad_scale=grad_scale)
+        averager.commit()
         return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
     ranks = run_ranks(len(values), work)
@@ -83,6 +84,7 @@ def test_on_two_ranks_halves_are_rounded_and_added(compressor, dtype):
         backward(model, optimizer, rank, 0, prescribed_loss)
         own = model.kernel.grad.clone()
         averager.average()
+        averager.commit()
         return own, model.kernel.grad
 
     (first, seen), (second, _) = run_ranks(2, work)

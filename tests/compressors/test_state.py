@@ -172,18 +172,42 @@ def test_the_optimizers_momentum_is_taken_over():
     assert worker.state.empty
     worker.compensate(g)
     worker.commit()
-    assert not slot, "it is in one place"
+    assert slot["momentum_buffer"].data_ptr() == worker.state.u[12:].data_ptr(), "it is in one place"
     torch.testing.assert_close(worker.flat("momentum"), torch.cat([g[:12], 0.9 * buffer[12:] + 0.5 * g[12:]]))
 
 
-def test_momentum_is_given_back_where_parameters_moved():
+def test_momentum_is_handed_over_where_parameters_moved():
     worker = velocity()
     worker.step(gradients(1)[0])
+    own = worker.flat("momentum")
     momentum = gradients(1, seed=1)[0]
-    worker.state.give_back({"momentum_buffer": momentum}, {"b"})
+    worker.state.hand_over({"momentum_buffer": momentum}, {"b"})
     state = worker.optimizer.state
     assert torch.equal(state[worker.parameters[1]]["momentum_buffer"], momentum[12:].view(5, 2))
-    assert "momentum_buffer" not in state[worker.parameters[0]]
+    assert torch.equal(state[worker.parameters[0]]["momentum_buffer"], own[:12].view(3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_momentum_that_is_zeroed_replaced_or_cleared_in_the_optimizer_is_so_here(dtype):
+    new = torch.full((5, 2), 2.0, dtype=dtype)
+    changes = {
+        "zeroed": (lambda held: held["momentum_buffer"].zero_(), 0.0),
+        "zeroed by .data": (lambda held: held["momentum_buffer"].data.mul_(0), 0.0),
+        "replaced": (lambda held: held.update(momentum_buffer=new.clone()), 0.9 * 2.0),
+        "cleared": (lambda held: held.clear(), 0.0),
+    }
+    for name, (change, momentum) in changes.items():
+        if name == "zeroed by .data" and dtype != torch.float32:
+            continue  # a copy, whose version counter says nothing of it
+        worker, (first, second) = velocity(), gradients(2)
+        for parameter in worker.parameters:
+            parameter.data = parameter.data.to(dtype)
+        worker.step(first)
+        change(worker.optimizer.state[worker.parameters[1]])
+        worker.step(second)
+        sent = worker.flat("momentum")[12:] == 0
+        expected = torch.where(sent, 0.0, momentum + second[12:])
+        torch.testing.assert_close(worker.flat("momentum")[12:], expected, msg=name)
 
 
 # Residual and velocity
@@ -295,7 +319,8 @@ def test_a_cleared_state_is_as_new(make):
     worker, new = make(RULES["dampening"]), make(RULES["dampening"])
     g, later = gradients(2)
     worker.step(g)
-    worker.state.clear()
+    worker.state.clear(BOTH)
+    worker.optimizer.state.clear()
     assert worker.state.empty
     assert torch.equal(worker.step(later), new.step(later))
     assert same(worker.state.state_dict(), new.state.state_dict())

@@ -36,6 +36,7 @@ def steps_of(world, steps=1, **options):
             backward(model, optimizer, rank, step, prescribed_loss)
             own = {name: p.grad.clone() for name, p in model.named_parameters()}
             averager.average()
+            averager.commit()
             arrived = {name: p.grad.clone() for name, p in model.named_parameters()}
             log.append((arrived, sent[-1], own))
         return log
@@ -80,6 +81,7 @@ def test_the_mean_of_many_steps_is_the_gradient():
         for _ in range(steps):
             model.matrix.grad = g.clone()
             averager.average()
+            averager.commit()
             total = total + model.matrix.grad
         return total / steps
 
@@ -145,6 +147,7 @@ def test_ranks_draw_differently():
         sent = note_sent(averager)
         model.matrix.grad = normal(300, seed=1).view(12, 25)
         averager.average()
+        averager.commit()
         return sent[0]["matrix"]
 
     before = torch.random.get_rng_state()
@@ -178,12 +181,14 @@ def test_every_step_draws_other_numbers():
         for _ in range(2):
             model.matrix.grad = normal(300, seed=1).view(12, 25)
             averager.average()
+            averager.commit()
         _, resumed = averaged(model, group, terngrad())
         resumed.load_state_dict(averager.state_dict())
         more = note_sent(resumed)
         for each in (averager, resumed):
             model.matrix.grad = normal(300, seed=1).view(12, 25)
             each.average()
+            each.commit()
         assert not torch.equal(sent[0]["matrix"], sent[1]["matrix"])
         assert not torch.equal(sent[1]["matrix"], sent[2]["matrix"])
         assert torch.equal(sent[2]["matrix"], more[0]["matrix"])
@@ -200,6 +205,7 @@ def test_with_error_feedback_rounding_is_made_up_for():
             for _ in range(200):
                 model.matrix.grad = normal(300, seed=1).view(12, 25)
                 averager.average()
+                averager.commit()
                 arrived = arrived + model.matrix.grad
             return arrived / 200
 
@@ -248,9 +254,10 @@ def test_a_step_exchanges_scalers_then_digits():
         run_ranks(2, work)
     digits = 4 * 2 + -(-660 // 5)
     message = 4 * (9 + 10) + digits
-    assert [name for name, _ in log[0]] == ["all_reduce", ALL_GATHER] * 2
-    assert log[0][0][1] == 4 * 2
-    assert message <= log[0][1][1] <= message + 4
+    assert [name for name, _ in log[0]] == [ALL_GATHER] * 2 + ["all_reduce", ALL_GATHER] * 2
+    [_, _, (_, scalers), (_, gathered), *_] = log[0]  # after what the first step asks of the other ranks
+    assert scalers == 4 * 2
+    assert message <= gathered <= message + 4
 
 
 def test_the_bytes_exchanged_are_what_was_sent():
@@ -260,11 +267,12 @@ def test_the_bytes_exchanged_are_what_was_sent():
         sent = note_sent(averager)
         model.matrix.grad = normal(300, seed=rank).view(12, 25)
         averager.average()
+        averager.commit()
         return sent[0]["matrix"]
 
     with recorded_bytes(2) as log:
         ranks = run_ranks(2, work)
-    for sent, (_, message) in zip(ranks, log, strict=True):
+    for sent, (*_, message) in zip(ranks, log, strict=True):
         payload = torch.tensor(list(message[4 * 19 :]), dtype=torch.uint8)
         scalers = torch.tensor(list(message[4 * 19 : 4 * 19 + 8]), dtype=torch.uint8).view(torch.float32)
         assert torch.equal(unpack(payload[8 + 360 // 5 :], 300).view(12, 25) * scalers[1], sent.float())

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_gradcomp.app.plan.cost import Link, Work
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.step import CompressedStep
+from lightning_gradcomp.averaging.step import CompressedStep, Flags
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.workers import Ranks, all_gather_single, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
@@ -139,7 +139,7 @@ def _step_seconds(compressor: Lossy, gradients: Gradients, others: int, adam: bo
     times = []
     for number in range(1 + REPEATS):
         prepare()
-        call = partial(step.compressed, final, "all_gather", number, 1.0, Stats(), False)
+        call = partial(step.compressed, final, "all_gather", number, 1.0, Stats(), Flags())
         times.append(timed(call, gradients.device)[0])
     for parameter, grad in zip(gradients.parameters, kept, strict=True):
         parameter.grad = grad

@@ -1,0 +1,100 @@
+"""The optimizer's step: it applies averages in which its momentum is contained, and commits error feedback.
+
+After a compressed average with momentum correction, `p.grad` is an update direction. torch's SGD, Adam and AdamW must
+apply it as it is:
+
+    θ ← (1 - lr · λ) θ - lr · p.grad        λ: decoupled weight decay
+
+They collect the parameters and gradients of a group in `_init_group`: inside `step`, after its closure and all pre-step
+hooks, before all post-step hooks. `OptimizerStep` takes the parameters whose gradients are directions out there, and
+applies them. So whatever a hook does to `p.grad` or to a weight counts as it does without compression.
+
+Private torch names used here: `Optimizer._init_group` and `Optimizer._optimizer_step_post_hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakMethod
+
+import torch
+
+from lightning_gradcomp.averaging.fsdp import local
+
+
+class Steps(Protocol):
+    """What an optimizer's step asks for and tells."""
+
+    def is_direction(self, parameter: torch.Tensor) -> bool:
+        """True if `parameter.grad` is an update direction."""
+        ...
+
+    def commit(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has stepped."""
+        ...
+
+
+class OptimizerStep:
+    """Attached to an optimizer until `detach`. An optimizer without torch's hooks commits by other means.
+
+    Args:
+        optimizer: any; directions need torch's SGD, Adam or AdamW.
+        steps: whose averages it applies. It is not kept alive.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps) -> None:
+        self.optimizer = optimizer
+        self._is_direction, self._commit = WeakMethod(steps.is_direction), WeakMethod(steps.commit)
+        self._hook = None
+        self.commits = hasattr(optimizer, "_optimizer_step_post_hooks")
+        """False if the caller has to commit."""
+        if self.commits:
+            self._hook = optimizer.register_step_post_hook(self._after_step)
+            hooks = optimizer._optimizer_step_post_hooks
+            for key in [key for key in hooks if key != self._hook.id]:  # the user's come after it
+                hooks[key] = hooks.pop(key)
+        if hasattr(type(optimizer), "_init_group"):
+            vars(optimizer)["_init_group"] = self._init_group
+
+    def detach(self) -> None:
+        """Leave the optimizer as it was."""
+        if self._hook is not None:
+            self._hook.remove()
+        if vars(self.optimizer).get("_init_group") == self._init_group:
+            del vars(self.optimizer)["_init_group"]
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        if commit := self._commit():
+            commit(optimizer)
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        """As the optimizer's own, for the parameters whose gradients are none of ours."""
+        is_direction: Callable[[torch.Tensor], bool] = self._is_direction() or (lambda parameter: False)
+        ours = [parameter for parameter in group["params"] if is_direction(parameter)]
+        if ours:
+            apply_directions(self.optimizer, group, ours)
+            taken = {id(parameter) for parameter in ours}
+            group = {**group, "params": [each for each in group["params"] if id(each) not in taken]}
+        collect: Any = type(self.optimizer)
+        return collect._init_group(self.optimizer, group, *lists)
+
+
+@torch.no_grad()
+def apply_directions(optimizer: Any, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+    """θ ← (1 - lr · λ) θ - lr · p.grad, for these parameters of a group of SGD, Adam or AdamW."""
+    pairs = [(local(parameter), local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
+    weights, directions = [weight for weight, _ in pairs], [direction for _, direction in pairs]
+    if not pairs:
+        return
+    if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a GradScaler leaves both to fused optimizers
+        directions = [direction / scale for direction in directions]
+    if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
+        directions = [torch.where(found_inf > 0, 0, direction) for direction in directions]
+    lr = float(group["lr"])
+    adam = isinstance(optimizer, torch.optim.Adam)
+    if adam and group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
+        shrink = 1 - lr * group["weight_decay"]
+        if shrink != 1:
+            torch._foreach_mul_(weights, shrink)
+    torch._foreach_add_(weights, directions, alpha=-lr)

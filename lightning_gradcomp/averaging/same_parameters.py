@@ -1,0 +1,49 @@
+"""All ranks must train the same parameters: the lengths of their messages follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+
+from lightning_gradcomp.averaging.workers import Ranks, gather
+from lightning_gradcomp.errors import refusal
+
+
+def check_same_parameters(
+    named: Sequence[tuple[str, torch.Tensor]], trains: Sequence[bool], ranks: Ranks, device: torch.device
+) -> None:
+    """Compare with the other ranks which parameters of the model train. A collective call.
+
+    Args:
+        named: name and parameter of all parameters that may train, in the model's order.
+        trains: for each of them, True if it trains now.
+        ranks: who exchanges.
+        device: of the messages.
+
+    Raises:
+        ValueError: on every rank; it names a parameter, and ranks that differ in it.
+    """
+    if ranks.world == 1:
+        return
+    fingerprint = crc32(repr([(name, tuple(parameter.shape)) for name, parameter in named]).encode())
+    models = _everyones([len(named), fingerprint], ranks, device)
+    if (models != models[0]).any():
+        got = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(models[:, 0].tolist()))
+        if (models[:, 0] == models[0, 0]).all():
+            got += ", with other names, shapes or another order"
+        raise refusal("parameters of the model that an optimizer has", got, "the same on every rank")
+    masks = _everyones(list(trains), ranks, device)
+    differs = (masks != masks[0]).any(0)
+    if differs.any():
+        first = int(differs.int().argmax())
+        doing = ["is frozen", "trains"]
+        got = ", ".join(f"{doing[int(does)]} on rank {rank}" for rank, does in enumerate(masks[:, first].tolist()))
+        raise refusal(f"parameter {named[first][0]!r}", got, "the same on every rank")
+
+
+def _everyones(own: Sequence[int | bool], ranks: Ranks, device: torch.device) -> torch.Tensor:
+    """The numbers of all ranks, int64 [N, m], on the CPU."""
+    message = torch.tensor(own, dtype=torch.int64, device=device)
+    return gather(ranks.group, message.view(torch.uint8)).view(torch.int64).cpu()
