@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,10 +72,16 @@ class Layout:
         return [Shard(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
 
     def parts(self, number: int) -> list[Shard]:
-        """The buffer in at most `number` parts, as equal as cuts between parameters allow; none is empty."""
-        starts = [start for start, _ in self.bounds]
-        cuts = {min(starts, key=lambda start: abs(start - self.n * part // number)) for part in range(1, number)}
-        return [Shard(start, self._between(start, stop)) for start, stop in pairwise(sorted({0, *cuts, self.n}))]
+        """The buffer in at most `number` parts, as equal as cuts between parameters allow. Each has an element, unless the
+        buffer has none."""
+        starts, filled = [start for start, _ in self.bounds], [start for start, stop in self.bounds if start < stop]
+        cuts = {
+            min(filled, key=lambda start: abs(start - self.n * part // number), default=0) for part in range(1, number)
+        }
+        ends = [*(bisect_left(starts, cut) for cut in sorted({0, *cuts})), len(starts)]
+        return [
+            Shard(starts[first], Layout(self.names[first:end], self.shapes[first:end])) for first, end in pairwise(ends)
+        ]
 
     def _row_near(self, place: int) -> int:
         """The place closest to `place` where a row of a parameter begins."""

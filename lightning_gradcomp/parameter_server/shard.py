@@ -92,7 +92,7 @@ def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
     """What each of `servers` holds, cut between parameters; a server has nothing where there are too few."""
     found = []
     for each in (layout, dense_layout):
-        cuts = [(shard.start, shard.layout) for shard in each.parts(servers)] if each.n else []
+        cuts = [(shard.start, shard.layout) for shard in each.parts(servers)] if each.names else []
         found.append([*cuts, *[(each.n, Layout((), ()))] * (servers - len(cuts))])
     return [Part(*one, *other) for one, other in zip(*found, strict=True)]
 
