@@ -72,8 +72,10 @@ class Layout:
         return [Shard(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
 
     def parts(self, number: int) -> list[Shard]:
-        """The buffer in at most `number` parts, as equal as cuts between parameters allow. Each has an element, unless the
-        buffer has none."""
+        """The buffer in at most `number` parts, as equal as cuts between parameters allow.
+
+        Each part has an element, unless the buffer has none; a parameter without elements is in a part too.
+        """
         starts, filled = [start for start, _ in self.bounds], [start for start, stop in self.bounds if start < stop]
         cuts = {
             min(filled, key=lambda start: abs(start - self.n * part // number), default=0) for part in range(1, number)

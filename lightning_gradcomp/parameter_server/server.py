@@ -175,7 +175,9 @@ class ParameterServer:
         with closing(connection):
             try:
                 self._listener.admit(connection)
-                worker = self._hello(connection)
+                worker, clock = self._hello(connection)
+                pull = self.shard.pull(worker, True)
+                Answer(worker, clock, pull.version, pull.fingerprint).send(connection, pull.body)
                 while self._answer(connection, worker):
                     pass
             except ConnectionLost as error:
@@ -185,16 +187,18 @@ class ParameterServer:
                     self.clocks.leave(worker)
                     self.shard.forget(worker)
 
-    def _hello(self, connection: Connection) -> int:
+    def _hello(self, connection: Connection) -> tuple[int, int]:
+        """Lets a worker join. Returns its number and its clock.
+
+        Raises:
+            ConnectionLost: it does not fit.
+        """
         request = Request.receive(connection, groups=0)
         if request.kind != HELLO or request.version != self._agreed:
             Answer(REFUSED, 0, 0, 0).send(connection, torch.empty(0, dtype=torch.uint8))
             raise ConnectionLost("a worker with another model, compressor or version was refused")
         worker = next(self._numbers) if request.worker < 0 else request.worker
-        clock = self.clocks.join(worker, None if request.worker < 0 else request.clock)
-        pull = self.shard.pull(worker, True)
-        Answer(worker, clock, pull.version, pull.fingerprint).send(connection, pull.body)
-        return worker
+        return worker, self.clocks.join(worker, None if request.worker < 0 else request.clock)
 
     def _answer(self, connection: Connection, worker: int) -> bool:
         """Receives one request and answers it. Whether the worker stays."""
