@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,18 +71,10 @@ class Layout:
         return [Shard(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
 
     def parts(self, number: int) -> list[Shard]:
-        """The buffer in at most `number` parts, as equal as cuts between parameters allow.
-
-        Each part has an element, unless the buffer has none; a parameter without elements is in a part too.
-        """
-        starts, filled = [start for start, _ in self.bounds], [start for start, stop in self.bounds if start < stop]
-        cuts = {
-            min(filled, key=lambda start: abs(start - self.n * part // number), default=0) for part in range(1, number)
-        }
-        ends = [*(bisect_left(starts, cut) for cut in sorted({0, *cuts})), len(starts)]
-        return [
-            Shard(starts[first], Layout(self.names[first:end], self.shapes[first:end])) for first, end in pairwise(ends)
-        ]
+        """The buffer in at most `number` parts, as equal as cuts between parameters allow; none is empty."""
+        starts = [start for start, _ in self.bounds]
+        cuts = {min(starts, key=lambda start: abs(start - self.n * part // number)) for part in range(1, number)}
+        return [Shard(start, self._between(start, stop)) for start, stop in pairwise(sorted({0, *cuts, self.n}))]
 
     def _row_near(self, place: int) -> int:
         """The place closest to `place` where a row of a parameter begins."""
@@ -95,11 +86,11 @@ class Layout:
 
     def _between(self, start: int, stop: int) -> Layout:
         names, shapes = [], []
-        for name, (first, last), (rows, *rest) in zip(self.names, self.bounds, self.shapes, strict=True):
+        for name, (first, last), shape in zip(self.names, self.bounds, self.shapes, strict=True):
             inside = max(0, min(stop, last) - max(start, first))
             if inside:
                 names.append(name)
-                shapes.append((inside * rows // (last - first), *rest))
+                shapes.append((inside * shape[0] // (last - first), *shape[1:]) if shape else shape)
         return Layout(tuple(names), tuple(shapes))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -135,7 +135,7 @@ class Connection:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
 
 
 def digest(secret: str, end: str, nonces: bytes) -> bytes:
