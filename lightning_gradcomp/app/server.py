@@ -30,6 +30,7 @@ from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.train import STOPPED
 from lightning_gradcomp.app.trainer import LAST
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.parameter_server.connection import host_and_port
 from lightning_gradcomp.parameter_server.server import ParameterServer
 
 POLL_SECONDS = 0.1
@@ -54,7 +55,7 @@ def main() -> None:
         server.pull()
         path = server.save(LAST.name)
         print(f"\nstopped after push {server.version}; to resume: the same words, and ckpt={path}", flush=True)
-        os._exit(STOPPED)  # threads still wait for workers inside gloo, and the interpreter's own end would abort them
+        os._exit(STOPPED)  # threads still serve workers, and the interpreter's own end would abort them
 
 
 class JobServer:
@@ -81,7 +82,7 @@ class JobServer:
             if done >= self.job.pushes:
                 allowed = f"more than the {saved['epoch']} that ckpt has completed"
                 raise refusal("trainer.max_epochs", run.trainer.max_epochs, allowed)
-        host, _, port = address.rpartition(":")
+        host, port = host_and_port(address)
         options = run.strategy
         self.server = ParameterServer(
             self.classifier,
@@ -89,7 +90,7 @@ class JobServer:
             run.compressor,
             secret=server_arguments.secret_of(folder),
             host=host,
-            port=int(port),
+            port=port,
             staleness=options.bound,
             max_staleness=options.max_staleness,
             rate_by_staleness=options.rate_by_staleness,

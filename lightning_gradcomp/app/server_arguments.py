@@ -17,7 +17,7 @@ from lightning_gradcomp.errors import refusal
 
 SECRET = "GRADCOMP_SECRET"
 """Environment variable: what a worker has to know to join."""
-ADDRESS = re.compile(r"[\w.-]+:\d{1,5}")
+ADDRESS = re.compile(r"(\[[\w.:%]+\]|[\w.-]+):\d{1,5}")
 MOST_PORT = 65535
 
 

@@ -86,11 +86,11 @@ class Layout:
 
     def _between(self, start: int, stop: int) -> Layout:
         names, shapes = [], []
-        for name, (first, last), (rows, *rest) in zip(self.names, self.bounds, self.shapes, strict=True):
+        for name, (first, last), shape in zip(self.names, self.bounds, self.shapes, strict=True):
             inside = max(0, min(stop, last) - max(start, first))
             if inside:
                 names.append(name)
-                shapes.append((inside * rows // (last - first), *rest))
+                shapes.append((inside * shape[0] // (last - first), *shape[1:]) if shape else shape)
         return Layout(tuple(names), tuple(shapes))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -109,15 +109,20 @@ class AsyncAverager(Worker):
         self._connections: list[Connection] = []
         self._versions = [0] * len(servers)
         worker, clock = -1, 0
-        for number, address in enumerate(servers):
-            connection = connect(address, secret, timeout)
-            options = agreed(self.gradients, optimizer, self.compressor, self.pull_compressor, job)
-            own = fingerprint(number, len(servers), *options)
-            Request(HELLO, worker, clock, own, ()).send(connection)
-            self._connections.append(connection)
-            answer, body = self._receive(number, whole=True)
-            self._take(number, answer, body, whole=True)
-            worker, clock = (answer.accepted, answer.clock) if worker < 0 else (worker, clock)
+        try:
+            for number, address in enumerate(servers):
+                connection = connect(address, secret, timeout)
+                self._connections.append(connection)
+                options = agreed(self.gradients, optimizer, self.compressor, self.pull_compressor, job)
+                own = fingerprint(number, len(servers), *options)
+                Request(HELLO, worker, clock, own, ()).send(connection)
+                answer, body = self._receive(number, whole=True)
+                self._take(number, answer, body, whole=True)
+                worker, clock = (answer.accepted, answer.clock) if worker < 0 else (worker, clock)
+        except BaseException:
+            for connection in self._connections:
+                connection.close()
+            raise
         self.worker = worker
 
     # Steps
@@ -134,7 +139,9 @@ class AsyncAverager(Worker):
         Raises:
             ValueError: a layer was frozen or unfrozen, or the optimizer's groups have changed but for learning rates.
             ConnectionLost: a server does not answer. What this worker remembers is as it was before the step.
+            RuntimeError: after `close`.
         """
+        self._check_connected("step")
         self.check_unchanged()
         stats = AsyncStats(clock=self.steps + 1, dense_bytes=2 * self.gradients.nbytes)
         with stats.phase("compress"):
@@ -186,8 +193,9 @@ class AsyncAverager(Worker):
         """Lets the model have the servers' weights, whole, all of them with the same pushes.
 
         Raises:
-            RuntimeError: other workers pushed without a pause for so long.
+            RuntimeError: other workers pushed without a pause for so long; or after `close`.
         """
+        self._check_connected("pull")
         begin = time.monotonic()
         while True:
             prints = []
@@ -213,8 +221,13 @@ class AsyncAverager(Worker):
         return bool(self._connections)
 
     def close(self) -> None:
-        """Leave: the others wait for this worker no longer."""
+        """Leave: the others wait for this worker no longer. What it remembers stays, for `state_dict`."""
         for connection in self._connections:
             with suppress(ConnectionLost):
                 self._ask(LEAVE, connection)
+            connection.close()
         self._connections = []
+
+    def _check_connected(self, doing: str) -> None:
+        if not self.connected:
+            raise RuntimeError(f"AsyncAverager: {doing}() after close(): this worker has left; make another")

@@ -1,149 +1,229 @@
-"""Connections between a worker and a server: a process group of two each, so that a failure is that connection's alone.
+"""Connections between workers and a server: a TCP connection each, so that a failure is that connection's alone.
 
-Workers find a server by its store (host and port), write a keyed digest there, and both then connect under a prefix of
-their own. Numbers and tensors travel, and nothing that could run code. Without the secret nobody gets a connection; the
-store itself, with addresses and digests, is open to all who reach the port: bind it to a network that you trust.
+A connection begins with a handshake. The server sends a nonce; the worker answers with a nonce of its own and a keyed
+digest of both, and the server with another digest of both. Each digest is good for one connection, and each end has
+shown that it knows the secret. What follows is numbers and tensors, and nothing that could run code. It is neither
+encrypted nor signed: use a network that you trust.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
+import ipaddress
+import logging
 import re
+import secrets
 import socket
+import struct
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_gradcomp.errors import refusal
 
-HANDSHAKE_SECONDS = 10.0
-"""How long either side waits for the other while they connect."""
+log = logging.getLogger(__name__)
+
+HANDSHAKE = timedelta(seconds=10)
+"""How long either side waits for the other's part of the handshake."""
+MOST_WAITING = 64
+"""Connections in their handshake at the same time. One more ends the oldest: a worker's takes a round trip."""
 POLL_SECONDS = 0.02
+DIGEST = "sha256"
+DIGEST_BYTES = NONCE_BYTES = 32
+ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[^:\[\]]+)):(?P<port>\d{1,5})")
 
 
 class ConnectionLost(RuntimeError):
     """The other end of a connection can't be reached."""
 
 
-def cause(error: Exception) -> str:
-    """What went wrong, in a line; gloo's messages begin with a file of its own and end with advice."""
-    return re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". ")[0]
+def cause(error: OSError) -> str:
+    """What went wrong, in a few words."""
+    return error.strerror or str(error)
 
 
-def interface(host: str) -> Any:
-    """gloo's device for the interface with the address `host`.
+def host_and_port(address: str) -> tuple[str, int]:
+    """The host and the port of HOST:PORT.
 
     Raises:
-        ValueError: there is none, as for 0.0.0.0.
+        ValueError: an address of another form.
     """
-    gloo: Any = dist.ProcessGroupGloo
-    try:
-        return gloo.create_device(hostname=host)
-    except RuntimeError as error:
-        raise refusal("address of a server", host, "that of one of this machine's interfaces") from error
+    found = ADDRESS.fullmatch(address)
+    if not found or int(found["port"]) > 65535:
+        raise refusal("address of a server", address, "HOST:PORT, with an IPv6 host in brackets: [::1]:29600")
+    return found["v6"] or found["name"], int(found["port"])
 
 
 class Connection:
     """Two processes that send each other tensors. Blocking; one thread at a time.
 
     Args:
-        store: of this connection alone.
-        rank: 0 for the server, 1 for the worker.
-        host: the address of the interface that is used.
-        timeout: how long a transfer may take, and how long to wait for the other's next message.
+        end: of a TCP connection.
         peer: what to call the other end in errors.
     """
 
-    def __init__(self, store: Any, rank: int, host: str, timeout: timedelta, peer: str) -> None:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timeout
-        options._devices = [interface(host)]
-        self._other, self._peer = 1 - rank, peer
-        self._group: Any = self._do("connecting", lambda: gloo(store, rank, 2, options))
+    def __init__(self, end: socket.socket, peer: str) -> None:
+        self._socket, self.peer = end, peer
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a header does not wait for its body
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices a machine that is gone
+        self.set_timeout(HANDSHAKE)
 
-    def _do(self, doing: str, call: Any) -> Any:
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long the other end may neither take nor send a byte.
+
+        The kernel keeps the time, so that a whole tensor travels in one call, without the interpreter's lock.
+        """
+        self._socket.settimeout(None)
+        self._timeout = timeout
+        limit = struct.pack("ll", int(timeout.total_seconds()), timeout.microseconds)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    @contextmanager
+    def _or_lost(self, doing: str) -> Iterator[None]:
         try:
-            return call()
-        except RuntimeError as error:
-            raise ConnectionLost(f"{doing}: lost {self._peer}: {cause(error)}") from error
+            yield
+        except BlockingIOError as error:
+            seconds = self._timeout.total_seconds()
+            raise ConnectionLost(f"{doing}: lost {self.peer}: no sign of it for {seconds:g} s") from error
+        except OSError as error:
+            raise ConnectionLost(f"{doing}: lost {self.peer}: {cause(error)}") from error
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Sends a CPU tensor whose shape and dtype the other end knows; an empty one does not travel."""
-        if tensor.numel():
-            self._do("sending", lambda: self._group.send([tensor.contiguous()], self._other, 0).wait())
+        """Sends a CPU tensor whose shape [n] and dtype the other end knows."""
+        with self._or_lost("sending"):
+            self._socket.sendall(_bytes_of(tensor.contiguous()))
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fills `tensor`."""
-        if tensor.numel():
-            self._do("receiving", lambda: self._group.recv([tensor], self._other, 0).wait())
+        """Fills `tensor`, which is contiguous, [n] and on the CPU."""
+        rest = _bytes_of(tensor)
+        with self._or_lost("receiving"):
+            while rest:
+                count = self._socket.recv_into(rest, flags=socket.MSG_WAITALL)
+                if not count:
+                    raise ConnectionResetError("it closed the connection")
+                rest = rest[count:]
         return tensor
 
+    def send_bytes(self, said: bytes) -> None:
+        """Sends a part of the handshake."""
+        with self._or_lost("handshake"):
+            self._socket.sendall(said)
 
-def digest(secret: str, number: int) -> str:
-    """What shows that who asks for connection `number` knows the secret."""
-    return hmac.new(secret.encode(), f"connection {number}".encode(), "sha256").hexdigest()
+    def receive_bytes(self, count: int) -> bytes:
+        """Receives a part of the handshake: within the timeout, however slowly its bytes arrive."""
+        with self._or_lost("handshake"):
+            said = self._socket.recv(count, socket.MSG_WAITALL)
+            if len(said) < count:
+                raise ConnectionResetError(f"it sent {len(said)} of {count} bytes")
+        return said
+
+    def shut_down(self) -> None:
+        """Ends what another thread sends or receives here."""
+        with suppress(OSError):  # the other end may have done so before
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connection, also where a forked process has a copy of the socket."""
+        self.shut_down()
+        self._socket.close()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(torch.uint8).numpy().data
+
+
+def digest(secret: str, end: str, nonces: bytes) -> bytes:
+    """What shows that an end ("worker" or "server") of the connection with these nonces knows the secret."""
+    return hmac.digest(secret.encode(), end.encode() + nonces, DIGEST)
 
 
 class Listener:
     """Where workers find a server.
 
     Args:
-        host: the address of the interface to listen on, one that workers reach.
+        host: the address of the interface to listen on, one that workers reach, or a name for it.
         port: 0 is any.
         secret: what workers must know.
         timeout: of connections.
+
+    Raises:
+        ValueError: no secret, or an address that is none of this machine's.
+        OSError: a port that is in use.
     """
 
     def __init__(self, host: str, port: int, secret: str, timeout: timedelta) -> None:
         if not secret:
             raise refusal("secret", secret, "a word that workers have to know")
-        interface(host)  # raises
-        listening = socket.create_server((host, port))
-        self._host, self._secret, self._timeout = host, secret, timeout
-        self.address = f"{host}:{listening.getsockname()[1]}"
+        self._secret, self._timeout = secret, timeout
+        self._socket = listening(host, port)
+        self._socket.settimeout(POLL_SECONDS)
+        found, number, *_ = self._socket.getsockname()
+        self.address = f"[{found}]:{number}" if ":" in found else f"{found}:{number}"
         """HOST:PORT."""
-        self._store = dist.TCPStore(
-            host,
-            listening.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-            timeout=timedelta(seconds=HANDSHAKE_SECONDS),
-        )
-        self._asked = 0
-        self._pending: dict[int, float] = {}
-        """Number of a connection that was asked for -> until when its digest is waited for."""
+        self._waiting: list[Connection] = []
+        self._lock = threading.Lock()
 
-    def poll(self) -> int | None:
-        """The number of a worker that knows the secret and waits for its connection; None if there is none just now.
+    def accept(self) -> Connection | None:
+        """A new connection, of a worker or a stranger; None if there is none just now. To be called from one thread."""
+        try:
+            end, (host, port, *_) = self._socket.accept()
+            connection = Connection(end, f"the worker at {host} port {port}")
+        except TimeoutError:
+            return None
+        except OSError as error:  # too many open files, or who connected is gone already
+            log.warning(f"parameter server {self.address}: accepting: {cause(error)}")
+            time.sleep(POLL_SECONDS)
+            return None
+        with self._lock:
+            self._waiting.append(connection)
+            if len(self._waiting) > MOST_WAITING:
+                self._waiting.pop(0).shut_down()
+        return connection
 
-        To be called from one thread.
+    def admit(self, connection: Connection) -> None:
+        """The handshake. Blocking; in any thread.
+
+        Raises:
+            ConnectionLost: the other end does not know the secret, or does not say so in time.
         """
-        if self._store.add("asked", 0) > self._asked:
-            self._asked += 1
-            self._pending[self._asked] = time.monotonic() + HANDSHAKE_SECONDS
-        for number, deadline in list(self._pending.items()):
-            said = self._store.check([f"digest/{number}"])
-            if not said and time.monotonic() < deadline:
-                continue  # it comes a round trip later
-            del self._pending[number]
-            known = said and hmac.compare_digest(
-                self._store.get(f"digest/{number}"), digest(self._secret, number).encode()
-            )
-            self._store.set(f"answer/{number}", "welcome" if known else "refused")
-            if known:
-                return number
-        time.sleep(POLL_SECONDS)
-        return None
+        try:
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            connection.send_bytes(nonce)
+            said = connection.receive_bytes(NONCE_BYTES + DIGEST_BYTES)
+            nonces = nonce + said[:NONCE_BYTES]
+            known = hmac.compare_digest(said[NONCE_BYTES:], digest(self._secret, "worker", nonces))
+            connection.send_bytes(digest(self._secret, "server", nonces) if known else bytes(DIGEST_BYTES))
+        finally:
+            with self._lock:
+                if connection in self._waiting:
+                    self._waiting.remove(connection)
+        if not known:
+            raise ConnectionLost(f"handshake: {connection.peer} does not know the secret")
+        connection.set_timeout(self._timeout)
 
-    def connect(self, number: int) -> Connection:
-        """The connection with this worker. Blocking; in any thread."""
-        store = dist.PrefixStore(f"connection/{number}", self._store)
-        return Connection(store, 0, self._host, self._timeout, f"worker of connection {number}")
+    def close(self) -> None:
+        """Listens no longer; connections stay."""
+        self._socket.close()
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address of this machine, IPv4 or IPv6."""
+    allowed = "that of one of this machine's interfaces"
+    try:
+        family, _, _, _, (found, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(found).is_unspecified:  # workers could not be told where to go
+            raise refusal("address of a server", host, allowed)
+        return socket.create_server((found, port), family=family)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise refusal("address of a server", host, allowed) from error
+        raise
 
 
 def connect(address: str, secret: str, timeout: timedelta) -> Connection:
@@ -153,18 +233,20 @@ def connect(address: str, secret: str, timeout: timedelta) -> Connection:
         ValueError: an address of another form; a secret that is not the server's.
         ConnectionLost: nobody answers.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise refusal("address of a server", address, "HOST:PORT")
+    place = host_and_port(address)
     try:
-        with socket.create_connection((host, int(port)), HANDSHAKE_SECONDS) as probe:
-            own = probe.getsockname()[0]  # of the interface from which the server is reached
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=HANDSHAKE_SECONDS))
-        number = store.add("asked", 1)
-        store.set(f"digest/{number}", digest(secret, number))
-        answer = store.get(f"answer/{number}")
-    except (OSError, RuntimeError) as error:
+        end = socket.create_connection(place, HANDSHAKE.total_seconds())
+    except OSError as error:
         raise ConnectionLost(f"connecting: lost the server at {address}: {cause(error)}") from error
-    if answer != b"welcome":
-        raise refusal("secret", "one that the server does not know", "the server's")
-    return Connection(dist.PrefixStore(f"connection/{number}", store), 1, own, timeout, f"the server at {address}")
+    connection = Connection(end, f"the server at {address}")
+    try:
+        own = secrets.token_bytes(NONCE_BYTES)
+        nonces = connection.receive_bytes(NONCE_BYTES) + own
+        connection.send_bytes(own + digest(secret, "worker", nonces))
+        if not hmac.compare_digest(connection.receive_bytes(DIGEST_BYTES), digest(secret, "server", nonces)):
+            raise refusal("secret", "one that the server does not know", "the server's")
+        connection.set_timeout(timeout)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -9,7 +9,7 @@ import torch
 
 from lightning_gradcomp.parameter_server.connection import Connection
 
-PROTOCOL = 2
+PROTOCOL = 3
 HELLO, PUSH, SKIP, PULL, LEAVE = range(5)
 """Kinds of requests. A skip is a push of nothing: the worker's gradient was not finite."""
 ACCEPTED, REFUSED = 1, -1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch import nn
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.compressors.base import Compressor, Lossy
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, Listener
 from lightning_gradcomp.parameter_server.messages import (
@@ -75,7 +77,7 @@ class ParameterServer:
         optimizer: over its parameters. Its class and options are used; learning rates come from the workers.
         compressor: of the pushes; the same on all workers.
         secret: what workers must know.
-        host: the address of the interface to listen on; loopback by default.
+        host: the address of the interface to listen on, IPv4 or IPv6, or a name for it; loopback by default.
         port: 0 is any: see `address`.
         shard, servers: which of how many servers this is; parameters are divided among them.
         staleness: S, by how many steps a worker may be ahead of the slowest live one; `math.inf`: any number.
@@ -107,11 +109,9 @@ class ParameterServer:
         job: str = "",
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        check_staleness(staleness)
+        check_staleness(staleness, max_staleness)
         if not 0 <= shard < servers:
             raise refusal("shard", shard, f"0 to {servers - 1}, of {servers} servers")
-        if max_staleness is not None and max_staleness < 0:
-            raise refusal("max_staleness", max_staleness, "None, or a whole number from 0")
         self.compressor = built(compressor, optimizer)
         pulled = None if pull is None else built(pull, optimizer)
         gradients = Gradients(model, self.compressor)
@@ -133,20 +133,28 @@ class ParameterServer:
         self._listener = Listener(host, port, secret, timeout)
         self.address = self._listener.address
         """HOST:PORT for workers."""
-        self._workers = 0
+        self._numbers = count(1)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="parameter server", daemon=True)
         self._connections: list[threading.Thread] = []
         """A thread for each worker that is connected."""
 
     def start(self) -> None:
-        """Begin to serve, in threads."""
+        """Begin to serve, in threads; once.
+
+        Raises:
+            RuntimeError: it has been started or stopped before.
+        """
+        if self._stopped.is_set():
+            raise RuntimeError(f"parameter server {self.address}: start() after stop(); make another ParameterServer")
         self._thread.start()
 
     def stop(self) -> None:
         """Accept no more workers. Those that are connected are served until they leave."""
         self._stopped.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
 
     def join(self) -> None:
         """Wait, after `stop`, until those that are connected have left, or are lost."""
@@ -155,38 +163,42 @@ class ParameterServer:
 
     def _accept(self) -> None:
         while not self._stopped.is_set():
-            number = self._listener.poll()
-            if number is not None:
-                thread = threading.Thread(target=self._serve, args=(number,), daemon=True)
+            connection = self._listener.accept()
+            if connection is not None:
+                thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
                 self._connections = [*filter(threading.Thread.is_alive, self._connections), thread]
                 thread.start()
 
-    def _serve(self, number: int) -> None:
+    def _serve(self, connection: Connection) -> None:
         """One worker, until it leaves, or is lost: nobody else notices but by the clocks."""
         worker = None
-        try:
-            connection = self._listener.connect(number)
-            worker = self._hello(connection)
-            while self._answer(connection, worker):
-                pass
-        except ConnectionLost as error:
-            log.warning(f"parameter server {self.address}: {error}")
-        finally:
-            if worker is not None:
-                self.clocks.leave(worker)
-                self.shard.forget(worker)
+        with closing(connection):
+            try:
+                self._listener.admit(connection)
+                worker, clock = self._hello(connection)
+                pull = self.shard.pull(worker, True)
+                Answer(worker, clock, pull.version, pull.fingerprint).send(connection, pull.body)
+                while self._answer(connection, worker):
+                    pass
+            except ConnectionLost as error:
+                log.warning(f"parameter server {self.address}: {error}")
+            finally:
+                if worker is not None:
+                    self.clocks.leave(worker)
+                    self.shard.forget(worker)
 
-    def _hello(self, connection: Connection) -> int:
+    def _hello(self, connection: Connection) -> tuple[int, int]:
+        """Lets a worker join. Returns its number and its clock.
+
+        Raises:
+            ConnectionLost: it does not fit.
+        """
         request = Request.receive(connection, groups=0)
         if request.kind != HELLO or request.version != self._agreed:
             Answer(REFUSED, 0, 0, 0).send(connection, torch.empty(0, dtype=torch.uint8))
             raise ConnectionLost("a worker with another model, compressor or version was refused")
-        self._workers += 1
-        worker = self._workers if request.worker < 0 else request.worker
-        clock = self.clocks.join(worker, None if request.worker < 0 else request.clock)
-        pull = self.shard.pull(worker, True)
-        Answer(worker, clock, pull.version, pull.fingerprint).send(connection, pull.body)
-        return worker
+        worker = next(self._numbers) if request.worker < 0 else request.worker
+        return worker, self.clocks.join(worker, None if request.worker < 0 else request.clock)
 
     def _answer(self, connection: Connection, worker: int) -> bool:
         """Receives one request and answers it. Whether the worker stays."""
@@ -208,7 +220,9 @@ class ParameterServer:
         return True
 
 
-def check_staleness(staleness: float) -> None:
+def check_staleness(staleness: float, max_staleness: int | None) -> None:
     """ValueError for what is no bound."""
-    if staleness != math.inf and (staleness != int(staleness) or staleness < 0):
+    if staleness != math.inf and not (is_whole(staleness) and staleness >= 0):
         raise refusal("staleness", staleness, "a whole number from 0, or math.inf")
+    if max_staleness is not None and not (is_whole(max_staleness) and max_staleness >= 0):
+        raise refusal("max_staleness", max_staleness, "None, or a whole number from 0")

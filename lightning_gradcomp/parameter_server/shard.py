@@ -89,11 +89,17 @@ class Part:
 
 
 def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
-    """What each of `servers` holds, cut between parameters; a server has nothing where there are too few."""
+    """What each of `servers` holds, cut between parameters; a server has nothing where there are too few.
+
+    Parameters without elements, which are never compressed, are the first server's.
+    """
     found = []
     for each in (layout, dense_layout):
         cuts = [(shard.start, shard.layout) for shard in each.parts(servers)] if each.n else []
         found.append([*cuts, *[(each.n, Layout((), ()))] * (servers - len(cuts))])
+    empty = {name: shape for name, shape in zip(dense_layout.names, dense_layout.shapes, strict=True) if 0 in shape}
+    start, first = found[1][0]
+    found[1][0] = start, Layout(first.names + tuple(empty), first.shapes + tuple(empty.values()))
     return [Part(*one, *other) for one, other in zip(*found, strict=True)]
 
 

@@ -81,7 +81,7 @@ class AsyncStrategy(BaseStrategy):
         if options.get("ddp_comm_hook") is not None or self._ddp_kwargs:
             got = ", ".join([*self._ddp_kwargs, *(["ddp_comm_hook"] if options.get("ddp_comm_hook") else [])])
             raise refusal("AsyncStrategy(...)", got, "no options of DDP, which is not used")
-        check_staleness(staleness)
+        check_staleness(staleness, max_staleness)
         check_checkpoint_state(checkpoint_state)
         if checkpoint_state == "mean":
             raise refusal("AsyncStrategy.checkpoint_state", checkpoint_state, "'auto', 'gather', 'sidecar' or 'drop'")
@@ -288,6 +288,7 @@ def _own_address(nodes: int) -> str:
     """Loopback on one node; otherwise of the interface by which this node reaches MASTER_ADDR."""
     if nodes == 1:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+    family, kind, *_, place = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
         return probe.getsockname()[0]

@@ -68,7 +68,9 @@ def test_a_run_ends_with_its_pushes_and_a_checkpoint(serve, capsys):
     with pytest.raises(ValueError, match=r"^trainer\.max_epochs: got 2, allowed: more than the 2 that"):
         JobServer(again, job.folder, "127.0.0.1:0")
     longer = replace(again, trainer=replace(again.trainer, max_epochs=3))
-    resumed = JobServer(longer, job.folder, "127.0.0.1:0").server.shard
+    server = JobServer(longer, job.folder, "127.0.0.1:0").server
+    server.stop()
+    resumed = server.shard
     weights = resumed.snapshot()
     assert resumed.version == 12 and all(torch.equal(weights[name], saved["state_dict"][name]) for name in weights)
 
@@ -131,6 +133,12 @@ def test_words_that_are_refused(command, monkeypatch, words, environment, told):
         monkeypatch.setenv(name, value)
     code, trained = command(*words)
     assert told in code and not trained
+
+
+def test_an_address_may_be_ipv6(monkeypatch):
+    monkeypatch.setenv(server_arguments.SECRET, "word")
+    for process in ("server", "join"):
+        assert server_arguments.split([process, "[::1]:29600", "recipe=digits"])[:2] == (process, "[::1]:29600")
 
 
 def test_a_worker_leaves_no_folder(command, monkeypatch, tmp_path):

@@ -22,6 +22,20 @@ def net(seed=0):
         return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 6))
 
 
+class Odd(nn.Module):
+    """As `net`, with a parameter that is a number (0-d), and one without elements."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 5))
+        self.net = net(seed)
+        self.scale = nn.Parameter(torch.tensor(1.0 + seed))
+        self.nothing_more = nn.Parameter(torch.zeros(3, 0))
+
+    def forward(self, x):
+        return self.scale * self.net(x) + self.nothing.sum() + self.nothing_more.sum()
+
+
 def sgd(model, **options):
     return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
 
@@ -48,10 +62,18 @@ class Job:
     """Servers that begin with one model, and workers of them."""
 
     def __init__(
-        self, compressor="none", servers=1, optimizer=sgd, staleness=math.inf, pull=None, silence=TIMEOUT, **options
+        self,
+        compressor="none",
+        servers=1,
+        optimizer=sgd,
+        staleness=math.inf,
+        pull=None,
+        silence=TIMEOUT,
+        make_model=net,
+        **options,
     ):
         self.compressor, self.optimizer, self.pull, self.workers = compressor, optimizer, pull, []
-        model = net()
+        self.make_model, model = make_model, make_model()
         self.servers = [
             ParameterServer(
                 model,
@@ -72,7 +94,7 @@ class Job:
 
     def worker(self, seed=1):
         """A model with other weights, which the first pull replaces, and its averager."""
-        model = net(seed)
+        model = self.make_model(seed)
         addresses = [server.address for server in self.servers]
         options = {"servers": addresses, "secret": SECRET, "pull": self.pull, "timeout": TIMEOUT}
         self.workers.append(AsyncAverager(model, self.optimizer(model), self.compressor, **options))

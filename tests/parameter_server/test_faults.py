@@ -79,5 +79,6 @@ def test_without_a_server_a_worker_ends(start):
         push(model, averager, 3)
     after = averager.state_dict()["memory"]["velocity"]
     assert all(kept[name].equal(part) for name, part in after.items())  # for another server
+    averager.close()
     with pytest.raises(ConnectionLost, match=f"lost the server at {address}"):
         AsyncAverager(model, sgd(model), dgc(), servers=[address], secret=SECRET)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.plugin.async_strategy import _own_address
 from tests.plugin.async_script import SMALL, Net, batches, fit
 from tests.processes import run_world
 
@@ -160,7 +161,19 @@ def test_what_cannot_be_honoured_is_refused(options, run, told):
         trainer.fit(module, batches())
 
 
-@pytest.mark.parametrize("staleness", [-1, 1.5])
-def test_a_bound_that_is_none_is_refused(staleness):
-    with pytest.raises(ValueError, match=f"staleness: got {staleness}, allowed: a whole number from 0"):
-        lgc.AsyncStrategy(staleness=staleness)
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("staleness", -1), ("staleness", 1.5), ("staleness", True), ("staleness", "4"), ("max_staleness", 1.5)],
+)
+def test_a_bound_that_is_none_is_refused(name, bound):
+    with pytest.raises(ValueError, match=f"^{name}: got {bound!r}, allowed: .*a whole number from 0"):
+        lgc.AsyncStrategy(**{name: bound})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_node_s_address_is_of_the_interface_that_reaches_the_main_one(address, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", address)
+    try:
+        assert _own_address(nodes=2) == address
+    except OSError:
+        pytest.skip(f"{address} is not an address of this machine")

@@ -1,0 +1,197 @@
+"""Who gets a connection to a server, and at which addresses."""
+
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from lightning_gradcomp.parameter_server import connection
+from lightning_gradcomp.parameter_server.connection import (
+    DIGEST_BYTES,
+    HANDSHAKE,
+    MOST_WAITING,
+    NONCE_BYTES,
+    Connection,
+    ConnectionLost,
+    Listener,
+    connect,
+    host_and_port,
+)
+from tests.parameter_server.conftest import SECRET, TIMEOUT, loss
+
+
+@pytest.fixture
+def stranger():
+    """Connects to a server, without its secret."""
+    opened = []
+
+    def dial(server):
+        opened.append(socket.create_connection(host_and_port(server.address), 5))
+        return opened[-1]
+
+    yield dial
+    for end in opened:
+        end.close()
+
+
+def push(model, averager):
+    loss(model, 0, 0).backward()
+    averager.step()
+
+
+def received(end):
+    """All that the other end sends until it ends the connection."""
+    said = b""
+    try:
+        while more := end.recv(4096):
+            said += more
+    except ConnectionResetError:  # it had not read all
+        pass
+    return said
+
+
+def test_a_recorded_digest_is_accepted_by_no_server(job, stranger, monkeypatch):
+    first, other = job(), job()
+    recorded, send = [], Connection.send_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "send_bytes", lambda end, said: (recorded.append(said), send(end, said)))
+        push(*first.worker())
+    [answer] = [said for said in recorded if len(said) == NONCE_BYTES + DIGEST_BYTES]
+    for server in (*first.servers, *other.servers):
+        end = stranger(server)
+        end.sendall(answer)
+        assert received(end)[NONCE_BYTES:] == bytes(DIGEST_BYTES)  # refused
+    assert first.servers[0].shard.version == 1 and other.servers[0].shard.version == 0
+
+
+def test_a_server_that_does_not_know_the_secret_is_refused():
+    listener = Listener("127.0.0.1", 0, "another", TIMEOUT)
+
+    def answer():
+        while (asking := listener.accept()) is None:
+            pass
+        asking.send_bytes(bytes(NONCE_BYTES))
+        said = asking.receive_bytes(NONCE_BYTES + DIGEST_BYTES)
+        asking.send_bytes(said[NONCE_BYTES:])  # the worker's own
+        asking.close()
+
+    with ThreadPoolExecutor() as threads:
+        answered = threads.submit(answer)
+        with pytest.raises(ValueError, match=r"secret: got .*, allowed: the server's"):
+            connect(listener.address, SECRET, TIMEOUT)
+        answered.result()
+    listener.close()
+
+
+RESET = struct.pack("ii", 1, 0)
+STRANGERS = {
+    "leaves": lambda end: end.close(),
+    "resets": lambda end: (end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET), end.close()),
+    "says too little": lambda end: (end.sendall(b"no number"), end.shutdown(socket.SHUT_WR)),
+    "has another key": lambda end: end.sendall(bytes(NONCE_BYTES + DIGEST_BYTES)),
+    "speaks HTTP": lambda end: end.sendall(
+        b"GET / HTTP/1.1\r\nHost: 10.0.0.1:29600\r\nUser-Agent: a scanner of ports\r\nAccept: */*\r\n\r\n"
+    ),
+    "says much": lambda end: end.sendall(bytes(range(256)) * 4096),
+}
+
+
+@pytest.mark.parametrize("act", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_trouble_nobody(job, stranger, act):
+    running = job()
+    end = stranger(*running.servers)
+    act(end)
+    model, averager = running.worker()
+    push(model, averager)
+    if end.fileno() >= 0:
+        received(end)  # the server ends it
+    assert list(running.servers[0].clocks.live) == [averager.worker]
+
+
+@pytest.mark.parametrize("number", [1, MOST_WAITING + 5])
+def test_silent_strangers_delay_nobody(job, stranger, number):
+    running, begin = job(), time.monotonic()
+    silent = [stranger(*running.servers) for _ in range(number)]
+    push(*running.worker())
+    for end in silent[: number - MOST_WAITING]:
+        received(end)  # the oldest make room
+    assert time.monotonic() - begin < HANDSHAKE.total_seconds() / 2
+
+
+def test_a_handshake_does_not_last_for_ever(job, stranger, monkeypatch):
+    monkeypatch.setattr(connection, "HANDSHAKE", timedelta(seconds=0.2))
+    end, begin = stranger(*job().servers), time.monotonic()
+    with pytest.raises(OSError):  # of a connection that has ended
+        while time.monotonic() < begin + 2:
+            end.sendall(b"x")
+            time.sleep(0.05)  # less than the server waits for a byte
+
+
+def test_a_server_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(connection, "HANDSHAKE", timedelta(seconds=0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectionLost, match=rf"lost the server at {address}: no sign of it for 0\.2 s"):
+            connect(address, SECRET, TIMEOUT)
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", pytest.param("::1", marks=ipv6)])
+def test_servers_at_other_addresses(job, host):
+    running = job(servers=2, host=host)
+    if host == "::1":
+        assert running.servers[0].address.startswith("[::1]:")
+    push(*running.worker())
+    assert [server.shard.version for server in running.servers] == [1, 1]
+
+
+@pytest.mark.parametrize("address", ["nowhere", "::1:29600", "[::1]", "[]:1", "host:", "host:70000", "host:-1"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ValueError, match=r"^address of a server: got '.*', allowed: HOST:PORT, with an IPv6 host in"):
+        connect(address, SECRET, TIMEOUT)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "no.such.host.invalid", pytest.param("::", marks=ipv6)])
+def test_an_address_that_is_no_interface_s_is_refused(host):
+    with pytest.raises(ValueError, match=rf"^address of a server: got '{host}', allowed: that of one of this"):
+        Listener(host, 0, SECRET, TIMEOUT)
+
+
+def test_a_server_that_stops_frees_its_port(job):
+    running = job()
+    _, averager = running.worker()
+    running.stop()
+    port = host_and_port(running.servers[0].address)[1]
+    Listener("127.0.0.1", port, SECRET, TIMEOUT).close()
+    assert not averager.connected
+
+
+def test_a_worker_that_has_left_says_so(job):
+    model, averager = job().worker()
+    push(model, averager)
+    averager.close()
+    averager.close()
+    for name in ("step", "pull"):
+        with pytest.raises(RuntimeError, match=rf"AsyncAverager: {name}\(\) after close\(\)"):
+            getattr(averager, name)()
+    assert averager.state_dict()["steps"] == averager.version == 1
+
+
+def test_a_server_that_has_stopped_does_not_start(job):
+    running = job()
+    running.stop()
+    with pytest.raises(RuntimeError, match=r"start\(\) after stop\(\)"):
+        running.servers[0].start()
