@@ -62,9 +62,7 @@ def gather_reports(ranks: Ranks, own: RoundReport, device: torch.device) -> list
 def _decode(message: torch.Tensor, parameters: int) -> RoundReport:
     samples, flag, distance, step_seconds, exchange_seconds, steps = message[: 8 * NUMBERS].view(torch.float64).tolist()
     frozen = unpack_bits(message[8 * NUMBERS :], parameters).bool().tolist()
-    return RoundReport(
-        int(samples), bool(flag), distance, step_seconds, exchange_seconds, int(steps), tuple(frozen)
-    )
+    return RoundReport(int(samples), bool(flag), distance, step_seconds, exchange_seconds, int(steps), tuple(frozen))
 
 
 def check_in_step(reports: Sequence[RoundReport], rank: int, names: Sequence[str], doing: str) -> None:
