@@ -113,7 +113,7 @@ def check_batches(trainer: Trainer, device: torch.device) -> None:
 
     The ranks with more of them would wait for the others.
     """
-    own = torch.tensor([float(trainer.num_training_batches)], device=device)
+    own = torch.tensor([float(trainer.num_training_batches)], dtype=torch.float32, device=device)
     everyones = own.new_empty(trainer.world_size)
     all_gather_single(everyones, own, None)
     counts = everyones.tolist()
