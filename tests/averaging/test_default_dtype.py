@@ -1,6 +1,5 @@
 """A script's default dtype has no effect: the same weights, to the bit, as with torch's own."""
 
-from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from lightning_gradcomp import DelayedAverager
 from lightning_gradcomp.averaging import GradientAverager
 from tests.averaging.laws import ANY_OPTIMIZER, REGISTERED, SHARDED
-from tests.averaging.workers import Table, slopes, weights
+from tests.averaging.workers import Table, default_dtype, slopes, weights
 from tests.threads import run_ranks
 
 MODEL, STEPS, WORLD = Table(), 4, 2
@@ -34,16 +33,6 @@ CASES = {
     },
 }
 OTHERS = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-
-
-@contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def step(model, rank, number, averager):
