@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging.workers import Ranks, all_gather_single
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> bool:
@@ -60,7 +60,7 @@ class ReplicasDiffer(RuntimeError):
 
 def checksum(parameter: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bits, taken as integers: int64 scalar, the same for the same bits in whatever layout."""
-    bits = parameter.detach().contiguous().view(BITS[parameter.itemsize])
+    bits = parameter.detach().contiguous().view(-1).view(BITS[parameter.itemsize])
     return bits.sum(dtype=torch.int64)
 
 

@@ -31,7 +31,12 @@ from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.launchers import optimizers_of
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_names
+from lightning_gradcomp.plugin.validation import (
+    check_callbacks,
+    check_checkpoint_state,
+    check_names,
+    check_parameters,
+)
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
@@ -114,6 +119,7 @@ class DelayedStrategy(BaseStrategy):
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
         check_names(self.compressor, module)
+        check_parameters(module)
         self._check_sidecars()
         if self._layer_sync is not None:
             raise refusal(

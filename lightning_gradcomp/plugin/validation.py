@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
+from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.averaging.workers import all_gather_single
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.compressors.layout import plain_name
@@ -81,6 +82,12 @@ def check_names(compressor: Compressor, module: LightningModule) -> None:
     """ValueError for an option that names parameters which `module` does not have, where it has them by now."""
     if not is_overridden("configure_model", module):
         compressor.check_names(plain_name(name) for name, _ in module.named_parameters())
+
+
+def check_parameters(module: LightningModule) -> None:
+    """ValueError for parameters that can't be trained, unless `module` makes or freezes layers after the launch."""
+    if not is_overridden("configure_model", module) and not is_overridden("setup", module):
+        check_trainable(module)
 
 
 def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:
