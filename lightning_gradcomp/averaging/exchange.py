@@ -232,7 +232,7 @@ def to_wire(values: torch.Tensor, world: int, wire_dtype: torch.dtype, saturate:
     """
     part = values / world
     if saturate and wire_dtype != torch.float32:
-        largest = torch.tensor(torch.finfo(wire_dtype).max / world).to(wire_dtype)
+        largest = torch.tensor(torch.finfo(wire_dtype).max / world, dtype=torch.float32).to(wire_dtype)
         if float(largest) * world > torch.finfo(wire_dtype).max:  # rounded up
             largest = (largest.view(torch.int16) - 1).view(wire_dtype)
         part = torch.where(part.isfinite(), part.clamp(-float(largest), float(largest)), part)

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_gradcomp.averaging.fsdp import Shards
 from lightning_gradcomp.averaging.replicas import ignored_by_ddp
 from lightning_gradcomp.averaging.same_parameters import check_same_parameters
+from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
@@ -57,9 +58,7 @@ class Gradients:
         shards: Shards | None = None,
         stepped: Container[int] | None = None,
     ) -> None:
-        for name, module in model.named_modules():
-            if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                raise refusal(f"gradients of {name!r}", f"{type(module).__name__}(sparse=True)", "sparse=False")
+        check_trainable(model)
         ignored = ignored_by_ddp(model)
         mine = {
             plain_name(name): id(p) for name, p in model.named_parameters()
@@ -69,9 +68,6 @@ class Gradients:
         self._every = [(name, p) for name, p in every if name in mine]
         self._trainable = self.trainable_now()
         named = [(name, p) for (name, p), trains in zip(self._every, self._trainable, strict=True) if trains]
-        for name, parameter in named:
-            if parameter.is_complex():
-                raise refusal(f"parameter {name!r}", parameter.dtype, "a real floating-point type")
         shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in every}
         compressor.check_names(shapes)
         shapes = {name: shape for name, shape in shapes.items() if name in mine}

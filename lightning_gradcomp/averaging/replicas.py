@@ -81,7 +81,7 @@ def replicated(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def checksum(parameter: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bits, taken as integers: int64 scalar, the same for the same bits in whatever layout."""
-    bits = parameter.detach().contiguous().view(BITS[parameter.itemsize])
+    bits = parameter.detach().contiguous().view(-1).view(BITS[parameter.itemsize])
     return bits.sum(dtype=torch.int64)
 
 

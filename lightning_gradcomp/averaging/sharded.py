@@ -51,7 +51,7 @@ class ShardResidual:
         self.layout, self._ranks, self.device = layout, ranks, device
         self.shards = layout.shards(ranks.workers)
         self.own = self.shards[ranks.worker]
-        self.residual = torch.zeros(self.own.layout.n, device=device)
+        self.residual = torch.zeros(self.own.layout.n, dtype=torch.float32, device=device)
         self._next: torch.Tensor | None = None
         self.used = False
         """Whether owners may remember something; the same on all ranks."""

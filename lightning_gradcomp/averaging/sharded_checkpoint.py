@@ -121,7 +121,9 @@ def whole_memory(averager: GradientAverager, memory: Mapping[str, Mapping[str, t
         for name in sorted(known):
             part = memory[kind].get(name)
             if known[name]:
-                own = torch.zeros(shards.shapes_on(shards.rank)[name]) if part is None else part
+                own = part
+                if own is None:
+                    own = torch.zeros(shards.shapes_on(shards.rank)[name], dtype=torch.float32)
                 whole[kind][name] = shards.divided(name, own).full_tensor().cpu()
             elif part is not None:
                 whole[kind][name] = part.cpu()

@@ -486,7 +486,7 @@ class _Encodings:
 
 def _sample(codec: TensorCodec, name: str, n: int) -> list[torch.Tensor]:
     """What a codec makes of n zeros."""
-    return _parts(_with_draws(codec, name, Draws(0, 0, 0)).encode(torch.zeros(n)))
+    return _parts(_with_draws(codec, name, Draws(0, 0, 0)).encode(torch.zeros(n, dtype=torch.float32)))
 
 
 def _parts(encoded: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -114,7 +114,7 @@ class Chunked:
 
 Decoded = Sparse | Dense | Chunked
 
-EMPTY = Chunked((), lambda number: torch.empty(0))
+EMPTY = Chunked((), lambda number: torch.empty(0, dtype=torch.float32))
 """The decoded payload of no elements."""
 
 
@@ -208,7 +208,9 @@ def mean_of(
     if isinstance(first, Sparse) and len(first.indices) * workers * MERGE_COST < n and not first.values.is_cuda:
         entries = [first, *(one for one in rest if isinstance(one, Sparse))]  # a GPU's host would wait for their count
         indices, places = merge([one.indices for one in entries])
-        values = torch.zeros(len(indices)).index_add_(0, places, torch.cat([one.values for one in entries]))
+        values = torch.zeros(len(indices), dtype=torch.float32).index_add_(
+            0, places, torch.cat([one.values for one in entries])
+        )
         return Sparse(indices, values.div_(torch.bincount(places) if over_senders else workers))
     mean = buffer()
     if isinstance(first, Chunked):  # all are cut alike: a chunk of all workers at a time, while it is in the cache

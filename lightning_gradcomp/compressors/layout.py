@@ -107,7 +107,7 @@ class Layout:
         Raises:
             ValueError: a tensor whose shape is not the parameter's.
         """
-        flat = torch.zeros(self.n, device=device)
+        flat = torch.zeros(self.n, dtype=torch.float32, device=device)
         for name, shape, view in zip(self.names, self.shapes, self.views(flat), strict=True):
             if name in parts:
                 if tuple(parts[name].shape) != shape:

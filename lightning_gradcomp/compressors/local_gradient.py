@@ -52,8 +52,8 @@ class LocalGradient:
 
     def __init__(self, parts: Sequence[torch.Tensor | None], layout: Layout, scale: float = 1.0) -> None:
         self._parts, self._layout, self._scale = parts, layout, scale
-        self._chunk, self._flat = torch.empty(CHUNK), torch.empty(0)
-        self._probes = [torch.zeros(())]
+        self._chunk, self._flat = torch.empty(CHUNK, dtype=torch.float32), torch.empty(0, dtype=torch.float32)
+        self._probes = [torch.zeros((), dtype=torch.float32)]
 
     @classmethod
     def of(cls, flat: torch.Tensor, layout: Layout) -> LocalGradient:

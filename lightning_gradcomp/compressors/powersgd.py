@@ -42,7 +42,7 @@ def query(name: str, rows: int, rank: int, device: torch.device, step: int = 0) 
     """A Q [rows, rank] to begin with: normal numbers from the parameter's name and the step, the same on every rank."""
     seed = f"{name} {step}" if step else name  # of a CPU's generator 32 bits count
     generator = torch.Generator().manual_seed(crc32(seed.encode()))
-    return torch.randn(rows, rank, generator=generator).to(device, non_blocking=True)
+    return torch.randn(rows, rank, generator=generator, dtype=torch.float32).to(device, non_blocking=True)
 
 
 class PowerSGDState(Residual):

@@ -293,7 +293,7 @@ def _pack_shard(digits: torch.Tensor) -> torch.Tensor:
 
 def _sum_shard(rows: Sequence[torch.Tensor], n: int) -> torch.Tensor:
     """The sums (fp32 [n], 0 to 2N) of the digits that `_pack_shard` wrote on N workers."""
-    sums = torch.empty(n, device=rows[0].device)
+    sums = torch.empty(n, dtype=torch.float32, device=rows[0].device)
     table = _digit_table(sums.device) + 1
     for start, stop in chunks(0, n, sums.device, multiple=DIGITS):
         part = slice(start // DIGITS, start // DIGITS + packed_bytes(stop - start))

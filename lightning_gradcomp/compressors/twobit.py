@@ -55,7 +55,7 @@ def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 def _levels(device: torch.device) -> torch.Tensor:
     """What the four codes of every byte stand for: each -1, 0 or 1, fp32 [256, 4]."""
     codes = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(6, -1, -2, device=device)) & 3
-    return torch.tensor([0.0, 0.0, -1.0, 1.0]).to(device, non_blocking=True)[codes]
+    return torch.tensor([0.0, 0.0, -1.0, 1.0], dtype=torch.float32).to(device, non_blocking=True)[codes]
 
 
 def unpack(packed: torch.Tensor, n: int, t: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class TwoBit(TensorCodec):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The threshold, and the codes."""
         auto = self.threshold == "auto"
-        t = best_threshold(x) if auto else torch.full((), float(self.threshold), device=x.device)
+        t = best_threshold(x) if auto else torch.full((), float(self.threshold), dtype=torch.float32, device=x.device)
         return t, torch.cat([pack(x[a:b], t) for a, b in chunks(0, len(x), x.device, multiple=PER_WORD)])
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:

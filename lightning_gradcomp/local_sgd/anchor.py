@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.errors import is_number, refusal
 
 
@@ -29,7 +30,7 @@ def check_pending_share(share: float | None, *, stale_only: bool) -> None:
 
 
 class Anchor:
-    """z: fp32 parameters with the model's names. Their gradients are the pseudo-gradients -U.
+    """z: parameters with the model's names, fp32 where they can be trained. Their gradients are pseudo-gradients -U.
 
     So a torch optimizer can step them, and a GradientAverager can average them.
 
@@ -38,20 +39,21 @@ class Anchor:
         stale_only: keep local steps out of the model's weights until they come back in an average.
 
     Raises:
-        ValueError: a parameter of more than 32 bits.
+        ValueError: a trainable parameter that is not a dense one of 16 or 32 bits.
     """
 
     def __init__(self, model: nn.Module, *, stale_only: bool = False) -> None:
+        self._model = model
         self.module = nn.Module()
         """Has the parameters."""
         self.stale_only = stale_only
         self.live = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
         """The model's own parameters, by name."""
         for name, parameter in self.live.items():
-            if parameter.itemsize > 4:
-                raise refusal(f"parameter {name!r}", parameter.dtype, "16 or 32 bits: updates are sent in fp32")
             path, _, last = name.rpartition(".")
-            _submodule(self.module, path).register_parameter(last, nn.Parameter(parameter.detach().float().clone()))
+            dtype = torch.float32 if _fits_fp32(parameter) else parameter.dtype
+            z = nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=False)
+            _submodule(self.module, path).register_parameter(last, z)
         self._all_pairs = [(z, self.live[name]) for name, z in self.module.named_parameters()]
         self._snapshot: list[torch.Tensor] = []
         """The weights when the pending update was sent."""
@@ -75,7 +77,15 @@ class Anchor:
         return any(z.requires_grad != w.requires_grad for z, w in self._all_pairs)
 
     def refresh_trainable(self) -> None:
-        """Follow the parameters that are trainable now. No update may be pending."""
+        """Follow the parameters that are trainable now. No update may be pending.
+
+        Raises:
+            ValueError: one that is not a dense one of 16 or 32 bits.
+        """
+        check_trainable(self._model)
+        for name, w in self.live.items():
+            if w.requires_grad and not _fits_fp32(w):
+                raise refusal(f"parameter {name!r}", w.dtype, "16 or 32 bits: updates are sent in fp32")
         for z, w in self._all_pairs:
             z.requires_grad_(w.requires_grad).grad = None
         self._pairs = [(z, w) for z, w in self._all_pairs if w.requires_grad]
@@ -164,6 +174,10 @@ class Anchor:
     def norm(self) -> float:
         """L2 norm of z."""
         return float(torch.stack([z.detach().square().sum() for z, _ in self._pairs]).sum()) ** 0.5
+
+
+def _fits_fp32(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() and parameter.itemsize <= 4
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module:

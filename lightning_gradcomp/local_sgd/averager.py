@@ -28,7 +28,7 @@ from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
 from lightning_gradcomp.local_sgd.async_exchange import AsyncExchange
 from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
 from lightning_gradcomp.local_sgd.participants import Participants
-from lightning_gradcomp.local_sgd.round_report import RoundReport
+from lightning_gradcomp.local_sgd.round_report import RoundReport, report_bytes
 from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.local_sgd.stats import DelayedStats
@@ -165,8 +165,8 @@ class DelayedAverager:
                 often as the others call `step`: the optimizer does not step, and averages are applied.
 
         Raises:
-            ValueError: a negative weight.
-            ExchangeFailed: the other ranks can't be reached.
+            ValueError: a negative weight; a parameter that is frozen on some ranks only.
+            ExchangeFailed: the other ranks can't be reached, or are at another step.
         """
         with self.stepping(weight):
             if weight and not self.resting:
@@ -230,13 +230,17 @@ class DelayedAverager:
         finite = self._anchor.set_pseudo_gradients()
         if not finite:
             zero_nonfinite_state(self.optimizer)
-        step_seconds = median(self._step_seconds) if self._step_seconds else 0.0
-        samples = self._samples_in_round if finite else 0
-        report = RoundReport(samples, self.flag, self._distance, step_seconds, self._exchange_seconds)
+        report = self._report(self._samples_in_round if finite else 0)
         self._samples_in_round = self._steps_in_round = 0
         self._rounds_ended += 1
         self._step_seconds = []
         return report, finite
+
+    def _report(self, samples: int) -> RoundReport:
+        step_seconds = median(self._step_seconds) if self._step_seconds else 0.0
+        frozen = tuple(not parameter.requires_grad for parameter in self._anchor.live.values())
+        measured = self._distance, step_seconds, self._exchange_seconds
+        return RoundReport(samples, self.flag, *measured, self.steps, frozen)
 
     def _send_update(self) -> None:
         """Start the exchange of the round that ends here."""
@@ -277,22 +281,26 @@ class DelayedAverager:
         out.
 
         Raises:
-            ExchangeFailed: the other ranks can't be reached.
+            ValueError: a parameter that is frozen on some ranks only.
+            ExchangeFailed: the other ranks can't be reached, or are at another step.
         """
         if not self._steps_since_drain:
             return
-        with explained(self.steps, "draining delayed averages", self.ranks.group):
+        doing = "draining delayed averages"
+        with explained(self.steps, doing, self.ranks.group):
             if self._pending:
                 self._apply_average()
             begin, finite = perf_counter(), True
-            if self.error_decay is not None:
-                if self._steps_in_round:
-                    self._send_update()
-                    self._apply_average()
-            elif self._steps_in_round or not self.rounds.settled:
+            if self.error_decay is not None and self._steps_in_round:
+                self._send_update()
+                self._apply_average()
+            elif self.error_decay is None and (self._steps_in_round or not self.rounds.settled):
                 report, finite = self._end_round()
                 self.flags = [each.flag for each in self.rounds.exchange_uncompressed(report, self.steps)]
                 self.stats.bytes_sent += self.rounds.stats.bytes_sent
+            else:
+                self.flags = [each.flag for each in self.rounds.gather_reports(self._report(0), doing)]
+                self.stats.bytes_sent += self.ranks.gather_traffic(report_bytes(len(self._anchor.live)))
             self._anchor.reset_model()
             samples, averaged = self._samples_since_drain, self.optimizer if self.error_decay is None else None
             sent = sync_buffers_and_moments(self.ranks, self._buffers, averaged, samples, moments_valid=finite)

@@ -14,7 +14,13 @@ from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
-from lightning_gradcomp.local_sgd.round_report import REPORT_BYTES, RoundReport, gather_reports, sample_weight
+from lightning_gradcomp.local_sgd.round_report import (
+    RoundReport,
+    check_in_step,
+    gather_reports,
+    report_bytes,
+    sample_weight,
+)
 from lightning_gradcomp.local_sgd.sync import moments_of
 
 LOCAL = "local_"
@@ -62,6 +68,21 @@ class Rounds(GradientAverager):
         super().__init__(anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
         check_error_decay(error_decay)
 
+    def gather_reports(self, own: RoundReport, doing: str) -> list[RoundReport]:
+        """The reports of all ranks, in rank order. Collective.
+
+        Args:
+            own: this rank's report.
+            doing: the phase, in words, for error messages.
+
+        Raises:
+            ValueError: a parameter that is frozen on some ranks only.
+            ExchangeFailed: ranks at different steps, or that can't be reached.
+        """
+        reports = gather_reports(self.ranks, own, self.anchor.device)
+        check_in_step(reports, self.ranks.rank, list(self.anchor.live), doing)
+        return reports
+
     def exchange(self, own: RoundReport, training_step: int) -> list[RoundReport]:
         """Replace the anchor's gradients by their mean over all samples. Collective.
 
@@ -73,10 +94,12 @@ class Rounds(GradientAverager):
             The reports of all ranks.
 
         Raises:
-            ExchangeFailed: the other ranks can't be reached.
+            ValueError: a parameter that is frozen on some ranks only.
+            ExchangeFailed: ranks at different steps, or that can't be reached.
         """
-        with explained(training_step, f"averaging round {self.steps + 1}", self.ranks.group):
-            reports = gather_reports(self.ranks, own, self.anchor.device)
+        doing = f"averaging round {self.steps + 1}"
+        with explained(training_step, doing, self.ranks.group):
+            reports = self.gather_reports(own, doing)
             weight = sample_weight(own.samples, [report.samples for report in reports])
             for z in self.anchor.module.parameters():
                 if z.grad is not None and weight != 1:
@@ -85,7 +108,7 @@ class Rounds(GradientAverager):
                 self.after_dense_step()  # alone: the update is the mean, and what waits to be sent goes on waiting
             else:
                 self._average(1.0, self.optimizers)
-            self.stats.bytes_sent += self.ranks.gather_traffic(REPORT_BYTES)
+            self.stats.bytes_sent += self.ranks.gather_traffic(report_bytes(len(own.frozen)))
             return reports
 
     def step_outer_optimizer(self) -> None:

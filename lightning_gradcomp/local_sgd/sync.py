@@ -110,7 +110,7 @@ class OptimizerMoments:
 
 def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
     """The concatenated elements of fp32 `tensors`; a tensor of length 0 where there are none."""
-    empty = torch.zeros(0, device=next(model.parameters()).device)
+    empty = torch.zeros(0, dtype=torch.float32, device=next(model.parameters()).device)
     return torch.cat([empty, *(tensor.reshape(-1) for tensor in tensors)])
 
 

@@ -220,7 +220,7 @@ class ServerShard:
     def _use(self, decoded: Decoded) -> None:
         """Descends along a velocity; hands a gradient to the optimizer."""
         if not self._owns_momentum:
-            flat = torch.zeros(self.part.layout.n)
+            flat = torch.zeros(self.part.layout.n, dtype=torch.float32)
             decoded.add_to(flat)
             for name, view in zip(self.part.layout.names, self.part.layout.views(flat), strict=True):
                 self.weights[name].grad = view.to(self.weights[name].dtype)
@@ -262,7 +262,12 @@ class ServerShard:
             self._latest.pop(worker, None)
 
     def _flat(self, layout: Layout) -> torch.Tensor:
-        return torch.cat([torch.zeros(0), *(self.weights[name].detach().reshape(-1).float() for name in layout.names)])
+        return torch.cat(
+            [
+                torch.zeros(0, dtype=torch.float32),
+                *(self.weights[name].detach().reshape(-1).float() for name in layout.names),
+            ]
+        )
 
     # Checkpoints
 

@@ -113,7 +113,9 @@ class Worker:
             bodies.append(torch.cat([dense.cpu().view(torch.uint8), payload.cpu()]))
             self._sent.append(decoded)
             views = zip(part.names, [*part.layout.views(flat), *part.dense_layout.views(dense)], strict=True)
-            self.present.append(torch.tensor([has[name] or bool(view.any()) for name, view in views]).to(torch.uint8))
+            self.present.append(
+                torch.tensor([has[name] or bool(view.any()) for name, view in views], dtype=torch.uint8)
+            )
         return bodies
 
     def commit(self, accepted: list[bool]) -> None:
@@ -152,7 +154,7 @@ class Worker:
         if part.layout.n and (whole or self.pull_compressor is None):
             self._write(part.layout, body[end:].view(torch.float32), add=False)
         elif part.layout.n and self.pull_compressor is not None:
-            change = torch.zeros(part.layout.n)
+            change = torch.zeros(part.layout.n, dtype=torch.float32)
             codec_of(self.pull_compressor, 0, 0).decode(body[end:], part.layout).add_to(change)
             self._write(part.layout, change, add=True)
 

@@ -30,7 +30,7 @@ from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state
+from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_parameters
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
@@ -107,11 +107,12 @@ class DelayedStrategy(BaseStrategy):
         """Options of `DelayedAverager`."""
         self.averager: DelayedAverager | None = None
         """Set while fitting."""
-        self._in_training_step = self._told_of_waits = False
+        self._in_training_step = self._awaits_backward = self._told_of_waits = False
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
+        check_parameters(module)
         self._check_sidecars()
         if self._layer_sync is not None:
             raise refusal(
@@ -123,6 +124,7 @@ class DelayedStrategy(BaseStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        self._awaits_backward = False
         sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -160,11 +162,18 @@ class DelayedStrategy(BaseStrategy):
                 )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._in_training_step = True
+        assert self.lightning_module is not None
+        self._in_training_step = self._awaits_backward = True
         try:
             return super().training_step(*args, **kwargs)
         finally:
             self._in_training_step = False
+            self._awaits_backward = self.lightning_module.automatic_optimization
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().backward(*args, **kwargs)
+        self._awaits_backward = False
+        return loss
 
     def optimizer_step(
         self,
@@ -181,6 +190,7 @@ class DelayedStrategy(BaseStrategy):
         with self.averager.stepping():
             step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
             result = closure() if self.averager.resting else step()  # Lightning counts on the closure's result
+        self._awaits_backward = False  # also where the module calls loss.backward() itself
         if measuring and not self.averager.round_schedule.measuring:
             rank_zero_info(self.averager.describe())
         ends = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
@@ -191,7 +201,14 @@ class DelayedStrategy(BaseStrategy):
         return result
 
     def drain(self) -> None:
-        """Let all ranks hold the same weights. Collective; nothing to do where no step was made since the last time."""
+        """Let all ranks hold the same weights. Collective; nothing to do where no step was made since the last time.
+
+        Raises:
+            ValueError: a forward pass whose backward is still to come.
+        """
+        if self._awaits_backward:
+            allowed = "after backward, as in on_train_batch_end: saving averages the weights that backward needs"
+            raise refusal("checkpoint with DelayedStrategy", "one between forward and backward", allowed)
         if self.averager is not None:
             self.averager.drain()
 

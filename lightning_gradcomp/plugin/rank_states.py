@@ -224,7 +224,7 @@ def mean_over_ranks(state: State, averager: GradientAverager) -> State:
         named = {name: part.shape for name, part in memory[kind].items()}
         shapes = averager.gradients.shapes if kind in ("accumulated", SHARD) else named
         for name, shape in sorted(shapes.items()):
-            part = memory[kind].get(name, torch.zeros(shape)).to(averager.gradients.device)
+            part = memory[kind].get(name, torch.zeros(shape, dtype=torch.float32)).to(averager.gradients.device)
             [flat], [anywhere] = all_reduce_mean(averager.ranks, [part.reshape(-1)], [name in memory[kind]])
             if anywhere:
                 mean[kind][name] = flat.view(shape).cpu() * (averager.ranks.workers if kind == SHARD else 1)

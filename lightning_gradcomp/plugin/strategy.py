@@ -43,6 +43,7 @@ from lightning_gradcomp.plugin.validation import (
     check_local_weights,
     check_optimizers,
     check_options,
+    check_parameters,
     corrected,
 )
 from lightning_gradcomp.registry import build
@@ -123,6 +124,7 @@ class CompressedDDPStrategy(BaseStrategy):
             allowed = "True or False: it calls DDP's hook with something else"
             raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
         check_callbacks(self, trainer)
+        check_parameters(module)
 
     def configure_ddp(self) -> None:
         module = self.lightning_module

@@ -14,6 +14,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
+from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.averaging.workers import all_gather_single
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.errors import refusal
@@ -96,6 +97,12 @@ def check_local_weights(trainer: Trainer, module: LightningModule) -> None:
                 raise refusal(what, type(hook).__name__, f"{allowed}, or torch.nn.utils.parametrizations")
 
 
+def check_parameters(module: LightningModule) -> None:
+    """ValueError for parameters that can't be trained, unless `module` makes or freezes layers after the launch."""
+    if not is_overridden("configure_model", module) and not is_overridden("setup", module):
+        check_trainable(module)
+
+
 def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:
     """ValueError for a callback of this package that `strategy` has nothing for."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -126,7 +133,7 @@ def check_batches(trainer: Trainer, device: torch.device) -> None:
 
     The ranks with more of them would wait for the others.
     """
-    own = torch.tensor([float(trainer.num_training_batches)], device=device)
+    own = torch.tensor([float(trainer.num_training_batches)], dtype=torch.float32, device=device)
     everyones = own.new_empty(trainer.world_size)
     all_gather_single(everyones, own, None)
     counts = everyones.tolist()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_gradcomp.averaging.replicas import identical
+from lightning_gradcomp.averaging.replicas import broadcast, checksum, identical
+from lightning_gradcomp.averaging.workers import Ranks
 from tests.threads import run_ranks
 
 TENSOR = torch.arange(12.0).reshape(3, 4)
@@ -32,3 +33,33 @@ def test_the_same_values_in_another_layout_are_identical():
         return identical([images.contiguous(memory_format=torch.channels_last) if rank else images], group)
 
     assert run_ranks(3, work) == [True] * 3
+
+
+KINDS = {
+    "complex64": torch.tensor([1 + 2j, 3]),
+    "complex128": torch.tensor([1 + 2j, 3], dtype=torch.complex128),
+    "0-d complex128": torch.tensor(1 + 2j, dtype=torch.complex128),
+    "uint8": torch.tensor([1, 255], dtype=torch.uint8),
+    "bool": torch.tensor([True, False]),
+    "0-d": torch.tensor(1.0),
+    "float64": torch.tensor([1.0, 2.0], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_every_kind_are_compared_and_copied(kind):
+    tensor, empty = KINDS[kind], torch.zeros(0, 3)
+    changed = tensor.clone()
+    changed.view(-1)[0] = 0
+
+    def work(rank, group):
+        own = [changed.clone() if rank else tensor, empty, torch.tensor(0)]
+        before = identical(own, group)
+        broadcast(own, Ranks(group))
+        return before, identical(own, group), own[0]
+
+    for before, after, own in run_ranks(2, work):
+        assert (before, after) == (False, True)
+        assert torch.equal(own, tensor)
+    assert checksum(tensor) == checksum(tensor.clone()) != checksum(changed)
+    assert checksum(empty) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -166,3 +167,14 @@ def same(state, other):
 def all_equal(results):
     """Whether all ranks hold the same tensor to the bit."""
     return all(torch.equal(result, results[0]) for result in results)
+
+
+@contextmanager
+def default_dtype(dtype):
+    """Inside, tensors are of this type where nobody says another: for all threads."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gradcomp.local_sgd.round_report import REPORT_BYTES
+from lightning_gradcomp.local_sgd.round_report import report_bytes
 from tests.averaging.laws import REMEMBERING
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, weights
 from tests.local_sgd.training import run_ranks, set_up, train
@@ -68,6 +68,6 @@ def test_each_round_has_one_exchange():
         stats = run_ranks(3, work)
         message = 4 * (len(weights(Table())) + len(list(Table().parameters())) + 1)
         gradients = 4 * len(weights(Table()))
-        assert log[0] == [("all_to_all_single", REPORT_BYTES), *short_sum(3, message)] * 5
+        assert log[0] == [("all_to_all_single", report_bytes(4)), *short_sum(3, message)] * 5
     assert stats[0].rounds == 5
-    assert stats[0].bytes_sent == 5 * (2 * REPORT_BYTES + round(4 / 3 * gradients))
+    assert stats[0].bytes_sent == 5 * (2 * report_bytes(4) + round(4 / 3 * gradients))

@@ -43,6 +43,47 @@ def test_unsupported_models_and_weights_are_refused():
     run_ranks(2, work)
 
 
+def test_a_frozen_parameter_may_be_of_any_kind():
+    """And stays as it is, until somebody unfreezes it."""
+    kinds = {
+        "complex": torch.tensor([1 + 2j, 3]),
+        "numbers": torch.tensor([1, 2]),
+        "mask": torch.tensor([True, False]),
+        "exact": torch.tensor([0.1, 0.2], dtype=torch.float64),
+    }
+
+    class Frozen(Table):
+        def __init__(self):
+            super().__init__()
+            for name, tensor in kinds.items():
+                setattr(self, name, nn.Parameter(tensor.clone(), requires_grad=False))
+            self.table = nn.Embedding.from_pretrained(torch.ones(3, 2), sparse=True)
+
+    def work(rank, group):
+        model, _, averager = set_up(group, model=Frozen, period=2, delay=1)
+        start = model.matrix.detach().clone()
+
+        def step():
+            for p in (model.kernel, model.matrix, model.small, model.bias):
+                p.grad = torch.full_like(p, 1.0 + rank)
+            averager.step()
+
+        for _ in range(5):
+            step()
+        averager.drain()
+        moved = not torch.equal(model.matrix, start)
+        for unfrozen, message in (("exact", "float64, allowed: 16 or 32 bits"), ("complex", "a real floating-point")):
+            getattr(model, unfrozen).requires_grad_(True)
+            with pytest.raises(ValueError, match=f"'{unfrozen}'.*{message}"):
+                step()
+            getattr(model, unfrozen).requires_grad_(False)
+        return moved, {name: getattr(model, name).detach() for name in kinds}
+
+    for moved, frozen in run_ranks(2, work):
+        assert moved
+        assert all(torch.equal(frozen[name], tensor) for name, tensor in kinds.items())
+
+
 def test_public_names():
     assert lgc.DelayedAverager is DelayedAverager
     assert lgc.Nesterov is Nesterov

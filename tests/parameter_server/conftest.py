@@ -12,6 +12,7 @@ from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer
 
 SECRET = "word"
+FP32 = {"dtype": torch.float32}
 TIMEOUT = timedelta(seconds=20)
 
 
@@ -19,7 +20,7 @@ def net(seed=0):
     """Two matrices, which are compressed, and two biases."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 6))
+        return nn.Sequential(nn.Linear(12, 10, **FP32), nn.Tanh(), nn.Linear(10, 6, **FP32))
 
 
 class Odd(nn.Module):
@@ -54,7 +55,7 @@ def onebit():
 
 def loss(model, worker, step):
     generator = torch.Generator().manual_seed(1000 * worker + step)
-    x, y = torch.randn(8, 12, generator=generator), torch.randint(0, 6, (8,), generator=generator)
+    x, y = torch.randn(8, 12, generator=generator, **FP32), torch.randint(0, 6, (8,), generator=generator)
     return nn.functional.cross_entropy(model(x), y)
 
 

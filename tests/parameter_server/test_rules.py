@@ -18,6 +18,7 @@ from lightning_gradcomp.parameter_server.connection import ConnectionLost, conne
 from lightning_gradcomp.parameter_server.messages import Answer, Request
 from lightning_gradcomp.parameter_server.server import ParameterServer
 from lightning_gradcomp.parameter_server.shard import Push, ServerShard, codec_of, parts
+from tests.averaging.workers import default_dtype
 from tests.parameter_server.conftest import SECRET, TIMEOUT, Odd, dgc, dropping, loss, net, onebit, sgd
 
 METHODS = {"none": lambda: "none", "dgc": dgc, "gradient_dropping": dropping, "onebit": onebit}
@@ -82,6 +83,21 @@ def test_numbers_and_parameters_without_elements_train(job, make, servers):
     assert model.scale != 1
     averager.load_state_dict(averager.state_dict())
     train(model, averager, 0, 1)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_has_no_effect(job, make, dtype):
+    def trained():
+        model, averager = job(make(), servers=2, pull=dropping()).worker()
+        train(model, averager, 0, 4)
+        averager.load_state_dict(averager.state_dict())
+        train(model, averager, 0, 2)
+        return list(model.parameters())
+
+    with default_dtype(dtype):
+        found = trained()
+    assert all(torch.equal(a, b) for a, b in zip(found, trained(), strict=True))
 
 
 @every

@@ -119,6 +119,40 @@ def compiled():
     return same(plain, after)
 
 
+class Saves(Net):
+    """Saves a checkpoint in the third batch, in one of its hooks."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def save(self, place, index):
+        if place == self.place and index == 2:
+            self.trainer.save_checkpoint(FOLDER / "in_step.ckpt")
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.save("training_step", index)
+        return loss
+
+    def on_before_backward(self, loss):
+        self.save("on_before_backward", self.trainer.fit_loop.batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.save("on_before_optimizer_step", self.trainer.fit_loop.batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.save("on_train_batch_end", index)
+
+
+def saves(place):
+    """What saving there raises."""
+    try:
+        fit(lgc.DelayedStrategy(period=3, delay=2), net=Saves(place))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 outcome = {name: goes_on(name) for name in METHODS}
 outcome["compiled"] = compiled()
 monitor = lgc.CommunicationMonitor()
@@ -128,5 +162,7 @@ with warnings.catch_warnings(record=True) as caught:
 assert isinstance(trainer.strategy, lgc.DelayedStrategy)
 waits = [str(w.message) for w in caught if "waits for the other ranks" in str(w.message)]
 outcome["monitor"] = {"summary": monitor.summary(), "logged": sorted(trainer.logged_metrics), "waits": waits}
+places = "on_train_batch_end", "on_before_optimizer_step", "training_step", "on_before_backward"
+outcome["saves"] = {place: saves(place) for place in places}
 if dist.get_rank() == 0:
     print(json.dumps(outcome))

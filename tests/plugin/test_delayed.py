@@ -60,6 +60,16 @@ def test_waiting_in_a_training_step_is_told_once(outcome):
     assert "sync_dist=True" in told and "ms this time" in told
 
 
+@pytest.mark.parametrize("place", ["training_step", "on_before_backward"])
+def test_a_checkpoint_between_forward_and_backward_is_refused(outcome, place):
+    assert "Refused: checkpoint with DelayedStrategy: got 'one between forward and backward'" in outcome["saves"][place]
+
+
+@pytest.mark.parametrize("place", ["on_before_optimizer_step", "on_train_batch_end"])
+def test_a_checkpoint_after_backward_is_saved(outcome, place):
+    assert outcome["saves"][place] is None
+
+
 def test_sparseloco_is_a_name_of_the_trainer():
     strategy = L.Trainer(strategy="sparseloco", accelerator="cpu", devices=2, logger=False).strategy
     assert isinstance(strategy, lgc.DelayedStrategy)
@@ -73,7 +83,7 @@ def faults(tmp_path_factory):
     """What happens to rank 1 at step 8 -> rank 0's exit code, what both print, and their folder."""
     script = str(FOLDER / "fault_script.py")
     found = {}
-    for kind in ("kill", "term"):
+    for kind in ("kill", "term", "raise"):
         folder = tmp_path_factory.mktemp("fault")
         ranks = start_world(2, script, kind, str(folder), "dga", "60")
         first, other = [rank.end() for rank in ranks]
@@ -85,6 +95,12 @@ def test_a_rank_lost_in_mid_round_is_named(faults):
     code, output, _ = faults["kill"]
     assert code != 0
     said = r"step \d+, averaging round \d: the exchange failed; rank 1 gives no sign of life"
+    assert re.search(said, output), output
+
+
+def test_what_a_rank_raised_is_told_the_others(faults):
+    _, output, _ = faults["raise"]
+    said = r"averaging round \d: the exchange failed; rank 1 raised ArithmeticError: a mistake in the training step"
     assert re.search(said, output), output
 
 

@@ -53,6 +53,31 @@ def test_clipping_by_value(monkeypatch):
     check_refused(monkeypatch, message, Net, "dgc", gradient_clip_val=1.0, gradient_clip_algorithm="value")
 
 
+class SparseTable(Net):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(8, 4, sparse=True)
+
+
+class Complex(Net):
+    def __init__(self):
+        super().__init__()
+        self.frequencies = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (SparseTable, r"gradients of 'table': got 'Embedding\(sparse=True\)', allowed: sparse=False"),
+        (Complex, "parameter 'frequencies': got torch.complex64, allowed: a real floating-point type"),
+    ],
+    ids=["sparse", "complex"],
+)
+def test_parameters_that_can_not_be_trained(monkeypatch, strategy, make, message):
+    check_refused(monkeypatch, message, make, "none", kind=strategy)
+
+
 @pytest.mark.parametrize("strategy", ["compressed", "delayed", "async"])
 def test_a_pattern_that_fits_no_name(monkeypatch, strategy):
     message = r"OneBit.exclude: got 'head.\*', allowed: patterns of names of parameters, such as 'layer.bias'"

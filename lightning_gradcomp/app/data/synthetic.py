@@ -30,7 +30,7 @@ def synthetic(channels: int, size: int, classes: int, images: int, val_images: i
 
     def load() -> tuple[Repeated, Repeated]:
         generator = torch.Generator().manual_seed(0)  # equal on all ranks
-        pixels = torch.randn(DIFFERENT, channels, size, size, generator=generator)
+        pixels = torch.randn(DIFFERENT, channels, size, size, generator=generator, dtype=torch.float32)
         labels = torch.randint(classes, (DIFFERENT,), generator=generator)
         return Repeated(images, pixels, labels), Repeated(val_images, pixels, labels)
 

@@ -42,7 +42,8 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
         device: of the tensors that its backend takes.
     """
     world = group.size()
-    tiny, everyones = torch.zeros(world, device=device), torch.empty(world, device=device)
+    tiny = torch.zeros(world, dtype=torch.float32, device=device)
+    everyones = torch.empty_like(tiny)
 
     def hop() -> None:
         dist.all_to_all_single(everyones, tiny, group=group)
@@ -51,7 +52,8 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     [latency] = slowest([median(timed(hop, device)[0] for _ in range(9))], group, device)
 
     def ring(size: int) -> tuple[float, float]:
-        return timed(partial(dist.all_reduce, torch.zeros(size // 4, device=device), group=group), device)
+        flat = torch.zeros(size // 4, dtype=torch.float32, device=device)
+        return timed(partial(dist.all_reduce, flat, group=group), device)
 
     def gather(size: int) -> tuple[float, float]:
         own = torch.zeros(2 * size // world, dtype=torch.uint8, device=device)  # as many bytes travel as in the ring
@@ -98,7 +100,7 @@ def measure_work(
         return Work(alone, max(among - alone, 0.0) / OTHERS)
     if isinstance(compressor, Lossy) or compressor.wire_dtype == torch.float32:
         return Work(0.0, 0.0)
-    flat = torch.randn(gradients.n, device=device)
+    flat = torch.randn(gradients.n, dtype=torch.float32, device=device)
     times = [timed(lambda: flat.to(compressor.wire_dtype).float(), device)[0] for _ in range(1 + REPEATS)]
     return Work(median(slowest(times[1:], group, device)), 0.0)
 
@@ -128,7 +130,10 @@ def _step_seconds(compressor: Lossy, gradients: Gradients, others: int, adam: bo
         weights = [parameter.detach().clone() for parameter in gradients.compressed]
     step = CompressedStep(compressor, gradients, EchoRanks(others), Topology(), optimizer)
     generator = torch.Generator(gradients.device).manual_seed(0)
-    local = [torch.randn(p.shape, generator=generator, device=gradients.device).to(p) for p in gradients.parameters]
+    local = [
+        torch.randn(p.shape, generator=generator, dtype=torch.float32, device=gradients.device).to(p)
+        for p in gradients.parameters
+    ]
     kept = [parameter.grad for parameter in gradients.parameters]
     final = compressor.at(compressor.final_sparsity)
 

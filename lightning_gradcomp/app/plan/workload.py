@@ -44,7 +44,7 @@ class Workload:
 def classifier(name: str, model: nn.Module, device: torch.device, *, batch: int, size: int, classes: int) -> Workload:
     """A network for images of `size` x `size` pixels in `classes` classes, on random images, with momentum SGD."""
     model.to(device).train()
-    images = torch.randn(batch, 3, size, size, device=device)
+    images = torch.randn(batch, 3, size, size, dtype=next(model.parameters()).dtype, device=device)
     labels = torch.randint(classes, (batch,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     words = f"{name} ({classes} classes, {size}x{size})"

@@ -69,7 +69,7 @@ class Uniform:
     def draw(self, n: int, begin: float) -> torch.Tensor:
         """fp32 [n], uniform in [begin, begin + 1); `begin` is 0 or 1. Rounded sums with up to 1 are below begin + 2."""
         if self._generator:
-            draws = torch.rand(n, generator=self._generator, device=self._device)
+            draws = torch.rand(n, generator=self._generator, dtype=torch.float32, device=self._device)
             return draws.clamp_(max=1 - 2**-21).add_(begin)
         steps = self._bits.random_raw(-(-n // 4)).view(np.uint16)[:n].astype(np.float32)
         return torch.from_numpy(steps).mul_(2**-16).add_(begin + 2**-17)
