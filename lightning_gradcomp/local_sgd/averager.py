@@ -73,7 +73,7 @@ class DelayedAverager:
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank: a drain
             ends the round early, compressed as others, and moments are not averaged (SparseLoCo's error feedback, in
             place of an outer momentum; 1: nothing is lost). None: a drain adds it to the weights, uncompressed.
-        steps_per_epoch: for a compressor's warm-up that counts epochs.
+        steps_per_epoch: for a compressor whose warm-up counts epochs.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 
     Raises:

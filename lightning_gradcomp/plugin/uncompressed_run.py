@@ -29,7 +29,8 @@ def _why_dense(averager: GradientAverager, step: str) -> str:
     if not isinstance(averager.compressor, Lossy) or (auto.choice not in (None, DENSE) if auto else compressed):
         return ""
     if ranks.workers == 1:
-        return "there is one rank" if ranks.world == 1 else 'with inside="dense" only nodes compress, and there is one'
+        alone = "replica" if averager.shards else "rank" if ranks.world == 1 else "node, and only nodes compress"
+        return f"there is one {alone}"
     if not averager.gradients.compressed:
         return "no tensor is large enough"
     if schedule is not None and not schedule(averager.epoch or 0, averager.steps - 1):

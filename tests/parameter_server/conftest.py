@@ -35,7 +35,7 @@ def dgc():
 
 
 def onebit():
-    return lgc.OneBit(min_elements=16, warmup_epochs=0)
+    return lgc.OneBit(min_elements=16)
 
 
 def loss(model, worker, step):
