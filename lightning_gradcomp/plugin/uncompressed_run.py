@@ -35,7 +35,7 @@ def _why_dense(averager: GradientAverager, step: str) -> str:
         return "no tensor is large enough"
     if schedule is not None and not schedule(averager.epoch or 0, averager.steps - 1):
         start = dense_start(schedule, step)
-        return f"its warm-up of {start} is as long as the run or longer" if start else "its sparsity was 0"
+        return f"its warm-up of {start} lasted to the end" if start else "its sparsity was 0"
     if auto:
         return f'topology="auto" {"had not chosen yet" if auto.choice is None else "found dense steps the quickest"}'
     return f"a compressed {step} costs no fewer bytes than a dense one"

@@ -17,8 +17,8 @@ def onebit(**options):
 RUNS = {
     "compressed": (2, onebit(warmup_steps=4), {}, ""),
     "a baseline": (2, "none", {}, ""),
-    "steps": (2, onebit(warmup_steps=5), {}, "its warm-up of 5 dense steps is as long as the run or longer"),
-    "an epoch": (2, onebit(warmup_steps=None, warmup_epochs=1), {"epoch": 0}, "its warm-up of 1 dense epoch is as lo"),
+    "steps": (2, onebit(warmup_steps=5), {}, "its warm-up of 5 dense steps lasted to the end"),
+    "an epoch": (2, onebit(warmup_steps=None, warmup_epochs=1), {"epoch": 0}, "its warm-up of 1 dense epoch lasted"),
     "no sparsity": (2, lgc.DGC(sparsity=0.0, min_elements=50), {}, "its sparsity was 0"),
     "alone": (1, onebit(), {}, "there is one rank"),
     "small": (2, onebit(min_elements=10**6), {}, "no tensor is large enough"),
@@ -58,7 +58,7 @@ def test_steps_of_a_trial_do_not_count(compressed, why):
     ("warmup_steps", "period", "steps", "why"),
     [
         (8, 4, 12, ""),
-        (8, 4, 8, "its warm-up of 2 dense rounds is as long as the run or longer"),
+        (8, 4, 8, "its warm-up of 2 dense rounds lasted to the end"),
         (0, 4, 3, "no round of 4 steps ended before a drain"),
     ],
 )
