@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_gradcomp.app.options.data import DATA, SMALL, Augment, Data, Files, ImageFolder
@@ -157,8 +157,7 @@ class DistAsync(WholeModels):
     @property
     def pulls(self) -> Compressor | None:
         """The compressor of the pulls."""
-        made = None if self.pull is None else build(self.pull)
-        return replace(made, warmup_epochs=0) if isinstance(made, Lossy) else made
+        return None if self.pull is None else build(self.pull)
 
 
 STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "dga": DGA, "dist_async": DistAsync, "hsdp": HSDP}
@@ -175,7 +174,7 @@ NOT_AUGMENTED = {
     "random_erase": 0,
 }
 """Options of `Augment` for images that are not in files."""
-WARMUPS = ("warmup_epochs", "dense_epochs", "start_sparsity")
+WARMUPS = ("warmup_steps", "warmup_epochs", "dense_epochs", "start_sparsity")
 """Options of compressors that say how their own warm-up goes."""
 
 

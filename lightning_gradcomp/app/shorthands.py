@@ -15,6 +15,7 @@ from lightning_gradcomp.registry import entries
 INSTEAD = {
     "optimizer.lr": "optimizer.lr_per_256",
     "optimizer.warmup_steps": "optimizer.warmup_epochs",
+    "compressor.warmup_steps": "compressor.warmup_epochs",
     "trainer.checkpoint_every_n_epochs": "trainer.checkpoint_every_n_steps",
 }
 """Options of which a run has one or the other."""

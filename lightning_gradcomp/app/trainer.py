@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from lightning_gradcomp.app.callbacks import ProgressBar, SaveOnSigterm, SeedEachStep
 from lightning_gradcomp.app.config import DDP, DGA, HSDP, DistAsync, Run, WholeModels
 from lightning_gradcomp.app.options.logger import Logger, MLflow, TensorBoard, WandB
+from lightning_gradcomp.compressors import Lossy
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
@@ -39,6 +40,8 @@ def build_trainer(run: Run, folder: Path, monitor: CommunicationMonitor, placed:
     epochs, batches, val_batches = options.max_epochs, options.limit_train_batches, options.limit_val_batches
     if run.dry_run:
         epochs, batches, val_batches = 2, 2, 1
+        if isinstance(run.compressor, Lossy) and run.compressor.dense_steps:  # or none of four steps were compressed
+            run = replace(run, compressor=replace(run.compressor, warmup_steps=0))
     return L.Trainer(
         strategy=strategy(run),
         accelerator=accelerator,

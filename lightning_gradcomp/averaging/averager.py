@@ -35,7 +35,7 @@ from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import ranks_of
 from lightning_gradcomp.compressors.base import Compressor, Lossy
-from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
+from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
 from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
@@ -612,7 +612,7 @@ class GradientAverager:
     # Log and checkpoints
 
     def describe(self) -> str:
-        """One line for the log: what is compressed, and what a step sends at the final sparsity, how and why."""
+        """One line for the log: dense steps first, what is compressed, and what a step sends then, how and why."""
         name, ranks, dense = type(self.compressor).__name__, self.ranks, self._dense_traffic()
         if ranks.group is None or ranks.world == 1:
             return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
@@ -634,8 +634,9 @@ class GradientAverager:
         sent = [f"{self._traffic(final, name):,} bytes sent{between} a step by {name}" for name in self._topologies]
         listed = " or ".join(sent)
         at_sparsity = f"at sparsity {sparsity:g} " if hasattr(compressed.compressor, "sparsity") else ""
+        first = f"{start}, then " if (start := dense_start(self.schedule)) else ""
         return (
-            f"{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
+            f"{first}{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
             f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; {at_sparsity}{listed}"
         )
 

@@ -64,6 +64,7 @@ class DGC(Codec):
             to that of `sparsity`; a level of density ρ lasts 1/ρ steps, in which as many entries are sent as there are
             elements. Where it is not below `sparsity`, there is no warm-up. Default: 0.9375 with SGD, `sparsity` with
             Adam and AdamW.
+        warmup_steps: dense steps before those of `start_sparsity`. Default: 0.
         dense_epochs: epochs of plain dense training at the start, in place of `start_sparsity`.
         warmup_epochs: epochs of rising sparsity after those, one level an epoch (§3.3), in place of `start_sparsity`.
         momentum_masking: stop the momentum of what was sent (momentum factor masking, §3.2).
@@ -97,6 +98,8 @@ class DGC(Codec):
             if self._by_epoch:
                 allowed = "None with dense_epochs or warmup_epochs, which it takes the place of"
                 raise refusal("DGC.start_sparsity", self.start_sparsity, allowed)
+        if self.dense_epochs and self.warmup_steps is not None:
+            raise refusal("DGC.warmup_steps with dense_epochs", self.warmup_steps, "None: one of the two")
 
     @property
     def final_sparsity(self) -> float:
@@ -132,10 +135,11 @@ class DGC(Codec):
     def schedule(self) -> Ramp:
         """Rising sparsity from `start_sparsity`, or dense epochs and the exponential ramp; then `sparsity`."""
         if self._by_epoch:
-            levels = exponential(self.final_sparsity, self.warmup_epochs)
+            levels = exponential(self.final_sparsity, self.warmup_epochs or 0)
             return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_epochs)
         start = SGD_START if self.start_sparsity is None else self.start_sparsity
-        return Ramp(tuple(quarters(start, self.final_sparsity)), self.final_sparsity, by="coverage")
+        levels = quarters(start, self.final_sparsity)
+        return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_steps, by="coverage")
 
     def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
         """What momentum correction accumulates: the steps that the optimizer would have made."""

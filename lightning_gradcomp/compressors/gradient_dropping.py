@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import Card, Codec, Collectives
+from lightning_gradcomp.compressors.base import DENSE_START, Card, Codec, Collectives
 from lightning_gradcomp.compressors.decoded import Decoded, Sparse
 from lightning_gradcomp.compressors.kernels.formats import check_format
 from lightning_gradcomp.compressors.kernels.topk import count, count_chunks, count_each, topk, topk_chunks, topk_each
@@ -51,7 +51,7 @@ class GradientDropping(Codec):
         mean: "ranks": an element's sum over ranks is divided by their number, so that what is applied and remembered is
             exactly what there was. "senders": by the number of those that sent the element, as SparseLoCo's code has
             it: where ranks choose different elements, each arrives in full.
-        warmup_epochs: dense epochs before the dropping begins (the authors' Marian begins with 100 dense steps).
+        warmup_steps: dense steps before the dropping begins. Default: 22 (the authors' Marian has 100).
 
     Raises:
         ValueError: an option out of its range.
@@ -63,12 +63,12 @@ class GradientDropping(Codec):
         pick="an optimizer that DGC doesn't take, on a slow link; convolutional networks rather than Transformers",
         source="[Aji and Heafield 2017](https://arxiv.org/abs/1704.05021)",
     )
+    default_warmup_steps: ClassVar[int] = DENSE_START
 
     sparsity: float = 0.99
     values: str = "fp32"
     scope: str = "global"
     mean: str = "ranks"
-    warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import Card, TensorCodec
+from lightning_gradcomp.compressors.base import DENSE_START, Card, TensorCodec
 from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits
 from lightning_gradcomp.compressors.layout import chunks
 from lightning_gradcomp.errors import is_whole, refusal
@@ -68,7 +68,8 @@ class OneBit(TensorCodec):
             Groups of g elements cost 1 + 64 / g bits an element.
         group_size: elements of a block.
         threshold: "mean" or "zero".
-        warmup_epochs: dense epochs before the quantisation begins (the paper begins with unquantised data too).
+        warmup_steps: dense steps before the quantisation begins. Default: 22 (the paper begins with unquantised data
+            too).
 
     Raises:
         ValueError: an option out of its range.
@@ -80,11 +81,11 @@ class OneBit(TensorCodec):
         pick="every element should move at every step; any optimizer",
         source="Seide et al., Interspeech 2014",
     )
+    default_warmup_steps: ClassVar[int] = DENSE_START
 
     groups: str = "column"
     group_size: int = 512
     threshold: str = "mean"
-    warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,7 @@ from zlib import crc32
 
 import torch
 
-from lightning_gradcomp.compressors.base import Card, Collectives, Lossy
+from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, Lossy
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.state import Residual, State, StateDict
@@ -87,8 +87,8 @@ class PowerSGD(Lossy):
             short runs 2 stays behind (docs/methods/powersgd.md).
         warm_start: begin each step's power iteration where the last one ended, else with a random Q.
         min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
-        warmup_epochs: dense epochs before the compression begins. The paper has none, but raises the learning rate over
-            five epochs; torch's hook waits for 1,000 steps.
+        warmup_steps: dense steps before the compression begins. Default: 22 (the paper has none, but raises the
+            learning rate over five epochs; torch's hook waits for 1,000 steps).
 
     Raises:
         ValueError: an option out of its range.
@@ -100,11 +100,11 @@ class PowerSGD(Lossy):
         pick="many ranks: its bytes don't grow with their number; any optimizer",
         source="[Vogels et al. 2019](https://arxiv.org/abs/1905.13727)",
     )
+    default_warmup_steps: ClassVar[int] = DENSE_START
 
     rank: int = 4
     warm_start: bool = True
     min_compression: float = 2.0
-    warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -108,6 +108,23 @@ class Ramp:
         return self.by == "epoch" and bool(self.dense or self.levels)
 
 
+def dense_start(schedule: Schedule | None, step: str = "step") -> str:
+    """How a schedule begins, in words; empty where it has no dense steps or is no `Ramp`.
+
+    Args:
+        step: what a period is called that is no epoch.
+
+    >>> dense_start(Ramp((), 0.99, dense=22, by="step"))
+    '22 dense steps'
+    >>> dense_start(Ramp((), 0.99, dense=1))
+    '1 dense epoch'
+    """
+    if not isinstance(schedule, Ramp) or not schedule.dense:
+        return ""
+    period = "epoch" if schedule.by == "epoch" else step
+    return f"{schedule.dense:,} dense {period}{'s' * (schedule.dense > 1)}"
+
+
 def check_sparsity(what: str, sparsity: float) -> float:
     """`sparsity`, if it lies in [0, 1); ValueError otherwise."""
     if not is_number(sparsity) or not 0 <= sparsity < 1:

@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import Card, Collectives, Lossy
+from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, Lossy
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
 from lightning_gradcomp.compressors.kernels import radix
 from lightning_gradcomp.compressors.kernels.bits import look_up, padded
@@ -118,7 +118,7 @@ class TernGrad(Lossy):
         error_feedback: remember what clipping and rounding changed, and add it to the next gradient.
         dense_last_layer: leave the model's last matrix uncompressed, as the authors' code does by default.
         seed: of the draws.
-        warmup_epochs: dense epochs before the quantisation begins (the paper has none).
+        warmup_steps: dense steps before the quantisation begins. Default: 22 (the paper has none).
 
     Raises:
         ValueError: an option out of its range.
@@ -129,13 +129,13 @@ class TernGrad(Lossy):
         pick="no memory to spare for a residual: what is sent is right on average",
         source="[Wen et al. 2017](https://arxiv.org/abs/1705.07878)",
     )
+    default_warmup_steps: ClassVar[int] = DENSE_START
 
     clip_sigma: float = 2.5
     share_scaler: bool = True
     error_feedback: bool = False
     dense_last_layer: bool = False
     seed: int = 0
-    warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

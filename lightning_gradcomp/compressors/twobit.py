@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import Card, TensorCodec
+from lightning_gradcomp.compressors.base import DENSE_START, Card, TensorCodec
 from lightning_gradcomp.compressors.kernels.bits import greater_equal, interleave, look_up
 from lightning_gradcomp.compressors.layout import chunks
 from lightning_gradcomp.errors import is_number, refusal
@@ -73,7 +73,8 @@ class TwoBit(TensorCodec):
     Args:
         threshold: "auto" (`best_threshold` of each tensor, at each step), or a number above 0: MXNet's rule, in units
             of the gradient; MXNet's own default, 0.5, is meant for gradients summed over a batch.
-        warmup_epochs: dense epochs before the quantisation begins (MXNet has none, and trains the worse for it).
+        warmup_steps: dense steps before the quantisation begins. Default: 22 (MXNet has none, and trains the worse for
+            it).
 
     Raises:
         ValueError: an option out of its range.
@@ -85,9 +86,9 @@ class TwoBit(TensorCodec):
         pick="MXNet's rule is wanted; otherwise 1-bit SGD sends half as much",
         source="[MXNet's kvstore](https://mxnet.apache.org/api/faq/gradient_compression)",
     )
+    default_warmup_steps: ClassVar[int] = DENSE_START
 
     threshold: Any = "auto"  # "auto" or a number; the command line's types have no union of the two
-    warmup_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

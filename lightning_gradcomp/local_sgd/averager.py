@@ -23,6 +23,7 @@ from lightning_gradcomp.averaging.faults import TIMEOUT, explained
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor
+from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
 from lightning_gradcomp.local_sgd.async_exchange import AsyncExchange
@@ -72,7 +73,7 @@ class DelayedAverager:
         error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank: a drain
             ends the round early, compressed as others, and moments are not averaged (SparseLoCo's error feedback, in
             place of an outer momentum; 1: nothing is lost). None: a drain adds it to the weights, uncompressed.
-        steps_per_epoch: for a compressor's warm-up that counts epochs.
+        steps_per_epoch: for a compressor whose warm-up counts epochs.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 
     Raises:
@@ -132,7 +133,7 @@ class DelayedAverager:
         """Start from the model's weights and a state of the rounds, without a pending exchange."""
         self._anchor = Anchor(self.model, stale_only=self.stale_only)
         how = self.compressor, self.ranks.group, self.outer, self._current_epoch(), self.optimizer, self.error_decay
-        self.rounds = Rounds(self._anchor, *how)
+        self.rounds = Rounds(self._anchor, *how, period=self.round_schedule.shortest)
         """Averages the updates; its `state_dict` is what this rank remembers."""
         if state:
             self.rounds.load_shared_state(state)
@@ -324,10 +325,11 @@ class DelayedAverager:
     def describe(self) -> str:
         """One line for the log."""
         late = "without delay" if self.delay == 0 else f"applied {self.delay} steps later"
+        first = f"{start} first; " if (start := dense_start(self.rounds.schedule, "round")) else ""
         return (
             f"Averages of {self._anchor.num_elements:,} updates ({type(self.compressor).__name__}) every {self.period} "
             f"steps, {late}{' (measuring what the delay should be)' if self.round_schedule.measuring else ''}; "
-            f"N={self.ranks.world}."
+            f"{first}N={self.ranks.world}."
         )
 
     def state_dict(self) -> dict[str, Any]:

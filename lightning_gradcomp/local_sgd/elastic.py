@@ -119,7 +119,8 @@ class ElasticAverager:
         )
 
     def _rounds_in(self, group: dist.ProcessGroup | None) -> Rounds:
-        return Rounds(self._anchor, self._compressor, group, self._outer, None, self.optimizer, self._error_decay)
+        how = self._outer, None, self.optimizer, self._error_decay
+        return Rounds(self._anchor, self._compressor, group, *how, period=self.period)
 
     @property
     def rounds(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.compressors.base import Compressor
+from lightning_gradcomp.compressors.base import Compressor, Lossy
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
@@ -22,6 +23,7 @@ from lightning_gradcomp.local_sgd.round_report import (
     sample_weight,
 )
 from lightning_gradcomp.local_sgd.sync import moments_of
+from lightning_gradcomp.registry import build
 
 LOCAL = "local_"
 """What the kinds of state begin with that belong to the local optimizer: "local_exp_avg"."""
@@ -47,6 +49,7 @@ class Rounds(GradientAverager):
         epoch: the first epoch.
         local_optimizer: of the model. With `error_decay` its moments are in this rank's state.
         error_decay: factor of what earlier rounds have left out, once a round. None: it is left as it is.
+        period: training steps in a round, in which the compressor's `warmup_steps` count.
 
     Raises:
         ValueError: an error_decay that is no number from 0 to 1.
@@ -61,10 +64,15 @@ class Rounds(GradientAverager):
         epoch: int | None,
         local_optimizer: torch.optim.Optimizer,
         error_decay: float | None = None,
+        *,
+        period: int,
     ) -> None:
         self.anchor, momentum = anchor, outer.momentum
         self.local_optimizer, self.error_decay = local_optimizer, error_decay
         self.sgd = torch.optim.SGD(anchor.module.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
+        compressor = build(compressor)
+        if isinstance(compressor, Lossy) and (dense := compressor.dense_steps):
+            compressor = replace(compressor, warmup_steps=dense // period)
         super().__init__(anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
         check_error_decay(error_decay)
 

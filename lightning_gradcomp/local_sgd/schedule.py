@@ -42,7 +42,8 @@ class RoundSchedule:
             raise refusal("period", period, "a whole number of steps, 1 or more")
         if delay != "auto" and (not isinstance(delay, int) or not 0 <= delay <= period):
             raise refusal("delay", delay, f"0 to {period}, the period (one exchange at a time), or 'auto'")
-        self._min_period, self._auto = period, delay == "auto"
+        self.shortest, self._auto = period, delay == "auto"
+        """The smallest K."""
         self.period, self.delay = period, 0 if isinstance(delay, str) else delay
         self._rounds_to_measure = MEASURED_ROUNDS if self._auto else 0
         self._reports: Sequence[RoundReport] = ()
@@ -64,7 +65,7 @@ class RoundSchedule:
         """With "auto", once all rounds to measure are done: set D and K from the latest reports."""
         if self._auto and not self._rounds_to_measure and self._reports:
             self.delay = steps_to_hide(self._reports)
-            self.period = max(self._min_period, self.delay)
+            self.period = max(self.shortest, self.delay)
 
     def state_dict(self) -> dict[str, int]:
         """Period, delay and the number of rounds still to measure."""

@@ -6,7 +6,6 @@ import logging
 import math
 import threading
 from contextlib import closing
-from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 
@@ -36,14 +35,12 @@ log = logging.getLogger(__name__)
 
 
 def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Compressor:
-    """A compressor by name, without a warm-up, or as it is.
+    """A compressor by name, or as it is.
 
     Raises:
         ValueError: what an asynchronous server can't carry.
     """
     made = build(compressor)
-    if isinstance(compressor, str) and isinstance(made, Lossy):
-        made = replace(made, warmup_epochs=0)
     check_compressor(made)
     made = made.for_optimizer(optimizer)
     made.check_optimizer(optimizer)
@@ -54,12 +51,12 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
 
 
 def check_compressor(compressor: Compressor) -> None:
-    """ValueError for one whose pushes a server can't read by themselves, or that has a warm-up."""
+    """ValueError for one whose pushes a server can't read by themselves, or that was given a warm-up."""
     codec_of(compressor, 0, 0)
     name = type(compressor).__name__
-    for option in ("warmup_epochs", "dense_epochs"):
-        if epochs := getattr(compressor, option, 0):
-            raise refusal(f"{name}.{option} with dist_async", epochs, "0: every push is compressed")
+    for option in ("warmup_steps", "warmup_epochs", "dense_epochs"):
+        if length := getattr(compressor, option, 0):
+            raise refusal(f"{name}.{option} with dist_async", length, "0: every push is compressed")
     start = getattr(compressor, "start_sparsity", None)
     if isinstance(compressor, Lossy) and start is not None and start < (final := compressor.final_sparsity):
         raise refusal(f"{name}.start_sparsity with dist_async", start, f"None: every push is at sparsity {final:g}")

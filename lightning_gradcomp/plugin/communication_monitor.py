@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradcomp.averaging import GradientAverager, Stats
 from lightning_gradcomp.errors import refusal
@@ -22,6 +23,7 @@ from lightning_gradcomp.plugin.delayed import DelayedStrategy
 from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
 from lightning_gradcomp.plugin.sigterm import Averager
 from lightning_gradcomp.plugin.strategy import CompressedDDPStrategy
+from lightning_gradcomp.plugin.uncompressed_run import why_uncompressed
 
 RECENT_STEPS = 1000
 """Steps over which `summary` takes medians: the most recent ones. Older steps' times are not kept."""
@@ -86,6 +88,8 @@ class CommunicationMonitor(Callback):
     With dist_async three more metrics are logged: `async/clock`, the rank's steps; `async/staleness`, the pushes of
     other ranks since its last pull; and `async/dropped`, servers that have dropped its push. Bytes are those of
     pushes and pulls. The residual is not measured.
+
+    Where a compressor has compressed no step of a fit, a warning at its end says why.
 
     Memory is bounded: totals are running sums, and times are kept of the most recent 1,000 steps.
 
@@ -233,6 +237,8 @@ class CommunicationMonitor(Callback):
             "last_step": {"bytes_sent": self._last_bytes_sent, "ratio": averager.stats.ratio},
             "milliseconds": {phase: 1e3 * median(times) if times else 0.0 for phase, times in self._times.items()},
         }
+        if self._steps and (why := why_uncompressed(averager)):
+            rank_zero_warn(f"{type(averager.compressor).__name__} compressed no step of this run: {why}.")
 
     def summary(self) -> dict[str, Any]:
         """Totals over the fit, the last step's bytes, and medians of the milliseconds a step, of this rank.

@@ -61,7 +61,7 @@ class SparsityWarmup(Callback):
             got = type(strategy if compressor is None else compressor).__name__
             raise refusal("the strategy of SparsityWarmup", got, "one whose compressor has a sparsity, such as 'dgc'")
         if isinstance(strategy, DelayedStrategy):
-            allowed = "a strategy that sends at every step; here the compressor's own warm-up counts the epochs"
+            allowed = "a strategy that sends at every step; rounds have the compressor's own warm-up"
             raise refusal("the strategy of SparsityWarmup", "DelayedStrategy", allowed)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

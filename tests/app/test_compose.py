@@ -32,7 +32,7 @@ def test_without_arguments_it_is_the_digits_recipe():
     run = run_of()
     assert run == run_of("recipe=digits")
     assert (run.model.name, run.data, run.seed) == ("resnet18", Digits(batch_size=64, fold=None, dirichlet=None), 0)
-    assert run.compressor == DGC(sparsity=None, values="int2", warmup_epochs=0)
+    assert run.compressor == DGC(sparsity=None, values="int2", warmup_epochs=None)
     assert run.optimizer == SGD(
         lr=0.02, momentum=0.9, nesterov=False, weight_decay=5e-3, decay_all=True, warmup_steps=20
     )
@@ -176,7 +176,11 @@ def test_a_run_is_written_and_read(overrides, tmp_path):
         ),
         (
             ["sparsity_warmup=linear", "compressor=gradient_dropping", "compressor.warmup_epochs=2"],
-            "compressor.warmup_epochs with sparsity_warmup: got 2, allowed: 1",
+            "compressor.warmup_epochs with sparsity_warmup: got 2, allowed: None",
+        ),
+        (
+            ["sparsity_warmup=linear", "compressor=gradient_dropping", "compressor.warmup_steps=2"],
+            "compressor.warmup_steps with sparsity_warmup: got 2, allowed: None",
         ),
         (["strategy=hsdp", "trainer.ema_decay=0.9"], "trainer.ema_decay with strategy=hsdp: got 0.9, allowed: null"),
         (["strategy=hsdp", "trainer.channels_last=true"], "trainer.channels_last with strategy=hsdp: got True"),

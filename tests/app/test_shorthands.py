@@ -42,6 +42,7 @@ def test_sparseloco_has_its_options_and_takes_others():
         ("optimizer.lr=0.1,0.2", "optimizer.lr=0.1,0.2 optimizer.lr_per_256=null"),
         ("optimizer.lr_per_256=0.1", "optimizer.lr_per_256=0.1 optimizer.lr=null"),
         ("optimizer.warmup_epochs=5", "optimizer.warmup_epochs=5 optimizer.warmup_steps=null"),
+        ("compressor.warmup_steps=5", "compressor.warmup_steps=5 compressor.warmup_epochs=null"),
         ("model.options.width=5", "++model.options.width=5"),
         ("optimizer.lr=1 optimizer.lr_per_256=2", "optimizer.lr=1 optimizer.lr_per_256=2"),
         (

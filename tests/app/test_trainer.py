@@ -89,6 +89,11 @@ def test_what_keeps_nothing_has_no_checkpoints_and_no_loggers(tmp_path, mode):
     assert not trainer.checkpoint_callbacks and not trainer.loggers and not trainer.early_stopping_callbacks
 
 
+def test_a_dry_run_has_no_dense_start(tmp_path):
+    assert trainer_of(tmp_path, "compressor=onebit").strategy.compressor.dense_steps == 22
+    assert trainer_of(tmp_path, "compressor=onebit", "dry_run=true").strategy.compressor.dense_steps == 0
+
+
 def test_a_logger_whose_package_is_missing_is_refused(monkeypatch):
     monkeypatch.setattr(logger, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^needs a package for logger=wandb: pip install wandb"):

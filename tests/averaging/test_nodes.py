@@ -10,6 +10,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.averaging.checkpoint_state import SHARD
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.plugin.uncompressed_run import why_uncompressed
 from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, SHARDED, with_defaults
 from tests.averaging.workers import Table, all_equal, averaged, backward, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks, subgroups
@@ -287,16 +288,14 @@ def test_from_sparse_to_dense_everything_is_sent():
 def test_one_node_alone_is_dense():
     def work(rank, group):
         averager = begin(group, LOSSLESS["dgc"])[2]
-        return averager.dense_step, averager.sparsity
+        return averager.dense_step, averager.sparsity, why_uncompressed(averager)
 
-    assert run_ranks(NODE, work) == [(True, 0.0)] * NODE
+    assert run_ranks(NODE, work) == [(True, 0.0, "there is one node, and only nodes compress")] * NODE
 
 
 def test_nodes_of_unequal_size_and_unknown_size_are_refused(monkeypatch):
     def averager_of(rank, group, **options):
-        return lgc.GradientAverager(
-            Table(), "onebit", process_group=group, inside="dense", steps_per_epoch=1, **options
-        )
+        return lgc.GradientAverager(Table(), "onebit", process_group=group, inside="dense", **options)
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="ranks_per_node with inside='dense': got None, allowed: the number of ranks"):

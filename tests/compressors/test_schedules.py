@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_gradcomp.compressors import DGC
+from lightning_gradcomp import entries
+from lightning_gradcomp.compressors import DGC, Lossy, OneBit
 from lightning_gradcomp.compressors.schedules import Ramp, as_levels, check_sparsity, exponential, linear, quarters
 
 PAPER = (0.75, 0.9375, 0.984375, 0.996)
@@ -87,6 +88,25 @@ def test_levels_are_named_or_listed():
         as_levels("cubic", 0.9, 3)
 
 
+@pytest.mark.parametrize("cls", [entry.cls for entry in entries() if issubclass(entry.cls, Lossy)])
+def test_no_warm_up_is_as_long_as_the_epoch_unless_asked(cls):
+    """In a stream of data, which is one epoch, every method compresses after a number of steps."""
+    default, chosen, none = cls().schedule(), cls(warmup_steps=3).schedule(), cls(warmup_steps=0).schedule()
+    assert sum(default(0, step) == 0 for step in range(1000)) == (0 if cls is DGC else 22)
+    assert [chosen(0, step) > 0 for step in range(5)] == [False, False, False, True, True]
+    assert none(0, 0) > 0
+    assert not default.counts_epochs and cls(warmup_epochs=2).schedule().counts_epochs
+
+
+def test_a_warm_up_counts_steps_or_epochs():
+    for options in ({"warmup_steps": 5, "warmup_epochs": 1}, {"warmup_steps": 5, "warmup_epochs": 0}):
+        with pytest.raises(ValueError, match=r"OneBit.warmup_steps with warmup_epochs: got 5, allowed: None"):
+            OneBit(**options)
+    with pytest.raises(ValueError, match=r"OneBit.warmup_steps: got -1, allowed: a whole number from 0"):
+        OneBit(warmup_steps=-1)
+    assert OneBit(warmup_epochs=0).schedule()(0, 0) > 0
+
+
 def test_dgc_is_dense_then_exponential_then_constant():
     schedule = DGC(sparsity=0.99, warmup_epochs=3, dense_epochs=2).schedule()
     assert over_epochs(schedule, 7) == [0, 0, *exponential(0.99, 3), 0.99, 0.99]
@@ -96,6 +116,7 @@ def test_dgc_begins_with_more_elements_by_coverage():
     schedule = DGC().schedule()
     steps = [schedule(0, step) for step in range(90)]
     assert steps == [0.9375] * 16 + [0.984375] * 64 + [0.996] * 10
+    assert [DGC(warmup_steps=2).schedule()(0, step) for step in (0, 1, 2, 17, 18)] == [0, 0, 0.9375, 0.9375, 0.984375]
     assert DGC(sparsity=0.9).schedule()(0, 0) == 0.9
     assert DGC(start_sparsity=0.996).schedule()(0, 0) == 0.996
     assert [DGC(start_sparsity=0.0, sparsity=0.9).schedule()(0, step) for step in range(6)] == [0] + [0.75] * 4 + [0.9]
@@ -116,6 +137,8 @@ def test_dgc_refuses_two_warm_ups():
     for epochs in ({"warmup_epochs": 1}, {"dense_epochs": 1}):
         with pytest.raises(ValueError, match=r"DGC.start_sparsity: got 0.9, allowed: None with dense_epochs or warmup"):
             DGC(start_sparsity=0.9, **epochs)
+        with pytest.raises(ValueError, match=r"DGC.warmup_steps with (dense|warmup)_epochs: got 5, allowed: None"):
+            DGC(warmup_steps=5, **epochs)
 
 
 @pytest.mark.parametrize("wrong", [1, 1.0, -0.1, 2, float("nan"), float("inf")])

@@ -16,7 +16,7 @@ from tests.local_sgd.training import run_ranks, set_up
         ({"period": 4, "delay": 5}, r"delay: got 5, allowed: 0 to 4"),
         ({"period": 0, "delay": 0}, r"period: got 0, allowed: a whole number of steps, 1 or more"),
         ({"delay": "soon"}, r"delay: got 'soon', allowed: 0 to 8.*'auto'"),
-        ({"compressor": "onebit"}, r"steps_per_epoch.*"),
+        ({"compressor": lgc.OneBit(warmup_epochs=1)}, r"steps_per_epoch.*"),
     ],
     ids=str,
 )

@@ -50,7 +50,7 @@ def dgc():
 
 
 def onebit():
-    return lgc.OneBit(min_elements=16, warmup_epochs=0)
+    return lgc.OneBit(min_elements=16)
 
 
 def loss(model, worker, step):

@@ -45,6 +45,15 @@ def test_the_size_of_a_monitor_is_bounded():
     assert sizes[1] < sizes[0] + 100
 
 
+def test_a_fit_that_compresses_nothing_ends_with_a_warning():
+    trainer = L.Trainer(
+        strategy="dgc", accelerator="cpu", devices=1, max_epochs=1, callbacks=[lgc.CommunicationMonitor()], **QUIET
+    )
+    with pytest.warns(UserWarning, match=r"DGC compressed no step of this run: there is one rank\."):
+        trainer.fit(Net(), torch.ones(3, 4))
+    torch.distributed.destroy_process_group()
+
+
 def test_a_summary_without_a_fit():
     with pytest.raises(RuntimeError, match="no fit with this monitor has ended"):
         lgc.CommunicationMonitor().summary()
