@@ -66,7 +66,7 @@ def test_each_round_has_one_exchange():
 
     with checked_collectives(3) as log:
         stats = run_ranks(3, work)
-        message = 4 * (len(weights(Table())) + len(list(Table().parameters())) + 1)
+        message = 4 * (len(weights(Table())) + len(list(Table().parameters())) + 2)  # one number each, and two flags
         gradients = 4 * len(weights(Table()))
         assert log[0] == [("all_to_all_single", report_bytes(4)), *short_sum(3, message)] * 5
     assert stats[0].rounds == 5
