@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradcomp.averaging.replicas import broadcast
+from lightning_gradcomp.averaging.replicas import broadcast, ignored_by_ddp
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor, Lossy
 
@@ -33,7 +33,7 @@ def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
     return spared
 
 
-def share_buffers(ddp: DistributedDataParallel, ranks: Ranks) -> None:
+def share_buffers(model: nn.Module, ranks: Ranks) -> None:
     """Before they are looked at: rank 0's buffers for all, but those that DDP is told to ignore."""
-    ignored = ddp.parameters_to_ignore
-    broadcast([buffer for name, buffer in ddp.module.named_buffers() if name not in ignored], ranks)
+    ignored = ignored_by_ddp(model)
+    broadcast([buffer for name, buffer in model.named_buffers() if name not in ignored], ranks)

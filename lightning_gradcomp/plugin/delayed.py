@@ -30,7 +30,7 @@ from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_parameters
+from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_model
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
@@ -112,7 +112,7 @@ class DelayedStrategy(BaseStrategy):
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
-        check_parameters(module)
+        check_model(self.compressor, module)
         self._check_sidecars()
         if self._layer_sync is not None:
             raise refusal(

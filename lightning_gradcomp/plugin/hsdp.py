@@ -206,6 +206,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     # Steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._leave_local_weights()
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None and self.averager is not None
         self.averager.epoch = self.lightning_module.current_epoch
@@ -226,6 +227,13 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         if output is None or (isinstance(output, Mapping) and output.get("loss") is None):
             averager.use_shared_weights()  # there will be no backward
         return output
+
+    def _leave_local_weights(self) -> None:
+        """After a forward pass that no backward followed, as in the last epoch of stochastic weight averaging."""
+        if self.averager is not None:
+            self.averager.use_shared_weights()
+
+    on_train_end = on_validation_start = on_test_start = on_predict_start = _leave_local_weights
 
     def on_exception(self, exception: BaseException) -> None:
         if self.averager is not None:

@@ -41,9 +41,9 @@ from lightning_gradcomp.plugin.validation import (
     check_clipping,
     check_gradients,
     check_local_weights,
+    check_model,
     check_optimizers,
     check_options,
-    check_parameters,
     corrected,
 )
 from lightning_gradcomp.registry import build
@@ -124,7 +124,9 @@ class CompressedDDPStrategy(BaseStrategy):
             allowed = "True or False: it calls DDP's hook with something else"
             raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
         check_callbacks(self, trainer)
-        check_parameters(module)
+        check_model(self.compressor, module)
+        if self.compressor.needs_optimizer:
+            check_clipping(self.compressor, None, trainer, module)
 
     def configure_ddp(self) -> None:
         module = self.lightning_module
@@ -193,6 +195,7 @@ class CompressedDDPStrategy(BaseStrategy):
         super().on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._leave_local_weights()
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None and self.averager is not None
         self.averager.epoch = self.lightning_module.current_epoch
@@ -232,11 +235,17 @@ class CompressedDDPStrategy(BaseStrategy):
         with self.averager.shared_weights():
             return super().lightning_module_state_dict()
 
+    def _leave_local_weights(self) -> None:
+        """After a forward pass that no backward followed, as in the last epoch of stochastic weight averaging."""
+        if self.averager is not None:
+            self.averager.use_shared_weights()
+
     def _share_buffers(self) -> None:
+        self._leave_local_weights()
         if self._buffers_spared:
-            assert isinstance(self.model, DistributedDataParallel) and self.averager is not None
+            assert self.lightning_module is not None and self.averager is not None
             with self.explained("sharing buffers"):
-                buffers.share_buffers(self.model, self.averager.ranks)
+                buffers.share_buffers(self.lightning_module, self.averager.ranks)
 
     on_validation_start = on_test_start = on_predict_start = _share_buffers
 

@@ -17,6 +17,7 @@ from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
 from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.averaging.workers import all_gather_single
 from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.clipping import clips
 
@@ -97,10 +98,14 @@ def check_local_weights(trainer: Trainer, module: LightningModule) -> None:
                 raise refusal(what, type(hook).__name__, f"{allowed}, or torch.nn.utils.parametrizations")
 
 
-def check_parameters(module: LightningModule) -> None:
-    """ValueError for parameters that can't be trained, unless `module` makes or freezes layers after the launch."""
+def check_model(compressor: Compressor, module: LightningModule) -> None:
+    """ValueError for parameters that can't be trained, or a pattern of the compressor that no parameter's name fits.
+
+    Not if `module` makes or freezes layers after the launch: they are checked then.
+    """
     if not is_overridden("configure_model", module) and not is_overridden("setup", module):
         check_trainable(module)
+        compressor.check_names(plain_name(name) for name, _ in module.named_parameters())
 
 
 def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:

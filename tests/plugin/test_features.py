@@ -217,7 +217,7 @@ def test_discarded_gradients_stay_discarded(result, compressor):
 
 def test_averages_that_no_step_uses(result):
     outcome = result("skipped_steps")
-    assert any("discarded before an optimizer used them" in said for said in outcome["warned"])
+    assert outcome["replicas_apart"] == 0
     check_raised(outcome["not_zeroing"], "Refused", r"backward calls with OneBit between two .* got .*no_sync")
 
 

@@ -1,8 +1,9 @@
-"""Features of the Trainer that a compressor can't honour: refused before any process starts."""
+"""Features of the Trainer that a compressor can't honour: an error before any process starts, or before any step."""
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.plugin import launchers
@@ -25,11 +26,6 @@ class Net(L.LightningModule):
 class ClipsItself(Net):
     def configure_gradient_clipping(self, *args, **kwargs):
         raise AssertionError("the fit went on")
-
-
-class SecondOrder(Net):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters())
 
 
 KINDS = {"compressed": lgc.CompressedDDPStrategy, "delayed": lgc.DelayedStrategy, "async": lgc.AsyncStrategy}
@@ -94,8 +90,68 @@ def test_clipping_in_a_hook(monkeypatch):
     check_refused(monkeypatch, message, ClipsItself, "dgc")
 
 
-def test_an_optimizer_that_evaluates_several_times(monkeypatch):
-    check_refused(monkeypatch, r"gradients in one step of LBFGS with OneBit: got .*ddp_dense", SecondOrder, "onebit")
+class Unfit(Net):
+    def training_step(self, batch, index):
+        raise AssertionError("the fit went on")
+
+
+class SecondOrder(Unfit):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Tried(Unfit):
+    def configure_optimizers(self):
+        return torch.optim.RMSprop(self.parameters())
+
+
+class Two(Unfit):
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.layer.weight]), torch.optim.SGD([self.layer.bias])
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("make", "compressor", "message"),
+    [
+        (SecondOrder, "onebit", r"gradients in one step of LBFGS with OneBit: got .*ddp_dense"),
+        (Tried, "dgc", r"the optimizer of DGC: got .*RMSprop', allowed: torch.optim.SGD, Adam or AdamW"),
+        (Two, "dgc", "optimizers with DGC: got 2, allowed: 1"),
+    ],
+)
+def test_optimizers_that_can_not_be_honoured(make, compressor, message):
+    """They are known once the processes run: `configure_optimizers` is called once a fit."""
+    strategy = lgc.CompressedDDPStrategy(compressor)
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **QUIET)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(make(), torch.zeros(4, 4))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("feature", ["pruning", "weight_norm"])
+def test_what_keeps_tensors_of_a_forward_pass_needs_shared_weights(feature):
+    """With local weights masks, and weights that are computed before each forward pass, would be a rank's own."""
+
+    def fit(**options):
+        module, callbacks = Net(), []
+        if feature == "pruning":
+            pruned = [(module.layer, "weight")]
+            callbacks = [ModelPruning("l1_unstructured", parameters_to_prune=pruned, amount=0.5)]
+        else:
+            module.layer = torch.nn.utils.weight_norm(module.layer)
+        strategy = lgc.CompressedDDPStrategy("dgc", **options)
+        trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **QUIET)
+        try:
+            trainer.fit(module, torch.zeros(4, 4))
+        finally:
+            torch.distributed.destroy_process_group()
+
+    with pytest.raises(ValueError, match="local_weights=False for the strategy"):
+        fit()
+    fit(local_weights=False)
 
 
 def test_compiled_averaging(monkeypatch):
