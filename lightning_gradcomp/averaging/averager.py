@@ -359,6 +359,9 @@ class GradientAverager:
             ValueError: the ranks train different parameters; or an average of other parameters waits for its step.
             ExchangeFailed: the other ranks can't be reached; it names rank, step and who is missing.
         """
+        if optimizer is not None and not any(optimizer is each for each in self.optimizers):
+            allowed = "one of those that the averager was given"
+            raise refusal("GradientAverager.average(optimizer)", type(optimizer).__name__, allowed)
         with explained(self.steps, "averaging gradients", self.ranks.group):
             self._average(grad_scale, self.optimizers if optimizer is None else [optimizer])
 
@@ -651,7 +654,8 @@ class GradientAverager:
 
         A world of another size goes on from `averaging.mean_state` of all ranks' states.
         """
-        state = self._compressed.state.state_dict() if self._compressed else {}
+        with self._plain_tensors():
+            state = self._compressed.state.state_dict() if self._compressed else {}
         remembers_dense = any(kind.startswith("dense_") for kind in state)
         return {
             "steps": self.steps,
@@ -675,7 +679,8 @@ class GradientAverager:
         if self._compressed and state["memory"]:
             check_shapes(state["shapes"], state["dense_shapes"], self.gradients, warn=self.ranks.rank == 0)
             how = {key: state[key] for key in ("workers", "trained", "shared_by")}
-            self._compressed.state.load_state_dict(state["memory"], **how)
+            with self._plain_tensors():
+                self._compressed.state.load_state_dict(state["memory"], **how)
             if self.ranks.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._compressed.state.state_dict(), self.gradients)
         tuned = state["autotune"]

@@ -111,9 +111,15 @@ class AdamStep(State):
         self._t = dict.fromkeys(layout.names, 0)
         self._moments = OptimizerMoments(layout, MOMENTS)
 
-    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        parameters: Sequence[torch.Tensor],
+        *,
+        shares_moments: bool = True,
+    ) -> None:
         super().attach(optimizer, parameters)
-        self._moments.attach(optimizer, parameters)
+        self._moments.attach(optimizer if shares_moments else None, parameters)
 
     @staticmethod
     def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:

@@ -84,9 +84,15 @@ class SGDVelocity(State):
         self._first = set(layout.names)
         """Parameters without a momentum, hence without an earlier gradient."""
 
-    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        parameters: Sequence[torch.Tensor],
+        *,
+        shares_moments: bool = True,
+    ) -> None:
         super().attach(optimizer, parameters)
-        self._moments.attach(optimizer, parameters)
+        self._moments.attach(optimizer if shares_moments else None, parameters)
 
     @staticmethod
     def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:

@@ -51,8 +51,17 @@ class State:
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: Sequence[torch.Tensor] = ()
 
-    def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
-        """Use this optimizer, and these parameters of the layout, from the next step on."""
+    def attach(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        parameters: Sequence[torch.Tensor],
+        *,
+        shares_moments: bool = True,
+    ) -> None:
+        """Use this optimizer's options, and these parameters of the layout, from the next step on.
+
+        With `shares_moments`, its state holds the moments that are computed here.
+        """
         self._optimizer, self._parameters = optimizer, parameters
 
     @property

@@ -60,7 +60,7 @@ class Worker:
         state: State = Residual(layout, device)  # also of what is unbiased: a dropped push has to stay somewhere
         if isinstance(self.compressor, Lossy) and self.compressor.remembers(self.optimizer) is not State:
             state = self.compressor.state(layout, device, self.optimizer)
-        state.attach(self.optimizer, self.gradients.compressed)
+        state.attach(self.optimizer, self.gradients.compressed, shares_moments=False)  # servers step
         return state, Residual(self.gradients.dense_layout, device)
 
     @property

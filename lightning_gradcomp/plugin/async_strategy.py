@@ -28,7 +28,7 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
-from lightning_gradcomp.parameter_server.server import ParameterServer, check_staleness
+from lightning_gradcomp.parameter_server.server import ParameterServer, check_compressor, check_staleness
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
@@ -101,6 +101,9 @@ class AsyncStrategy(BaseStrategy):
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse what can't be honoured, before other processes are started."""
         check_callbacks(self, trainer)
+        check_compressor(build(self.compressor))
+        if self.pull is not None:
+            check_compressor(build(self.pull))
         check_model(build(self.compressor), module)
         self._check_sidecars()
         if self._layer_sync is not None:

@@ -4,8 +4,8 @@ The ranks are a mesh (replicate, shard). FSDP2 knows the shard dimension alone: 
 divides gradients, between the ranks of one replica, which a quick link joins. The `GradientAverager` averages each
 rank's shards with the ranks that hold the same shards of other replicas: after backward, once for each optimizer step.
 
-Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`, `_device_mesh` (which
-`LightningModule.device_mesh` reads) and `_save_distributed_checkpoint`.
+Private Lightning names used here: the fit loop's `_skip_backward`; ModelParallelStrategy's `_setup_distributed`,
+`_device_mesh` (which `LightningModule.device_mesh` reads) and `_save_distributed_checkpoint`.
 """
 
 from __future__ import annotations
@@ -206,7 +206,6 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     # Steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._leave_local_weights()
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None and self.averager is not None
         self.averager.epoch = self.lightning_module.current_epoch
@@ -218,7 +217,8 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         averager = self.averager
         assert averager is not None
         averager.use_optimizers(self.optimizers[0])
-        averager.use_local_weights()
+        if not self.lightning_module.trainer.fit_loop._skip_backward:  # type: ignore[union-attr]
+            averager.use_local_weights()
         try:
             output = super().training_step(*args, **kwargs)
         except BaseException:
@@ -227,13 +227,6 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         if output is None or (isinstance(output, Mapping) and output.get("loss") is None):
             averager.use_shared_weights()  # there will be no backward
         return output
-
-    def _leave_local_weights(self) -> None:
-        """After a forward pass that no backward followed, as in the last epoch of stochastic weight averaging."""
-        if self.averager is not None:
-            self.averager.use_shared_weights()
-
-    on_train_end = on_validation_start = on_test_start = on_predict_start = _leave_local_weights
 
     def on_exception(self, exception: BaseException) -> None:
         if self.averager is not None:

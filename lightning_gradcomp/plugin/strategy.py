@@ -3,6 +3,8 @@
 DDP wraps the model, and its communication hook (plugin/ddp_hook.py) averages dense steps only. Compressed steps are
 averaged by the `GradientAverager`: after backward, before Lightning's `on_after_backward`; in manual optimization when
 the optimizer steps, before Lightning's `on_before_optimizer_step`.
+
+Private Lightning name used here: the fit loop's `_skip_backward`, which is set for passes that update statistics alone.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
@@ -195,7 +198,6 @@ class CompressedDDPStrategy(BaseStrategy):
         super().on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._leave_local_weights()
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None and self.averager is not None
         self.averager.epoch = self.lightning_module.current_epoch
@@ -212,7 +214,8 @@ class CompressedDDPStrategy(BaseStrategy):
         assert averager is not None and module is not None
         if module.automatic_optimization:  # otherwise there may be several backwards
             averager.use_optimizers(self._corrected, self.optimizers)
-            averager.use_local_weights()
+            if not module.trainer.fit_loop._skip_backward:
+                averager.use_local_weights()
         try:
             with self._hook.forward(averager):
                 output = super().training_step(*args, **kwargs)
@@ -235,13 +238,7 @@ class CompressedDDPStrategy(BaseStrategy):
         with self.averager.shared_weights():
             return super().lightning_module_state_dict()
 
-    def _leave_local_weights(self) -> None:
-        """After a forward pass that no backward followed, as in the last epoch of stochastic weight averaging."""
-        if self.averager is not None:
-            self.averager.use_shared_weights()
-
     def _share_buffers(self) -> None:
-        self._leave_local_weights()
         if self._buffers_spared:
             assert self.lightning_module is not None and self.averager is not None
             with self.explained("sharing buffers"):
@@ -329,7 +326,8 @@ class CompressedDDPStrategy(BaseStrategy):
         if clip_val > 0 and self.compressor.owns_momentum(self._corrected):
             allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
             raise refusal(f"clipping with {name} in manual optimization", "self.clip_gradients", allowed)
-        self._average(self._hook.before_optimizer_step, optimizer)
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        self._average(self._hook.before_optimizer_step, own)
         type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:

@@ -143,11 +143,10 @@ class Two(L.LightningModule):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "optimizers with DelayedStrategy: got 2, allowed: 1"),
         ({"sync_batchnorm": True}, "sync_batchnorm with DelayedStrategy: got True"),
         ({"callbacks": [lgc.SparsityWarmup()]}, "SparsityWarmup: got 'DelayedStrategy'"),
     ],
-    ids=["two optimizers", "sync_batchnorm", "SparsityWarmup"],
+    ids=["sync_batchnorm", "SparsityWarmup"],
 )
 def test_refused_before_processes_start(options, message, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)

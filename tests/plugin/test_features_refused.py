@@ -105,6 +105,20 @@ class Tried(Unfit):
         return torch.optim.RMSprop(self.parameters())
 
 
+class MySGD(torch.optim.SGD):
+    """Who knows what its step does."""
+
+
+class Subclass(Unfit):
+    def configure_optimizers(self):
+        return MySGD(self.parameters(), lr=0.1)
+
+
+class Amsgrad(Unfit):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), amsgrad=True)
+
+
 class Two(Unfit):
     def configure_optimizers(self):
         return torch.optim.SGD([self.layer.weight]), torch.optim.SGD([self.layer.bias])
@@ -120,6 +134,8 @@ class Two(Unfit):
         (SecondOrder, "onebit", r"gradients in one step of LBFGS with OneBit: got .*ddp_dense"),
         (Tried, "dgc", r"the optimizer of DGC: got .*RMSprop', allowed: torch.optim.SGD, Adam or AdamW"),
         (Two, "dgc", "optimizers with DGC: got 2, allowed: 1"),
+        (Subclass, "dgc", r"optimizer of DGC: got '.*MySGD'"),
+        (Amsgrad, "dgc", r"optimizer of DGC: got 'torch.optim.adamw.AdamW\(amsgrad\)'"),
     ],
 )
 def test_optimizers_that_can_not_be_honoured(make, compressor, message):

@@ -116,9 +116,8 @@ class Manual(Net):
         ({}, WithoutConfigureModel(), {}, "got 'no configure_model"),
         ({}, Manual(), {}, "automatic_optimization with CompressedHSDPStrategy: got False, allowed: True"),
         ({}, Net(), {"sync_batchnorm": True}, "sync_batchnorm with CompressedHSDPStrategy: got True, allowed: False"),
-        ({}, Net(optimizers=2), {}, "optimizers with DGC: got 2"),
     ],
-    ids=["3 shards", "3 x 2", "no configure_model", "manual optimization", "sync_batchnorm", "two optimizers"],
+    ids=["3 shards", "3 x 2", "no configure_model", "manual optimization", "sync_batchnorm"],
 )
 def test_what_can_not_be_honoured_is_refused_before_the_launch(mesh, net, options, message):
     strategy = lgc.CompressedHSDPStrategy("dgc", **mesh)
