@@ -24,7 +24,7 @@ from lightning_gradcomp.averaging.faults import (
     post_reason,
 )
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read, with_suffix
 from lightning_gradcomp.plugin.launchers import MultiProcessingLauncher, SubprocessLauncher
 from lightning_gradcomp.plugin.rank_states import RankStates, interrupted
 from lightning_gradcomp.plugin.validation import check_batches
@@ -157,7 +157,7 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
         """As `Strategy.load_checkpoint`, but no code in the file is run, unless weights_only=False is given.
 
         Raises:
-            ValueError: a file that is not a whole checkpoint.
+            ValueError: a file that is not a whole checkpoint; also a FileNotFoundError where there is none.
         """
         self._loaded_from = checkpoint_path
         what, allowed = "checkpoint", "a file that Lightning saved, whole"
@@ -168,13 +168,12 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's. A local file is written under another name first: Lightning moves a temporary file over an earlier
         checkpoint, which a full disk would leave in pieces where the two are on different filesystems."""
-        if not isinstance(self.checkpoint_io, TorchCheckpointIO) or not isinstance(
-            get_filesystem(filepath), LocalFileSystem
-        ):
+        own_io = type(self.checkpoint_io) is not TorchCheckpointIO  # it is told the real path: it may read or note it
+        if own_io or not isinstance(get_filesystem(filepath), LocalFileSystem):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = LocalFileSystem._strip_protocol(str(filepath))
-        partial = f"{path}.partial"
+        partial = os.path.join(os.path.dirname(path), with_suffix(os.path.basename(path), ".partial"))
         try:
             super().save_checkpoint(checkpoint, partial, storage_options)
             if self.is_global_zero and os.path.isfile(partial):

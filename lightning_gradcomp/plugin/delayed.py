@@ -242,4 +242,4 @@ class DelayedStrategy(BaseStrategy):
             self.averager.load_state_dict(checkpoint[KEY])
             if self.averager.error_decay is not None:
                 self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager.rounds)
-        self.averager.steps = checkpoint["global_step"]
+        self.averager.steps = self._steps

@@ -321,7 +321,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
                 self.optimizers = []
             checkpoint = super().load_checkpoint(path, weights_only)
             if averager is not None and fitting:
-                averager.steps = checkpoint["global_step"]
+                averager.steps = checkpoint.get("global_step", 0)
                 RankStates("mean", Sidecars(self.checkpoint_io), self.num_nodes).restore(checkpoint, path, averager)
         return checkpoint
 

@@ -305,5 +305,5 @@ class CompressedDDPStrategy(BaseStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
-        self.averager.steps = checkpoint["global_step"]
+        self.averager.steps = self._steps
         self.rank_states.restore(checkpoint, self._loaded_from, self.averager)
