@@ -122,7 +122,6 @@ class AsyncStrategy(BaseStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return  # with what an earlier fit has left, which a checkpoint may still be made of
         self.averager = self.server = None
@@ -159,7 +158,7 @@ class AsyncStrategy(BaseStrategy):
             )
             self._buffers, self.averager.ranks, self._pulled = Buffers(module), ranks, 0
             self.barrier()
-        sigterm.set_handler(trainer, self.averager)
+        sigterm.set_handler(trainer)
         rank_zero_info(self._describe())
 
     def _describe(self) -> str:
@@ -246,7 +245,7 @@ class AsyncStrategy(BaseStrategy):
         )
         if KEY in checkpoint:
             self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager)  # type: ignore[arg-type]
-        self.averager.steps = checkpoint["global_step"]
+        self.averager.steps = self._steps
         self.server.shard.load_weights(by_name)
         with self.explained("loading a checkpoint"):
             self.barrier()  # all servers have

@@ -24,10 +24,15 @@ from lightning_gradcomp.averaging.faults import (
     post_reason,
 )
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read, with_suffix
 from lightning_gradcomp.plugin.launchers import MultiProcessingLauncher, SubprocessLauncher
 from lightning_gradcomp.plugin.rank_states import RankStates, interrupted
 from lightning_gradcomp.plugin.validation import check_batches
+
+
+OF_THIS_PROCESS = {"averager", "server", "_hook"}
+"""Attributes of strategies that hold a process group, a thread or a connection."""
 
 
 def warn_of_stale_addresses() -> None:
@@ -69,6 +74,15 @@ class ExplainedStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         with self.explained("at the start of training"):
             check_batches(self.lightning_module.trainer, self.root_device)
+
+    def teardown(self) -> None:
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            sigterm.restore_handler(self.lightning_module._trainer)
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, such as a saved Trainer's: without what belongs to this process, such as process groups."""
+        return {name: None if name in OF_THIS_PROCESS else value for name, value in super().__getstate__().items()}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.explained("forward"):  # DDP sends buffers before it

@@ -130,7 +130,6 @@ class DelayedStrategy(BaseStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.lightning_module is not None
@@ -145,7 +144,7 @@ class DelayedStrategy(BaseStrategy):
                 **self.rule,
             )
         self.averager.steps = trainer.global_step  # another fit goes on counting
-        sigterm.set_handler(trainer, self.averager)
+        sigterm.set_handler(trainer)
         rank_zero_info(self.averager.describe())
 
     @contextmanager

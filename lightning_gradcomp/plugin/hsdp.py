@@ -167,7 +167,6 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         reshard(self.lightning_module)  # an earlier validation has left whole parameters
         super().setup(trainer)
         self._share_initial_weights()
-        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._check_optimizers(self.optimizers)
@@ -181,7 +180,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
                 residual_device=self.residual_device,
                 epoch=trainer.current_epoch,
             )
-        sigterm.set_handler(trainer, self.averager)
+        sigterm.set_handler(trainer)
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
         rank_zero_info(self.averager.describe())

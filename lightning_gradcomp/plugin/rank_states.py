@@ -202,7 +202,7 @@ def checked_header(saved: Any) -> State | None:
         raise refusal(f"{what}['format']", saved.get("format"), str(FORMAT))
     if not isinstance(saved.get("compressor"), str):
         raise refusal(f"{what}['compressor']", saved.get("compressor"), "a compressor's name")
-    world = saved.get("world_size")
+    world: Any = saved.get("world_size")
     if not is_whole(world) or world < 1:
         raise refusal(f"{what}['world_size']", world, "a whole number from 1")
     types = {"ranks": list, "sidecars": str, "mean": dict, "sharded": str}

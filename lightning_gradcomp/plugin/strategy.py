@@ -131,7 +131,6 @@ class CompressedDDPStrategy(BaseStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return  # with what an earlier fit has left, which a checkpoint may still be made of
         assert self.lightning_module is not None
@@ -145,7 +144,7 @@ class CompressedDDPStrategy(BaseStrategy):
                 **self._travel,
                 epoch=trainer.current_epoch,
             )
-        sigterm.set_handler(trainer, self.averager)
+        sigterm.set_handler(trainer)
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
         self._guards = [optimizer.register_step_pre_hook(self._check_averaged) for optimizer in self.optimizers]
@@ -164,6 +163,8 @@ class CompressedDDPStrategy(BaseStrategy):
         for guard in self._guards:
             guard.remove()
         self._guards = []
+        if isinstance(self.model, DistributedDataParallel):
+            self._hook.release()
         super().teardown()
 
     def on_train_start(self) -> None:
