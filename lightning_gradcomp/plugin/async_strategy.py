@@ -31,7 +31,6 @@ from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer, built, check_staleness
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.launchers import optimizers_of
 from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_names
 from lightning_gradcomp.registry import build
@@ -253,10 +252,10 @@ class AsyncStrategy(BaseStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with what the workers remember; a checkpoint of weights alone has none of it."""
-        if "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
+        filepath, with_states = self._meet_to_save(checkpoint, filepath)
+        if with_states:
             with self.explained("saving a checkpoint"):
                 checkpoint[KEY] = {}
-                filepath = of_rank_zero(filepath)
                 self.rank_states.put_into(checkpoint[KEY], filepath, self.averager, accumulating=False)  # type: ignore[arg-type]
         super().save_checkpoint(checkpoint, filepath, storage_options)
         with self.explained("saving a checkpoint"):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import signal
+import sys
+import threading
 import time
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
@@ -21,18 +25,42 @@ from lightning_gradcomp.averaging.faults import (
     explained,
     explanation,
     is_lost_peer,
+    others_end,
     post_reason,
 )
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import sigterm
-from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read, with_suffix
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero, read, with_suffix
 from lightning_gradcomp.plugin.launchers import MultiProcessingLauncher, SubprocessLauncher
-from lightning_gradcomp.plugin.rank_states import RankStates, interrupted
+from lightning_gradcomp.plugin.meeting import meet
+from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, interrupted
 from lightning_gradcomp.plugin.validation import check_batches
 
 
+def _tell(exception: BaseException) -> None:
+    """Tell the other ranks what this one has raised."""
+    post_reason(f"raised {type(exception).__name__}: {exception}")
+
+
+def _called_by_trainer() -> bool:
+    """Whether `Trainer.save_checkpoint` is under way, which every rank has to call."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "save_checkpoint" and isinstance(frame.f_locals.get("self"), Trainer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+WAITING_SECONDS = 10.0
+WAITING = (
+    "trainer.save_checkpoint waits for other ranks. Every rank has to call it: if one has not, this ends in an error."
+)
 OF_THIS_PROCESS = {"averager", "server", "_hook"}
 """Attributes of strategies that hold a process group, a thread or a connection."""
+
+
+log = logging.getLogger(__name__)
 
 
 def warn_of_stale_addresses() -> None:
@@ -111,7 +139,7 @@ class ExplainedStrategy(ParallelStrategy):
             doing = "in an exchange that is not the strategy's"
             exception.args = (explanation(exception, self._steps, doing), *exception.args[1:])
         elif not isinstance(exception, ExchangeFailed):
-            post_reason(f"raised {type(exception).__name__}: {exception}")
+            _tell(exception)
             return
         if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
             time.sleep(1.0)  # for the others to log their reasons
@@ -122,6 +150,7 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     """DDPStrategy that checks a fit before it starts processes, names rank, step and phase where an exchange fails, and
     runs no code from checkpoints."""
 
+    averager: Any
     checkpoint_state: str
     """What becomes of the states of all ranks in a checkpoint: one of `CHECKPOINT_STATES`."""
 
@@ -129,6 +158,46 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     def rank_states(self) -> RankStates:
         """The states of all ranks, in checkpoints."""
         return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io), self.num_nodes)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As DDP's. After an interruption, in which callbacks may save, it holds only if every rank was interrupted.
+        Those that were not wait for this one in an exchange, and learn from its end what has happened."""
+        error, module = sys.exc_info()[1], self.lightning_module
+        if error is None or module is None or module._trainer is None or not interrupted(module):
+            super().barrier(*args, **kwargs)
+        elif not (isinstance(error, ExchangeFailed) or is_lost_peer(error)):
+            _tell(error)
+            if others_end():
+                with suppress(ExchangeFailed):
+                    super().barrier(*args, **kwargs)
+
+    def _meet_to_save(self, checkpoint: dict[str, Any], filepath: Any) -> tuple[Any, bool]:
+        """Rank 0's `filepath`, and whether all ranks put their states into the checkpoint, which rank 0 decides.
+
+        Collective under `Trainer.save_checkpoint`, which every rank calls, as under DDP. This strategy's own
+        `save_checkpoint` is another thing: under DDP rank 0 may call it alone, so it meets nobody.
+        """
+        whole = "optimizer_states" in checkpoint
+        if self.averager is None:
+            return filepath, False
+        if self._interrupted:
+            return filepath, whole and all_ranks_present(self.lightning_module)
+        if self.world_size > 1 and not _called_by_trainer():
+            if whole:
+                rank_zero_warn(
+                    "strategy.save_checkpoint does not wait for other ranks: this checkpoint is without what they "
+                    "have not sent yet. trainer.save_checkpoint, called on every rank, saves that too."
+                )
+            return filepath, False
+        waiting = threading.Timer(WAITING_SECONDS, log.warning, (WAITING,))
+        waiting.daemon = True
+        waiting.start()
+        try:
+            with self.explained("saving a checkpoint"):
+                meet(self.root_device, saving=True)
+                return of_rank_zero((filepath, whole))
+        finally:
+            waiting.cancel()
 
     @property
     def _interrupted(self) -> bool:

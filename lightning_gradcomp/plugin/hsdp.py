@@ -288,7 +288,8 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As `ModelParallelStrategy`'s, with what replicas remember; a checkpoint of weights alone has none of it."""
         averager, folder = self.averager, None
-        if "optimizer_states" in checkpoint and averager is not None and all_ranks_present(self.lightning_module):
+        with_states = self.broadcast("optimizer_states" in checkpoint)  # a hook may have removed them from one rank's
+        if with_states and averager is not None and all_ranks_present(self.lightning_module):
             saved: dict[str, Any] = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
             checkpoint[KEY] = saved
             if self._save_distributed_checkpoint:

@@ -16,13 +16,13 @@ import logging
 from functools import partial
 from types import FrameType
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
+from lightning_gradcomp.plugin.meeting import meet
 
 log = logging.getLogger(__name__)
 Averager = GradientAverager | DelayedAverager | AsyncAverager
@@ -78,8 +78,6 @@ def stop_before_dense_step(averager: GradientAverager, trainer: Trainer) -> None
 
 def _stop_if_flagged(trainer: Trainer) -> None:
     averager: Averager = trainer.strategy.averager  # type: ignore[attr-defined]
-    flag = torch.tensor([averager.flag], dtype=torch.uint8, device=trainer.strategy.root_device)
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    if flag.item():
+    if meet(trainer.strategy.root_device, flag=averager.flag):
         trainer._signal_connector.received_sigterm = True
         raise SIGTERMException()

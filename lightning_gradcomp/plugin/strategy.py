@@ -28,15 +28,14 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import buffers, sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
 from lightning_gradcomp.plugin.launchers import optimizers_of
 from lightning_gradcomp.plugin.rank_states import (
-    all_ranks_present,
     export_optimizer_state,
     mean_optimizer_state,
+    rank_state,
 )
 from lightning_gradcomp.plugin.validation import (
     check_callbacks,
@@ -292,10 +291,16 @@ class CompressedDDPStrategy(BaseStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with the states of all ranks, and optimizers with the momentum that is kept in the averager, as
         plain DDP has it. A checkpoint of weights alone has none of it."""
-        if "optimizer_states" in checkpoint and self.averager is not None and all_ranks_present(self.lightning_module):
+        filepath, with_states = self._meet_to_save(checkpoint, filepath)
+        states = []
+        if with_states:
+            assert self.averager is not None
             with self.explained("saving a checkpoint"):
-                filepath = of_rank_zero(filepath)
                 states = self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
+        elif self.averager is not None and not self._interrupted:
+            states = [rank_state(self.averager, accumulating=False)]
+        if states and "optimizer_states" in checkpoint:
+            assert self.averager is not None
             kept = mean_optimizer_state(states, self.averager)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 export_optimizer_state(kept, optimizer, state)

@@ -1,10 +1,14 @@
 """Files of checkpoints and beside them: which there are, which go, and what is said of those that can't be read."""
 
+import copy
 import errno
+import gc
+import io
 import os
 import re
 import shutil
 import warnings
+import weakref
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -42,10 +46,10 @@ def trainer_for(strategy, **options):
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, **{"max_epochs": 1, **QUIET, **options})
 
 
-def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None, **options):
+def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None, callbacks=None, **options):
     """A fit on one rank, which has files of its own like any other."""
     strategy = strategy or lgc.CompressedDDPStrategy(checkpoint_state=state)
-    trainer = trainer_for(strategy, max_epochs=epochs, plugins=plugins)
+    trainer = trainer_for(strategy, max_epochs=epochs, plugins=plugins, callbacks=callbacks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Net(), torch.ones(4, 4), ckpt_path=ckpt, **options)
@@ -358,3 +362,50 @@ def test_a_users_checkpoint_io_gets_the_real_path(saved, tmp_path):
     told = []
     fit(plugins=[Noting()]).save_checkpoint(tmp_path / "last.ckpt")
     assert told == [tmp_path / "last.ckpt"]
+
+
+class CopyTrainer(L.Callback):
+    """Copies everything after a step."""
+
+    def on_train_batch_end(self, trainer, *args):
+        copy_all(trainer)
+
+
+def copy_all(trainer):
+    for whole in (trainer, trainer.strategy, trainer.callbacks):
+        copy.deepcopy(whole)
+        torch.save(whole, io.BytesIO())
+    again = copy.deepcopy(trainer).lightning_module
+    assert torch.equal(again.layer.weight, trainer.lightning_module.layer.weight)
+
+
+STRATEGIES = {
+    "dgc": lambda: lgc.CompressedDDPStrategy(),
+    "dga": lambda: lgc.DelayedStrategy(),
+    "async": lambda: lgc.AsyncStrategy(),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_during_and_after_a_fit(saved, strategy):
+    copy_all(fit(strategy=STRATEGIES[strategy](), callbacks=[CopyTrainer(), lgc.CommunicationMonitor()]))
+
+
+class NoteModels(L.Callback):
+    def __init__(self, noted):
+        self.noted = noted
+
+    def on_train_end(self, trainer, module):
+        self.noted += [weakref.ref(module), weakref.ref(trainer.strategy.model)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_kept_after_a_fit(saved, strategy):
+    noted = []
+    trainer = fit(strategy=STRATEGIES[strategy](), callbacks=[NoteModels(noted)])
+    gc.collect()
+    module, wrapper = noted  # some strategies have no wrapper
+    assert module() is trainer.lightning_module and wrapper() in (None, module())
+    del trainer
+    gc.collect()
+    assert module() is None
