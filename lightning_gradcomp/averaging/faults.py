@@ -117,15 +117,18 @@ def post_reason(what: str) -> None:
 
 
 def others_end() -> bool:
-    """Whether every other rank has told why it ends, now or within `STORE_SECONDS`."""
-    keys, told = [_key(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank()], []
+    """Whether every other rank has posted why it ends, now or within `STORE_SECONDS`."""
+    if not dist.is_initialized():
+        return True
+    others, posted = [_key(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank()], []
 
     def ask(store: dist.Store) -> None:
-        store.wait(keys, timedelta(seconds=STORE_SECONDS - 0.2))
-        told.append(True)
+        for other in others:
+            store.wait([other], timedelta(seconds=STORE_SECONDS - 0.2))
+            posted.append(other)
 
     _with_store(ask)
-    return bool(told)
+    return posted == others
 
 
 def _with_store(use: Callable[[dist.Store], None]) -> None:

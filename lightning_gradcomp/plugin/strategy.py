@@ -297,9 +297,9 @@ class CompressedDDPStrategy(BaseStrategy):
             assert self.averager is not None
             with self.explained("saving a checkpoint"):
                 states = self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
-        elif self.averager is not None and not self._interrupted:
-            states = [rank_state(self.averager, accumulating=False)]
-        if states and "optimizer_states" in checkpoint:
+        elif "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
+            states = [rank_state(self.averager, accumulating=False)]  # rank 0's momentum alone
+        if states:
             assert self.averager is not None
             kept = mean_optimizer_state(states, self.averager)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -147,10 +147,35 @@ def signals():
     }
 
 
+class SaveOnException(L.Callback):
+    """Notes whether rank 0's file is there once the save returns."""
+
+    there = None
+
+    def on_exception(self, trainer, module, error):
+        trainer.save_checkpoint(f"{FOLDER}/exception.ckpt")
+        self.there = os.path.exists(f"{FOLDER}/exception.ckpt")
+
+
+class Raises(Net):
+    """An error on both ranks, and a rank 0 that takes its time to save."""
+
+    def training_step(self, batch, index):
+        raise ArithmeticError("on every rank")
+
+    def on_save_checkpoint(self, checkpoint):
+        time.sleep(0.5 * (RANK == 0))
+
+
+def errors():
+    saving = SaveOnException()
+    return {"dgc": {**fit("dgc", saving, Raises()), "there": saving.there}}
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    own, everyones = {part.__name__: part() for part in (saves, signals)}, [None, None]
+    own, everyones = {part.__name__: part() for part in (saves, signals, errors)}, [None, None]
     dist.all_gather_object(everyones, own)
     if RANK == 0:
         print(

@@ -67,3 +67,9 @@ def test_sigterm_at_the_end_is_what_it_is_under_ddp(outcome, strategy, place):
     ranks = [rank for case in (strategy, "ddp") for rank in outcome["signals"][f"{case} {place}"]]
     for rank in ranks:
         assert (rank["error"], rank["steps"], rank["ended"]) == ("SIGTERMException: ", 6, False)
+
+
+def test_a_save_after_an_error_on_every_rank_waits_for_rank_0(outcome):
+    for rank in outcome["errors"]["dgc"]:
+        assert rank["error"] == "ArithmeticError: on every rank" and rank["there"]
+        assert rank["seconds"] < 30
