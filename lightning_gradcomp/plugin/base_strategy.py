@@ -36,6 +36,15 @@ from lightning_gradcomp.plugin.meeting import meet
 from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, interrupted
 from lightning_gradcomp.plugin.validation import check_batches
 
+log = logging.getLogger(__name__)
+WAITING_SECONDS = 10.0
+"""Seconds that a save waits for other ranks without a word."""
+WAITING = (
+    "trainer.save_checkpoint waits for other ranks. Every rank has to call it: if one has not, this ends in an error."
+)
+OF_THIS_PROCESS = {"averager", "server", "_hook"}
+"""Attributes of strategies that hold a process group, a thread or a connection."""
+
 
 def _tell(exception: BaseException) -> None:
     """Tell the other ranks what this one has raised."""
@@ -50,17 +59,6 @@ def _called_by_trainer() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-WAITING_SECONDS = 10.0
-WAITING = (
-    "trainer.save_checkpoint waits for other ranks. Every rank has to call it: if one has not, this ends in an error."
-)
-OF_THIS_PROCESS = {"averager", "server", "_hook"}
-"""Attributes of strategies that hold a process group, a thread or a connection."""
-
-
-log = logging.getLogger(__name__)
 
 
 def warn_of_stale_addresses() -> None:

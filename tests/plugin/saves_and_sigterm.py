@@ -12,6 +12,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import torch
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from strategies import forced
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.plugin import base_strategy
 
 FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 PATIENCE = timedelta(seconds=90)
@@ -88,9 +90,14 @@ class Save(L.Callback):
 class Dump(Save):
     """Rank 0 calls the strategy itself, as it may under DDP."""
 
+    said = ()
+
     def on_train_epoch_end(self, trainer, module):
         if trainer.current_epoch == 0 and RANK == 0:
-            trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), self.path)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), self.path)
+            self.said = [str(warning.message) for warning in said]
             trainer.strategy.save_checkpoint(
                 trainer._checkpoint_connector.dump_checkpoint(True), f"{self.path}.weights"
             )
@@ -113,13 +120,30 @@ def saves():
     for strategy in ("dgc", "dga", "sparseloco"):
         path = f"{FOLDER}/{strategy}-{{}}.ckpt".format
         outcome[f"{strategy} everyone"] = fit(strategy, Save(path("everyone"), "together"))
-        outcome[f"{strategy} dump"] = fit(strategy, Dump(path("dump"), "alone"))
+        dump = Dump(path("dump"), "alone")
+        outcome[f"{strategy} dump"] = {**fit(strategy, dump), "said": dump.said}
         dist.barrier()
         outcome[f"{strategy} resumed"] = fit(strategy, Watch(), ckpt=path("dump"))
         for rank in (0, 1):
             outcome[f"{strategy} {rank} drops"] = fit(strategy, Save(path(f"drops-{rank}"), "together"), Drops(rank))
         outcome[f"{strategy} alone"] = fit(strategy, Save(path("alone"), "alone"))
     return outcome
+
+
+class Late(Save):
+    """Rank 1 is late, so rank 0 waits for longer than it does without a word."""
+
+    def on_train_epoch_end(self, trainer, module):
+        time.sleep(0.5 * (RANK == 1))
+        super().on_train_epoch_end(trainer, module)
+
+
+def waits():
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    base_strategy.log.addHandler(handler)
+    with mock.patch.object(base_strategy, "WAITING_SECONDS", 0.1):
+        return {"dgc": {**fit("dgc", Late(f"{FOLDER}/late.ckpt", "together")), "said": said}}
 
 
 class Terminate(L.Callback):
@@ -175,7 +199,7 @@ def errors():
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    own, everyones = {part.__name__: part() for part in (saves, signals, errors)}, [None, None]
+    own, everyones = {part.__name__: part() for part in (saves, waits, signals, errors)}, [None, None]
     dist.all_gather_object(everyones, own)
     if RANK == 0:
         print(

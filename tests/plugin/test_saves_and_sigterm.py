@@ -52,6 +52,15 @@ def test_what_rank_0_saves_by_itself_has_its_own_momentum(outcome, folder):
     assert torch.equal(momentum, held[0]) and not torch.equal(momentum, held[1])
 
 
+def test_a_save_that_waits_or_misses_something_says_so(outcome):
+    rank_0, rank_1 = outcome["waits"]["dgc"]
+    assert rank_0["error"] is None
+    [said] = rank_0["said"]
+    assert "trainer.save_checkpoint waits for other ranks" in said and not rank_1["said"]
+    [warning] = outcome["saves"]["dgc dump"][0]["said"]
+    assert "without what they have not sent yet" in warning
+
+
 @pytest.mark.parametrize(("strategy", "key"), zip(STRATEGIES, (KEY, DELAYED, DELAYED), strict=True))
 def test_rank_0_decides_whether_states_are_saved(outcome, folder, strategy, key):
     assert not {key, "optimizer_states"} & set(load(folder, f"{strategy}-drops-0"))
