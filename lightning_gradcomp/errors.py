@@ -20,6 +20,10 @@ class Refused(ValueError):
     """What was asked for can't be done; the message says what is allowed."""
 
 
+class MissingFile(Refused, FileNotFoundError):
+    """A file that is not there."""
+
+
 def refusal(what: str, got: Any, allowed: str) -> Refused:
     """The error for an option or a combination that can't be honoured.
 

@@ -17,7 +17,10 @@ SHARD = "shard_residual"
 """The kind of state of which each owner has a shard: they are added up, which makes one owner's of all."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-KEYS = ("steps", "memory", "shapes", "dense_shapes", "workers", "trained", "shared_by", "autotune")
+TYPES: dict[str, Any] = {
+    "steps": int, "memory": dict, "shapes": dict, "dense_shapes": dict, "workers": int, "trained": list,
+    "shared_by": int, "autotune": dict | None,
+}  # fmt: skip
 """What `GradientAverager.state_dict` has."""
 
 
@@ -28,11 +31,17 @@ def check_state(state: Any, kinds: Iterable[str]) -> None:
         state: what was loaded.
         kinds: of state that must be there: the compressor's, whose parts may be empty.
     """
-    if not isinstance(state, Mapping) or set(KEYS) - set(state):
-        lacking = sorted(set(KEYS) - set(state)) if isinstance(state, Mapping) else list(KEYS)
-        got = f"a {type(state).__name__} without {', '.join(lacking)}"
-        raise refusal("the state of GradientAverager", got, "what GradientAverager.state_dict() returned, whole")
+    what, allowed = "the state of GradientAverager", "what GradientAverager.state_dict() returned, whole"
+    if not isinstance(state, Mapping) or set(TYPES) - set(state):
+        lacking = sorted(set(TYPES) - set(state)) if isinstance(state, Mapping) else list(TYPES)
+        raise refusal(what, f"a {type(state).__name__} without {', '.join(lacking)}", allowed)
+    for key, expected in TYPES.items():
+        if not isinstance(state[key], expected):
+            raise refusal(f"{what}, {key!r}", f"a {type(state[key]).__name__}", allowed)
     memory = state["memory"]
+    for kind, parts in memory.items():
+        if not isinstance(parts, Mapping) or not all(isinstance(part, torch.Tensor) for part in parts.values()):
+            raise refusal(what, f"{kind!r} that is no dict of tensors", allowed)
     if memory and (lacking := [kind for kind in kinds if kind not in memory]):
         got = f"a state of another method, with {', '.join(sorted(memory))}"
         raise refusal(

@@ -116,6 +116,21 @@ def post_reason(what: str) -> None:
         _with_store(lambda store: store.set(key, what))
 
 
+def others_end() -> bool:
+    """Whether every other rank has posted why it ends, now or within `STORE_SECONDS`."""
+    if not dist.is_initialized():
+        return True
+    others, posted = [_key(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank()], []
+
+    def ask(store: dist.Store) -> None:
+        for other in others:
+            store.wait([other], timedelta(seconds=STORE_SECONDS - 0.2))
+            posted.append(other)
+
+    _with_store(ask)
+    return posted == others
+
+
 def _with_store(use: Callable[[dist.Store], None]) -> None:
     """Call `use` with a connection to the ranks' store; wait for it `STORE_SECONDS` at most."""
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it

@@ -31,7 +31,6 @@ from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer, check_compressor, check_staleness
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_model
 from lightning_gradcomp.registry import build
 
@@ -118,7 +117,6 @@ class AsyncStrategy(BaseStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return  # with what an earlier fit has left, which a checkpoint may still be made of
         self.averager = self.server = None
@@ -157,7 +155,7 @@ class AsyncStrategy(BaseStrategy):
             )
             self._buffers, self.averager.ranks, self._pulled = Buffers(module), ranks, 0
             self.barrier()
-        sigterm.set_handler(trainer, self.averager)
+        sigterm.set_handler(trainer)
         rank_zero_info(self._describe())
 
     def _describe(self) -> str:
@@ -244,7 +242,7 @@ class AsyncStrategy(BaseStrategy):
         )
         if KEY in checkpoint:
             self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager)  # type: ignore[arg-type]
-        self.averager.steps = checkpoint["global_step"]
+        self.averager.steps = self._steps
         self.server.shard.load_weights(by_name)
         with self.explained("loading a checkpoint"):
             self.barrier()  # all servers have
@@ -252,10 +250,10 @@ class AsyncStrategy(BaseStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with what the workers remember; a checkpoint of weights alone has none of it."""
-        if "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
+        filepath, with_states = self._meet_to_save(checkpoint, filepath)
+        if with_states:
             with self.explained("saving a checkpoint"):
                 checkpoint[KEY] = {}
-                filepath = of_rank_zero(filepath)
                 self.rank_states.put_into(checkpoint[KEY], filepath, self.averager, accumulating=False)  # type: ignore[arg-type]
         super().save_checkpoint(checkpoint, filepath, storage_options)
         with self.explained("saving a checkpoint"):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import signal
+import sys
+import threading
 import time
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
@@ -21,13 +25,40 @@ from lightning_gradcomp.averaging.faults import (
     explained,
     explanation,
     is_lost_peer,
+    others_end,
     post_reason,
 )
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.checkpoint_files import Sidecars, read
+from lightning_gradcomp.plugin import sigterm
+from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero, read, with_suffix
 from lightning_gradcomp.plugin.launchers import MultiProcessingLauncher, SubprocessLauncher
-from lightning_gradcomp.plugin.rank_states import RankStates, interrupted
+from lightning_gradcomp.plugin.meeting import meet
+from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, interrupted
 from lightning_gradcomp.plugin.validation import check_batches
+
+log = logging.getLogger(__name__)
+WAITING_SECONDS = 10.0
+"""Seconds that a save waits for other ranks without a word."""
+WAITING = (
+    "trainer.save_checkpoint waits for other ranks. Every rank has to call it: if one has not, this ends in an error."
+)
+OF_THIS_PROCESS = {"averager", "server", "_hook"}
+"""Attributes of strategies that hold a process group, a thread or a connection."""
+
+
+def _tell(exception: BaseException) -> None:
+    """Tell the other ranks what this one has raised."""
+    post_reason(f"raised {type(exception).__name__}: {exception}")
+
+
+def _called_by_trainer() -> bool:
+    """Whether `Trainer.save_checkpoint` is under way, which every rank has to call."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "save_checkpoint" and isinstance(frame.f_locals.get("self"), Trainer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def warn_of_stale_addresses() -> None:
@@ -70,6 +101,15 @@ class ExplainedStrategy(ParallelStrategy):
         with self.explained("at the start of training"):
             check_batches(self.lightning_module.trainer, self.root_device)
 
+    def teardown(self) -> None:
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            sigterm.restore_handler(self.lightning_module._trainer)
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, such as a saved Trainer's: without what belongs to this process, such as process groups."""
+        return {name: None if name in OF_THIS_PROCESS else value for name, value in super().__getstate__().items()}
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.explained("forward"):  # DDP sends buffers before it
             return super().training_step(*args, **kwargs)
@@ -97,7 +137,7 @@ class ExplainedStrategy(ParallelStrategy):
             doing = "in an exchange that is not the strategy's"
             exception.args = (explanation(exception, self._steps, doing), *exception.args[1:])
         elif not isinstance(exception, ExchangeFailed):
-            post_reason(f"raised {type(exception).__name__}: {exception}")
+            _tell(exception)
             return
         if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
             time.sleep(1.0)  # for the others to log their reasons
@@ -108,6 +148,7 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     """DDPStrategy that checks a fit before it starts processes, names rank, step and phase where an exchange fails, and
     runs no code from checkpoints."""
 
+    averager: Any
     checkpoint_state: str
     """What becomes of the states of all ranks in a checkpoint: one of `CHECKPOINT_STATES`."""
 
@@ -115,6 +156,46 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     def rank_states(self) -> RankStates:
         """The states of all ranks, in checkpoints."""
         return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io), self.num_nodes)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As DDP's. After an interruption, in which callbacks may save, it holds only if every rank was interrupted.
+        Those that were not wait for this one in an exchange, and learn from its end what has happened."""
+        error, module = sys.exc_info()[1], self.lightning_module
+        if error is None or module is None or module._trainer is None or not interrupted(module):
+            super().barrier(*args, **kwargs)
+        elif not (isinstance(error, ExchangeFailed) or is_lost_peer(error)):
+            _tell(error)
+            if others_end():
+                with suppress(ExchangeFailed):
+                    super().barrier(*args, **kwargs)
+
+    def _meet_to_save(self, checkpoint: dict[str, Any], filepath: Any) -> tuple[Any, bool]:
+        """Rank 0's `filepath`, and whether all ranks put their states into the checkpoint, which rank 0 decides.
+
+        Collective under `Trainer.save_checkpoint`, which every rank calls, as under DDP. This strategy's own
+        `save_checkpoint` is another thing: under DDP rank 0 may call it alone, so it meets nobody.
+        """
+        whole = "optimizer_states" in checkpoint
+        if self.averager is None:
+            return filepath, False
+        if self._interrupted:
+            return filepath, whole and all_ranks_present(self.lightning_module)
+        if self.world_size > 1 and not _called_by_trainer():
+            if whole:
+                rank_zero_warn(
+                    "strategy.save_checkpoint does not wait for other ranks: this checkpoint is without what they "
+                    "have not sent yet. trainer.save_checkpoint, called on every rank, saves that too."
+                )
+            return filepath, False
+        waiting = threading.Timer(WAITING_SECONDS, log.warning, (WAITING,))
+        waiting.daemon = True
+        waiting.start()
+        try:
+            with self.explained("saving a checkpoint"):
+                meet(self.root_device, saving=True)
+                return of_rank_zero((filepath, whole))
+        finally:
+            waiting.cancel()
 
     @property
     def _interrupted(self) -> bool:
@@ -157,7 +238,7 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
         """As `Strategy.load_checkpoint`, but no code in the file is run, unless weights_only=False is given.
 
         Raises:
-            ValueError: a file that is not a whole checkpoint.
+            ValueError: a file that is not a whole checkpoint; also a FileNotFoundError where there is none.
         """
         self._loaded_from = checkpoint_path
         what, allowed = "checkpoint", "a file that Lightning saved, whole"
@@ -168,13 +249,12 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's. A local file is written under another name first: Lightning moves a temporary file over an earlier
         checkpoint, which a full disk would leave in pieces where the two are on different filesystems."""
-        if not isinstance(self.checkpoint_io, TorchCheckpointIO) or not isinstance(
-            get_filesystem(filepath), LocalFileSystem
-        ):
+        own_io = type(self.checkpoint_io) is not TorchCheckpointIO  # it is told the real path: it may read or note it
+        if own_io or not isinstance(get_filesystem(filepath), LocalFileSystem):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = LocalFileSystem._strip_protocol(str(filepath))
-        partial = f"{path}.partial"
+        partial = os.path.join(os.path.dirname(path), with_suffix(os.path.basename(path), ".partial"))
         try:
             super().save_checkpoint(checkpoint, partial, storage_options)
             if self.is_global_zero and os.path.isfile(partial):

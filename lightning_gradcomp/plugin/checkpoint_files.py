@@ -7,6 +7,7 @@ the new checkpoint is complete.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import posixpath
 import shutil
@@ -24,7 +25,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import MissingFile, refusal
 
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -65,11 +66,13 @@ def read(load: Callable[..., Any], path: Any, what: str, key: str, allowed: str,
         options: of `load`. weights_only=False runs what is in the file.
 
     Raises:
-        ValueError: the file can't be read, or holds something else.
+        ValueError: the file can't be read, or holds something else; also a FileNotFoundError where there is no file.
     """
     try:
         with no_code(options.get("weights_only")):
             content = load(path, **options)
+    except FileNotFoundError as error:
+        raise MissingFile(str(refusal(what, f"{path}: {error}", allowed))) from error
     except OSError as error:
         raise refusal(what, f"{path}: {error}", allowed) from error
     except Exception as error:  # torch.load has an error of its own for each way in which a file can be broken
@@ -88,8 +91,22 @@ def _in_short(error: Exception) -> str:
     return first.partition(". ")[0]
 
 
+TOKEN_LETTERS = 12
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
 """No digits: Lightning takes all of those in "hpc_ckpt_1.ckpt.ranks-..." for the version of SLURM's checkpoint."""
+
+
+NAME_BYTES = 255
+"""The longest file name that common filesystems allow."""
+
+
+def with_suffix(name: str, suffix: str) -> str:
+    """`name` + `suffix`; a name that would be too long is cut, and gets a digest of the whole."""
+    encoded, room = os.fsencode(name), NAME_BYTES - len(suffix)
+    if len(encoded) > room:
+        digest = hashlib.sha256(encoded).hexdigest()[:12].translate(LETTERS)
+        name = f"{encoded[: room - 13].decode(errors='ignore')}-{digest}"
+    return name + suffix
 
 
 def of_rank_zero(value: Any) -> Any:
@@ -122,18 +139,20 @@ class Sidecars:
             ExchangeFailed: another rank is lost; it names rank, `steps` and the phase.
         """
         with explained(steps, "saving a checkpoint"):
-            token = of_rank_zero(uuid.uuid4().hex[:12].translate(LETTERS))
-        folder, rank = f"{checkpoint}.ranks-{token}", dist.get_rank()
+            token = of_rank_zero(uuid.uuid4().hex[:TOKEN_LETTERS].translate(LETTERS))
+        parent, name = posixpath.split(str(checkpoint).replace(os.sep, "/"))
+        name, rank = f"{_folders_of(name)}{token}", dist.get_rank()
+        folder = posixpath.join(parent, name)
         self.io.save_checkpoint({"token": token, "rank": rank, "state": state}, _file(folder, rank))
         with explained(steps, "writing sidecar files"):
             dist.barrier()  # the checkpoint that names them is written after them
-        return posixpath.basename(folder.replace(os.sep, "/"))
+        return name
 
     def read(self, checkpoint: str | Path, name: str, rank: int) -> dict[str, Any]:
         """The state in the file of `rank` in the folder `name` beside `checkpoint`, or beside what that links to.
 
         Raises:
-            ValueError: the file is missing, can't be read, or belongs to another save.
+            ValueError: the file is missing (also a FileNotFoundError), can't be read, or belongs to another save.
         """
         fs, beside = get_filesystem(checkpoint), str(checkpoint)
         if isinstance(fs, LocalFileSystem):  # also as file://
@@ -156,11 +175,16 @@ class Sidecars:
         with suppress(FileNotFoundError):  # a CheckpointIO may write somewhere else
             for found in map(str, fs.ls(posixpath.dirname(path) or ".", detail=False)):
                 folder = posixpath.basename(found.rstrip("/"))
-                if folder.startswith(f"{posixpath.basename(path)}.ranks-") and folder != keep:
+                if folder.startswith(_folders_of(posixpath.basename(path))) and folder != keep:
                     if on_disk:
                         shutil.rmtree(found, ignore_errors=True)  # another rank may be doing the same
                     else:
                         fs.rm(found, recursive=True)
+
+
+def _folders_of(name: str) -> str:
+    """How the names of all folders of the checkpoint `name` begin; the token follows."""
+    return with_suffix(name, f".ranks-{'x' * TOKEN_LETTERS}")[:-TOKEN_LETTERS]
 
 
 def _file(folder: str, rank: int) -> str:

@@ -58,6 +58,10 @@ class DDPHook:
         self._compressed: set[int] = set()
         """With `at_optimizer_step`: ids of the parameters whose last step was compressed."""
 
+    def release(self) -> None:
+        """Let go of the DDP module, which keeps this hook: a cycle through C++, which Python's collector can't see."""
+        del self._ddp
+
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
             self._gradients_ready = time.perf_counter()

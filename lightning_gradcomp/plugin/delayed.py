@@ -29,7 +29,6 @@ from lightning_gradcomp.local_sgd.rounds import check_error_decay
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_model
 from lightning_gradcomp.registry import build
 
@@ -125,7 +124,6 @@ class DelayedStrategy(BaseStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self._awaits_backward = False
-        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.lightning_module is not None
@@ -141,7 +139,7 @@ class DelayedStrategy(BaseStrategy):
                 **self.rule,
             )
         self.averager.steps = trainer.global_step  # another fit goes on counting
-        sigterm.set_handler(trainer, self.averager)
+        sigterm.set_handler(trainer)
         rank_zero_info(self.averager.describe())
 
     @contextmanager
@@ -234,11 +232,12 @@ class DelayedStrategy(BaseStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with the state of the rounds; a checkpoint of weights alone has none of it."""
-        if "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
+        filepath, with_states = self._meet_to_save(checkpoint, filepath)
+        if with_states:
+            assert self.averager is not None
             with self.explained("saving a checkpoint"):
                 checkpoint[KEY] = self.averager.state_dict()
                 if self.averager.error_decay is not None:
-                    filepath = of_rank_zero(filepath)
                     self.rank_states.put_into(checkpoint[KEY], filepath, self.averager.rounds, accumulating=False)
                     checkpoint[KEY]["rounds"]["memory"] = {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -253,4 +252,4 @@ class DelayedStrategy(BaseStrategy):
             self.averager.load_state_dict(checkpoint[KEY])
             if self.averager.error_decay is not None:
                 self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager.rounds)
-        self.averager.steps = checkpoint["global_step"]
+        self.averager.steps = self._steps

@@ -162,7 +162,6 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         reshard(self.lightning_module)  # an earlier validation has left whole parameters
         super().setup(trainer)
         self._share_initial_weights()
-        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         check_optimizers(self.compressor, self.optimizers)
@@ -184,7 +183,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             check_local_weights(trainer, self.lightning_module)
         if self.verify_replicas_every_n_steps:
             self.averager.compare_all_local_weights()
-        sigterm.set_handler(trainer, self.averager)
+        sigterm.set_handler(trainer)
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
         rank_zero_info(self.averager.describe())
@@ -260,17 +259,17 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     ) -> Any:
         """As `Strategy.optimizer_step`; after the closure, replicas average. Error feedback is committed."""
         assert self.averager is not None and self.lightning_module is not None
-        averager, averages = self.averager, 0
+        averager, gradients = self.averager, 0
         scaler = getattr(self.precision_plugin, "scaler", None)
 
         def closure_then_average() -> Any:
-            nonlocal averages
+            nonlocal gradients
             result = closure()
             with self.explained("averaging gradients"):
                 averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
             sigterm.stop_after_batch(averager, self.lightning_module.trainer)  # type: ignore[union-attr]
-            averages += 1
-            check_gradients(averager.compressor, optimizer, averages)
+            gradients += 1
+            check_gradients(averager.compressor, optimizer, gradients)
             return result
 
         result = super().optimizer_step(optimizer, closure_then_average, model, **kwargs)
@@ -314,7 +313,8 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As `ModelParallelStrategy`'s, with what replicas remember; a checkpoint of weights alone has none of it."""
         averager, folder = self.averager, None
-        if "optimizer_states" in checkpoint and averager is not None and all_ranks_present(self.lightning_module):
+        with_states = self.broadcast("optimizer_states" in checkpoint)  # a hook may have removed them from one rank's
+        if with_states and averager is not None and all_ranks_present(self.lightning_module):
             saved: dict[str, Any] = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
             checkpoint[KEY] = saved
             if self._save_distributed_checkpoint:
@@ -346,7 +346,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
                 self.optimizers = []
             checkpoint = super().load_checkpoint(path, weights_only)
             if averager is not None and fitting:
-                averager.steps = checkpoint["global_step"]
+                averager.steps = checkpoint.get("global_step", 0)
                 RankStates("mean", Sidecars(self.checkpoint_io), self.num_nodes).restore(checkpoint, path, averager)
         return checkpoint
 

@@ -21,10 +21,10 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, mean_state
-from lightning_gradcomp.averaging.checkpoint_state import SHARD, all_floating
+from lightning_gradcomp.averaging.checkpoint_state import SHARD, all_floating, check_state
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.sharded_checkpoint import own_memory
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero
 from lightning_gradcomp.registry import entries
 
@@ -145,27 +145,29 @@ class RankStates:
         Raises:
             ValueError: a state that can't be read, or doesn't fit the model.
         """
-        saved = checkpoint.get(KEY)
-        if saved is None or self.mode == "drop" or saved.get("compressor") != name_of(averager):
-            held = "nothing that ranks remember" if saved is None else f"what {saved.get('compressor')!r} remembers"
+        saved = None if self.mode == "drop" else checked_header(checkpoint.get(KEY))
+        if saved is None or saved["compressor"] != name_of(averager):
+            held = "nothing that ranks remember" if saved is None else f"what {saved['compressor']!r} remembers"
             why = "checkpoint_state='drop'" if self.mode == "drop" else f"the checkpoint holds {held}"
             rank_zero_info(f"{why}: {name_of(averager)} starts with nothing remembered.")
             return
-        if saved.get("format") != FORMAT:
-            raise refusal(f"checkpoint[{KEY!r}]['format']", saved.get("format"), str(FORMAT))
         world = saved["world_size"]
         if "sharded" in saved:
             self._restore_sharded(path, saved, averager)
             return
 
         def of_rank(rank: int) -> State:
-            return self.sidecars.read(path, saved["sidecars"], rank) if "sidecars" in saved else saved["ranks"][rank]
+            state = self.sidecars.read(path, saved["sidecars"], rank) if "sidecars" in saved else saved["ranks"][rank]
+            if isinstance(averager, GradientAverager):  # a worker of `dist_async` remembers less
+                check_state(state, ())
+            return state
 
         if "mean" not in saved and world == averager.world:
             state = of_rank(averager.ranks.rank)
         else:
             rank_zero_info(f"{averager.world} ranks start with the mean of what the checkpoint's {world} remembered.")
             state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
+            check_state(state, ())
         memory = dict(state["memory"])
         self._accumulated = memory.pop("accumulated", {})
         memory = own_memory(averager, memory) if averager.shards else memory
@@ -183,6 +185,32 @@ class RankStates:
         """Set the gradients of an unfinished accumulation, which Lightning zeroes after restoring."""
         averager.gradients.put_back(self._accumulated)
         self._accumulated = {}
+
+
+def checked_header(saved: Any) -> State | None:
+    """What a checkpoint has under `KEY`, None if that is nothing.
+
+    Raises:
+        ValueError: an entry that is missing, or of another type than `RankStates.put_into` writes.
+    """
+    if saved is None:
+        return None
+    what = f"checkpoint[{KEY!r}]"
+    if not isinstance(saved, dict):
+        raise refusal(what, f"a {type(saved).__name__}", "a dict, as a checkpoint has it; or checkpoint_state='drop'")
+    if saved.get("format") != FORMAT:
+        raise refusal(f"{what}['format']", saved.get("format"), str(FORMAT))
+    if not isinstance(saved.get("compressor"), str):
+        raise refusal(f"{what}['compressor']", saved.get("compressor"), "a compressor's name")
+    world: Any = saved.get("world_size")
+    if not is_whole(world) or world < 1:
+        raise refusal(f"{what}['world_size']", world, "a whole number from 1")
+    types = {"ranks": list, "sidecars": str, "mean": dict, "sharded": str}
+    held = [key for key, expected in types.items() if isinstance(saved.get(key), expected)]
+    if len(held) != 1 or len(saved.get("ranks", range(world))) != world:
+        got = ", ".join(f"{key!r}: a {type(saved[key]).__name__}" for key in types if key in saved) or "none of these"
+        raise refusal(what, got, f"one of {', '.join(types)}: a list of {world} states, a name, a state, a name")
+    return saved
 
 
 def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) -> OptimizerState:

@@ -30,14 +30,13 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import buffers, sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-from lightning_gradcomp.plugin.checkpoint_files import of_rank_zero
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
 from lightning_gradcomp.plugin.rank_states import (
-    all_ranks_present,
     export_optimizer_state,
     mean_optimizer_state,
+    rank_state,
 )
 from lightning_gradcomp.plugin.validation import (
     check_callbacks,
@@ -116,8 +115,6 @@ class CompressedDDPStrategy(BaseStrategy):
         """Set while fitting."""
         self._clipping = LocalClipping()
         self._buffers_spared = self._steps_itself = False
-        self._averages = 0
-        """Averages in the optimizer step under way."""
         self._guards: list[Any] = []
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
@@ -143,7 +140,6 @@ class CompressedDDPStrategy(BaseStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        sigterm.restore_handler(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return  # with what an earlier fit has left, which a checkpoint may still be made of
         module = self.lightning_module
@@ -164,7 +160,7 @@ class CompressedDDPStrategy(BaseStrategy):
             check_local_weights(trainer, module)
         if self.verify_replicas_every_n_steps:
             self.averager.compare_all_local_weights()
-        sigterm.set_handler(trainer, self.averager)
+        sigterm.set_handler(trainer)
         self.averager.steps = trainer.global_step  # another fit goes on counting
         self._compared = 0
         if not module.automatic_optimization:
@@ -190,6 +186,8 @@ class CompressedDDPStrategy(BaseStrategy):
         self._guards = []
         if self.averager is not None:
             self.averager.detach()
+        if isinstance(self.model, DistributedDataParallel):
+            self._hook.release()
         super().teardown()
 
     def on_train_start(self) -> None:
@@ -270,7 +268,6 @@ class CompressedDDPStrategy(BaseStrategy):
         """Call the hook's `average(averager, *args)`; then end after a SIGTERM, and log what topology="auto" chose."""
         averager = self.averager
         assert averager is not None and self.lightning_module is not None
-        self._averages += 1
         tuned = averager.autotune.outcome if averager.autotune else ""
         with self.explained("averaging gradients"):
             by_averager = average(averager, *args)
@@ -289,14 +286,16 @@ class CompressedDDPStrategy(BaseStrategy):
         """As DDP's; after the closure, gradients that are not averaged yet are. Error feedback is committed."""
         averager, module = self.averager, self.lightning_module
         assert averager is not None and module is not None
-        automatic, self._averages = module.automatic_optimization, 0
+        gradients = 0
         averager.use_optimizers(self._corrected, self.optimizers)
 
         def closure_then_average() -> Any:
+            nonlocal gradients
             result = closure()
-            if not automatic:
+            if not module.automatic_optimization:
                 self._average(self._hook.before_optimizer_step, optimizer)
-            check_gradients(averager.compressor, optimizer, self._averages)
+            gradients += 1
+            check_gradients(averager.compressor, optimizer, gradients)
             return result
 
         self._steps_itself = True
@@ -343,10 +342,16 @@ class CompressedDDPStrategy(BaseStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As DDP's, with the states of all ranks, and optimizers with the momentum that is kept in the averager, as
         plain DDP has it. A checkpoint of weights alone has none of it."""
-        if "optimizer_states" in checkpoint and self.averager is not None and all_ranks_present(self.lightning_module):
+        filepath, with_states = self._meet_to_save(checkpoint, filepath)
+        states = []
+        if with_states:
+            assert self.averager is not None
             with self.explained("saving a checkpoint"):
-                filepath = of_rank_zero(filepath)
                 states = self.rank_states.put_into(checkpoint, filepath, self.averager, self._hook.accumulating)
+        elif "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
+            states = [rank_state(self.averager, accumulating=False)]  # rank 0's momentum alone
+        if states:
+            assert self.averager is not None
             kept = mean_optimizer_state(states, self.averager)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 export_optimizer_state(kept, optimizer, state)
@@ -357,5 +362,5 @@ class CompressedDDPStrategy(BaseStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
-        self.averager.steps = checkpoint["global_step"]
+        self.averager.steps = self._steps
         self.rank_states.restore(checkpoint, self._loaded_from, self.averager)

@@ -5,6 +5,7 @@ given), start (of the training), save (a checkpoint), sidecar (its file), or met
 No fault happens after a restart of torchrun's.
 """
 
+import inspect
 import os
 import signal
 import sys
@@ -95,10 +96,13 @@ if __name__ == "__main__":
     else:
         compressor = lgc.NoCompression() if STRATEGY == "ddp_dense" else lgc.DGC()
         strategy = forced(compressor, timeout=patience, checkpoint_state="sidecar" if PLACE == "sidecar" else "gather")
+    save = {"every_n_train_steps": 5, "enable_version_counter": False}
+    if KIND == "raise" and "save_on_exception" in inspect.signature(ModelCheckpoint).parameters:  # lightning 2.6
+        save["save_on_exception"] = True
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_progress_bar=False,
         enable_model_summary=False, plugins=[Files()],
-        callbacks=[Say(), ModelCheckpoint(FOLDER, "last", every_n_train_steps=5, enable_version_counter=False)],
+        callbacks=[Say(), ModelCheckpoint(FOLDER, "last", **save)],
     )  # fmt: skip
     images = torch.randn(320, 64)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, images.argmax(1) % 10), 16)

@@ -174,7 +174,7 @@ def resume():
     return {
         "resumed_apart": apart(end, resumed),
         "ranks_differ": not torch.equal(ranks[0]["features.0.weight"], ranks[1]["features.0.weight"]),
-        "besides_gathering": sorted(besides_gathering),
+        "besides_gathering": besides_gathering,
         "exported_momentum_apart": (mean - buffers[0]["momentum_buffer"]).abs().max().item(),
         "buffers_in_checkpoint": len([entry for entry in buffers.values() if "momentum_buffer" in entry]),
         "momentum_in_checkpoint": saved["optimizer_states"][0]["param_groups"][0]["momentum"],

@@ -1,10 +1,14 @@
 """Files of checkpoints and beside them: which there are, which go, and what is said of those that can't be read."""
 
+import copy
 import errno
+import gc
+import io
 import os
 import re
 import shutil
 import warnings
+import weakref
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -42,10 +46,10 @@ def trainer_for(strategy, **options):
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, **{"max_epochs": 1, **QUIET, **options})
 
 
-def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None, **options):
+def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None, callbacks=None, **options):
     """A fit on one rank, which has files of its own like any other."""
     strategy = strategy or lgc.CompressedDDPStrategy(checkpoint_state=state)
-    trainer = trainer_for(strategy, max_epochs=epochs, plugins=plugins)
+    trainer = trainer_for(strategy, max_epochs=epochs, plugins=plugins, callbacks=callbacks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Net(), torch.ones(4, 4), ckpt_path=ckpt, **options)
@@ -283,3 +287,125 @@ def test_on_another_filesystem_than_the_local_one():
     with pytest.raises(ValueError, match=r"sidecar of rank 3: got 'memory://runs/a/last\.ckpt\.ranks-old/rank-3"):
         sidecars.read(path, "last.ckpt.ranks-old", 3)
     sidecars.remove_old("memory://runs/nowhere/last.ckpt", keep=None)  # a CheckpointIO may write somewhere else
+
+
+def test_a_missing_file_is_an_error_of_both_kinds(saved, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"^checkpoint: got '.*missing\.ckpt.*not found.*allowed: ") as error:
+        fit(ckpt=tmp_path / "missing.ckpt")
+    assert isinstance(error.value, ValueError)
+
+
+def header(**changes):
+    """Changes entries under the key; `...` removes one."""
+    return lambda held: {key: value for key, value in {**held, **changes}.items() if value is not ...}
+
+
+def state(**changes):
+    """Changes entries of the one rank's state."""
+    return lambda held: {**held, "ranks": [header(**changes)(held["ranks"][0])]}
+
+
+MALFORMED = {
+    "no dict": (lambda held: [held], r"checkpoint\['lightning_gradcomp'\]: got 'a list', allowed: a dict"),
+    "no compressor": (header(compressor=...), r"\['compressor'\]: got None, allowed: a compressor's name"),
+    "a world of no ranks": (header(world_size=0), r"\['world_size'\]: got 0, allowed: a whole number from 1"),
+    "a world that is no number": (header(world_size="1"), r"\['world_size'\]: got '1'"),
+    "no states": (header(ranks=...), r"got 'none of these', allowed: one of ranks, sidecars, mean, sharded"),
+    "states that are no list": (header(ranks={}), r"got \"'ranks': a dict\", allowed"),
+    "a rank too many": (header(world_size=2), r"a list of 2 states"),
+    "two places": (header(mean={}), r"got \"'ranks': a list, 'mean': a dict\""),
+    "a state that is no dict": (header(ranks=[3]), r"got 'a int without steps, memory"),
+    "a mean that is no state": (header(ranks=..., mean={}), r"got 'a dict without .*memory"),
+    "a state without steps": (state(steps=...), r"got 'a dict without steps'"),
+    "steps that are no number": (state(steps="4"), r"'steps': got 'a str'"),
+    "a memory of numbers": (state(memory={"momentum": {"layer.weight": 1.0}}), r"'momentum' that is no dict of tens"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_states_are_named(copies, spoil, message):
+    path = copies / "gather.ckpt"
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, KEY: spoil(content[KEY])}, path)
+    with pytest.raises(ValueError, match=message):
+        fit(ckpt=path)
+    assert fit("drop", path).global_step == 4  # none of it is looked at
+
+
+@pytest.mark.parametrize("strategy", [lgc.CompressedDDPStrategy, lgc.DelayedStrategy])
+def test_a_checkpoint_without_global_step_goes_on_from_its_loops(copies, strategy):
+    content = torch.load(copies / "gather.ckpt", weights_only=True)
+    del content["global_step"], content[KEY]
+    torch.save(content, copies / "gather.ckpt")
+    trainer = fit(strategy=strategy(), ckpt=copies / "gather.ckpt", epochs=2)
+    assert trainer.strategy.averager.steps == trainer.global_step == 8
+
+
+def test_names_of_250_characters(saved, tmp_path):
+    trainer = fit("sidecar")
+    paths = [tmp_path / f"{'n' * 244}{number}.ckpt" for number in (1, 2)]
+    for path in (*paths, paths[0]):
+        trainer.save_checkpoint(path)
+    folders = [torch.load(path, weights_only=True)[KEY]["sidecars"] for path in paths]
+    assert sorted(os.listdir(tmp_path)) == sorted([*(path.name for path in paths), *folders])
+    assert fit("sidecar", paths[0], epochs=2).global_step == 8
+    trainer.strategy.remove_checkpoint(paths[0])
+    assert sorted(os.listdir(tmp_path)) == sorted([paths[1].name, folders[1]])
+
+
+def test_a_users_checkpoint_io_gets_the_real_path(saved, tmp_path):
+    class Noting(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            told.append(Path(path))
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    told = []
+    fit(plugins=[Noting()]).save_checkpoint(tmp_path / "last.ckpt")
+    assert told == [tmp_path / "last.ckpt"]
+
+
+class CopyTrainer(L.Callback):
+    """Copies everything after a step."""
+
+    def on_train_batch_end(self, trainer, *args):
+        copy_all(trainer)
+
+
+def copy_all(trainer):
+    for whole in (trainer, trainer.strategy, trainer.callbacks):
+        copy.deepcopy(whole)
+        torch.save(whole, io.BytesIO())
+    again = copy.deepcopy(trainer).lightning_module
+    assert torch.equal(again.layer.weight, trainer.lightning_module.layer.weight)
+
+
+STRATEGIES = {
+    "dgc": lambda: lgc.CompressedDDPStrategy(),
+    "dga": lambda: lgc.DelayedStrategy(),
+    "async": lambda: lgc.AsyncStrategy(),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_during_and_after_a_fit(saved, strategy):
+    copy_all(fit(strategy=STRATEGIES[strategy](), callbacks=[CopyTrainer(), lgc.CommunicationMonitor()]))
+
+
+class NoteModels(L.Callback):
+    def __init__(self, noted):
+        self.noted = noted
+
+    def on_train_end(self, trainer, module):
+        self.noted += [weakref.ref(module), weakref.ref(trainer.strategy.model)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_kept_after_a_fit(saved, strategy):
+    noted = []
+    trainer = fit(strategy=STRATEGIES[strategy](), callbacks=[NoteModels(noted)])
+    gc.collect()
+    module, wrapper = noted  # some strategies have no wrapper
+    assert module() is trainer.lightning_module and wrapper() in (None, module())
+    del trainer
+    gc.collect()
+    assert module() is None

@@ -1,5 +1,6 @@
 """A rank that dies, hangs or raises: the others end soon, with a sentence, and the run can go on."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ CASES = {  # those that wait first; last the one whose second rank has to import
     "term": ("outside", "term", "dgc"),
     "term, dense": ("outside", "term", "ddp_dense"),
     "raise": ("outside", "raise", "dgc"),
+    "raise, dga": ("outside", "raise", "dga"),
     "start": ("outside", "kill", "dgc", "1", "start"),
     "save": ("outside", "kill", "dgc", "1", "save"),
     "sidecar": ("outside", "kill", "dgc", "1", "sidecar"),
@@ -134,10 +136,12 @@ def test_sigterm_on_one_rank_ends_all_together(outcomes, case):
     assert moment(output, "rank 0 ends") - moment(output, "term on rank 1") < 5 * TIMEOUT
 
 
-def test_what_a_rank_raised_is_told_the_others(outcomes):
-    _, output = outcomes["raise"]
-    assert "step 8, averaging gradients: the exchange failed; rank 1 raised ArithmeticError: a mistake" in output
-    assert moment(output, "rank 0 ends") - moment(output, "raise on rank 1") < 5 * TIMEOUT
+@pytest.mark.parametrize(("case", "phase"), [("raise", "averaging gradients"), ("raise, dga", "averaging round")])
+def test_what_a_rank_raised_is_told_the_others(outcomes, case, phase):
+    """Though a callback saves a checkpoint first, for which Lightning waits for all ranks."""
+    _, output = outcomes[case]
+    assert re.search(rf"rank 0 of 2, step \d+, {phase}.*: the exchange failed; rank 1 raised ArithmeticError", output)
+    assert moment(output, "rank 0 ends") - moment(output, "raise on rank 1") < 2 * TIMEOUT
 
 
 @pytest.mark.parametrize("case", ["stop", "raise", "stop, dense"])
