@@ -29,13 +29,15 @@ from lightning_gradcomp.registry import register
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis (fp32 [m, r], r ≤ m) that spans the columns of p, completed where p is short of rank.
+    """An orthonormal basis (fp32 [m, r], r ≤ m) of the columns of p, but for rows of zeros, which stay zeros.
 
     Householder QR, which neither divides by a column's length nor cares whether it is 0. Columns are brought to one
-    scale first, so that tiny gradients don't underflow.
+    scale first, so that tiny gradients don't underflow. Rounding, and the columns that complete a p that is short of
+    rank, would write something into rows of zeros, which Adam turns into whole steps.
     """
     scale = p.abs().max()
-    return torch.linalg.qr(p / torch.where(scale > 0, scale, 1))[0]
+    basis = torch.linalg.qr(p / torch.where(scale > 0, scale, 1))[0]
+    return basis.mul_((p != 0).any(1, keepdim=True))
 
 
 def query(name: str, rows: int, rank: int, device: torch.device, step: int = 0) -> torch.Tensor:
@@ -171,7 +173,9 @@ class PowerSGD(Lossy):
             finite = (torch.stack(largest) * r).isfinite().all() & torch.stack([p.isfinite().all() for p in ps]).all()
             if self.warm_start:
                 # Only the span matters. At the gradient's scale M Q would have its square, and under- or overflow.
-                state.next_queries = [q / torch.where(m > 0, m, 1) for q, m in zip(qs, largest, strict=True)]
+                # A column that found nothing asks again: as a column of zeros it would never find anything.
+                triples = zip(qs, largest, state.queries, strict=True)
+                state.next_queries = [torch.where((q != 0).any(0), q / m, old) for q, m, old in triples]
             else:  # with one Q for ever, what lies outside of its span would never be sent
                 named = zip(layout.names, qs, strict=True)
                 state.next_queries = [query(n, len(q), r, flat.device, collectives.step + 1) for n, q in named]
