@@ -166,7 +166,8 @@ def test_the_formulas_of_bytes_are_the_codes(density):
     payloads = [
         (lgc.DGC(values="fp32"), sparse(each)),
         (lgc.GradientDropping(), sparse(together)),
-        (lgc.OneBit(groups="block"), sum(8 * ceil(size / 512) + 4 * ceil(size / 32) for size in sizes)),
+        (lgc.OneBit(), sum(8 * shape[0] + 4 * ceil(prod(shape) / 32) for shape in layout.shapes)),
+        (lgc.OneBit(groups="block"), sum(8 * ceil(size / 512) + 4 * ceil(size / 32) for size in sizes) + 8 + 4),
         (lgc.TwoBit(), sum(4 + 4 * ceil(size / 16) for size in sizes)),
         (lgc.TernGrad(share_scaler=False), sum(4 + 4 * ceil(size / 20) for size in sizes)),
         (lgc.PowerSGD(), factors),

@@ -56,7 +56,7 @@ class Average:
     flags: Flags
     names: frozenset[str] = frozenset()
     commit: Callable[[Set[str]], None] | None = None
-    values: Callable[[str], torch.Tensor] = lambda name: torch.empty(0)
+    values: Callable[[str], torch.Tensor] = lambda name: torch.empty(0, dtype=torch.float32)
 
 
 def average_dense(compressor: Compressor, gradients: Gradients, ranks: Ranks, grad_scale: float, flags: Flags) -> Flags:

@@ -274,7 +274,10 @@ class AdamStep(State):
             for kind in self.buffers
         }
         kinds["squares"] = {name: self._squares.clone() for name in kinds["exp_avg"]}  # of all tensors the same
-        return {**kinds, "step": {name: torch.tensor(float(self._t[name])) for name in kinds["exp_avg"]}}
+        return {
+            **kinds,
+            "step": {name: torch.tensor(float(self._t[name]), dtype=torch.float32) for name in kinds["exp_avg"]},
+        }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for kind in self.buffers:

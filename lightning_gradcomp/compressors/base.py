@@ -10,7 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -23,7 +23,7 @@ from lightning_gradcomp.compressors.decoded import Chunked, Decoded
 from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
 from lightning_gradcomp.compressors.kernels.rng import Draws
-from lightning_gradcomp.compressors.layout import Layout, Shard, chunks
+from lightning_gradcomp.compressors.layout import CHUNK, Layout, Shard, chunks
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import is_number, is_whole, refusal
@@ -384,6 +384,12 @@ class TensorCodec(Lossy):
     seed: ClassVar[int] = 0
     draws: ClassVar[Draws]
     """Set on a copy for each tensor and step, if `random`."""
+    batched: ClassVar[bool] = False
+    """True if `encode` and `decode` also take m tensors of n elements at once, which saves calls for small tensors.
+
+    `encode` then takes x [m, n], where n is a multiple of `chunk`, and gives each part a first dimension of m. `decode`
+    takes such parts and returns [m, n]. Each tensor must get the values that it gets alone.
+    """
 
     error_feedback: bool = True
 
@@ -454,8 +460,12 @@ class _Part:
     dtype: torch.dtype
     rows_per_chunk: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
     def _bytes(self, payload: torch.Tensor) -> torch.Tensor:
-        return payload[self.begin : self.begin + self.shape.numel() * self.dtype.itemsize]
+        return payload[self.begin : self.begin + self.nbytes]
 
     def read(self, payload: torch.Tensor) -> torch.Tensor:
         own = self._bytes(payload)
@@ -469,17 +479,44 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """How one tensor of a layout is written."""
+    """How a tensor is written, or `many` tensors of n elements together, which follow on each other in the buffer."""
 
     name: str
     start: int
-    stop: int
+    n: int
     codec: TensorCodec
     parts: list[_Part]
+    many: int = 1
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.many * self.n
+
+    def takes(self, codec: TensorCodec, n: int) -> bool:
+        """Whether the next tensor is written together with these.
+
+        Parts of whole words need no padding, so that the payload is as long as if each were written alone.
+        """
+        if not codec.batched or codec != self.codec or n != self.n or not (size := codec.chunk):
+            return False
+        whole = n % size == 0 and all(part.nbytes % 4 == 0 for part in self.parts)
+        return whole and (self.many + 1) * n <= CHUNK
+
+    def placed(self, begin: int) -> _Encoding:
+        """With the parts in a payload from `begin` on."""
+        parts = []
+        for part in self.parts:
+            shape = part.shape if self.many == 1 else torch.Size((self.many, *part.shape))
+            parts.append(replace(part, begin=begin, shape=shape))
+            begin += padded(parts[-1].nbytes)
+        return replace(self, parts=parts)
 
 
 class _Encodings:
-    """Where the parts of all tensors are in a payload: each begins at a multiple of 4 bytes."""
+    """Where the parts of all tensors are in a payload: each begins at a multiple of 4 bytes.
+
+    Small tensors of one size that follow on each other are written together, as many as fill a CPU's chunk.
+    """
 
     def __init__(self, codec: TensorCodec) -> None:
         self._codec = codec
@@ -492,16 +529,22 @@ class _Encodings:
         return self._known[layout]
 
     def _lay_out(self, layout: Layout) -> tuple[list[_Encoding], int]:
-        encodings, end = [], 0
+        encodings: list[_Encoding] = []
         for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
-            codec = self._codec.for_tensor(name, shape)
+            codec, n = self._codec.for_tensor(name, shape), stop - start
+            if encodings and encodings[-1].takes(codec, n):
+                encodings[-1] = replace(encodings[-1], many=encodings[-1].many + 1)
+                continue
             per_chunk = _sample(codec, name, codec.chunk) if codec.chunk else None
             parts = []
-            for number, part in enumerate(_sample(codec, name, stop - start)):
+            for number, part in enumerate(_sample(codec, name, n)):
                 rows = per_chunk[number].shape[0] if per_chunk and part.dim() else 0
-                parts.append(_Part(end, part.shape, part.dtype, rows))
-                end += padded(part.nbytes)
-            encodings.append(_Encoding(name, start, stop, codec, parts))
+                parts.append(_Part(0, part.shape, part.dtype, rows))
+            encodings.append(_Encoding(name, start, n, codec, parts))
+        end = 0
+        for number, one in enumerate(encodings):
+            encodings[number] = one.placed(end)
+            end += sum(padded(part.nbytes) for part in encodings[number].parts)
         return encodings, end
 
 
@@ -544,10 +587,12 @@ class TensorPayloads:
         encodings, length = self._encodings.of(layout)
         payload = torch.zeros(length, dtype=torch.uint8, device=flat.device)  # also the bytes between parts
         for one in encodings:
-            parts = _parts(_with_draws(one.codec, one.name, self._draws).encode(flat[one.start : one.stop]))
+            x = flat[one.start : one.stop]
+            x = x.view(one.many, one.n) if one.many > 1 else x
+            parts = _parts(_with_draws(one.codec, one.name, self._draws).encode(x))
             got, allowed = ([(part.dtype, tuple(part.shape)) for part in these] for these in (parts, one.parts))
             if got != allowed:
-                what = f"{type(one.codec).__name__}.encode(x [{one.stop - one.start}])"
+                what = f"{type(one.codec).__name__}.encode(x {list(x.shape)})"
                 raise refusal(what, got, f"{allowed}, as for zeros: sizes are a function of n alone")
             for place, part in zip(one.parts, parts, strict=True):
                 place.write(payload, part)
@@ -556,26 +601,25 @@ class TensorPayloads:
     def decode(self, payload: torch.Tensor, layout: Layout) -> Chunked:
         """What a payload says."""
         places: list[tuple[int, int]] = []
-        pieces: list[tuple[Any, list[torch.Tensor]]] = []
+        pieces: list[tuple[Any, list[torch.Tensor], int]] = []
         for one in self._encodings.of(layout)[0]:
-            codec, n = _with_draws(one.codec, one.name, self._draws), one.stop - one.start
+            codec = _with_draws(one.codec, one.name, self._draws)
             parts = [part.read(payload) for part in one.parts]
-            if not (size := codec.chunk):
+            if one.many > 1 or not (size := codec.chunk):
                 places.append((one.start, one.stop))
-                pieces.append((codec, parts))
+                pieces.append((codec, parts, one.n))
                 continue
-            for start, stop in chunks(0, n, payload.device, multiple=size):
+            for start, stop in chunks(0, one.n, payload.device, multiple=size):
                 first, last = start // size, -(-stop // size)
                 cut = [
                     part[first * place.rows_per_chunk : last * place.rows_per_chunk] if part.dim() else part
                     for part, place in zip(parts, one.parts, strict=True)
                 ]
                 places.append((one.start + start, one.start + stop))
-                pieces.append((codec, cut))
+                pieces.append((codec, cut, stop - start))
 
         def values(number: int) -> torch.Tensor:
-            codec, parts = pieces[number]
-            start, stop = places[number]
-            return codec.decode(parts, stop - start)
+            codec, parts, n = pieces[number]
+            return codec.decode(parts, n).view(-1)
 
         return Chunked(places, values)

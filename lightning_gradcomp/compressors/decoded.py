@@ -141,7 +141,7 @@ def concatenate(parts: Sequence[Decoded], starts: Sequence[int]) -> Sparse | Chu
 def by_tensor(mean: Decoded, layout: Layout) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
     """For each tensor of `layout`: positions in it (int64 [k]) and values there; or None, and a value for each element.
 
-    Where the mean is `Chunked`, its chunks are the tensors, which are computed one by one.
+    Where the mean is `Chunked`, each chunk is a whole tensor or several, which are computed when they are asked for.
     """
     if isinstance(mean, Sparse):
         bounds = torch.tensor([0, *(stop for _, stop in layout.bounds)], device=mean.indices.device)
@@ -152,8 +152,12 @@ def by_tensor(mean: Decoded, layout: Layout) -> Iterator[tuple[torch.Tensor | No
         for start, stop in layout.bounds:
             yield None, mean.values[start:stop]
     else:
-        for number in range(len(mean.chunks)):
-            yield None, mean.values(number)
+        number, begin, values = -1, 0, torch.empty(0, dtype=torch.float32)
+        for start, stop in layout.bounds:
+            if stop > begin + len(values):
+                number += 1
+                begin, values = start, mean.values(number)
+            yield None, values[start - begin : stop - begin]
 
 
 def locate(places: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

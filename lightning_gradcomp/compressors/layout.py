@@ -95,7 +95,7 @@ class Layout:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of `flat` in the parameters' shapes, sharing its memory."""
-        return [flat[start:stop].view(shape) for (start, stop), shape in zip(self.bounds, self.shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
 
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> copy of its part of `flat`, in the parameter's shape."""

@@ -3,7 +3,9 @@
 Each element of residual + gradient is sent as one bit, and each group of elements with the two values that the bits
 stand for: the means of the elements on either side of a threshold. A group is a column of the paper's matrices, one
 unit's fan-in: a row of PyTorch's weight. With one scale for a whole tensor, whose elements differ in size, the error
-stays larger than the gradient. Groups never span two parameters. A group of zeros decodes to exactly 0.
+stays larger than the gradient. Groups never span two parameters. A group of zeros decodes to exactly 0, and so does a
+row of zeros in a group of several rows, of which a bit more says whether it is one: weights without a gradient, such as
+those of padding, stay where they are.
 
 The paper's threshold is 0. Its authors' CNTK also has the group's mean, with two values at equal distances from it.
 Here it is the mean, with the means of either side, which leave a smaller error.
@@ -14,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, TensorCodec
-from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits
+from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits, unpack_bits
 from lightning_gradcomp.compressors.layout import chunks
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
@@ -56,6 +58,13 @@ def dequantise(bits: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
     return bits.mul_(high - low).add_(low)
 
 
+def row_size(shape: tuple[int, ...]) -> int:
+    """Elements of a unit's fan-in in a weight of this shape. Of [1, positions, width], a unit is a position."""
+    while len(shape) > 2 and shape[0] == 1:
+        shape = shape[1:]
+    return math.prod(shape[1:])
+
+
 @register("onebit")
 @dataclass(kw_only=True)
 class OneBit(TensorCodec):
@@ -65,7 +74,8 @@ class OneBit(TensorCodec):
 
     Args:
         groups: "column" (a unit's fan-in, as in the paper), "block" (of `group_size` consecutive elements) or "tensor".
-            Groups of g elements cost 1 + 64 / g bits an element.
+            Groups of g elements cost 1 + 64 / g bits an element. A matrix whose columns have one or two elements
+            travels uncompressed. Groups that cut rows or span several also cost a bit a row.
         group_size: elements of a block.
         threshold: "mean" or "zero".
         warmup_steps: dense steps before the quantisation begins. Default: 22 (the paper begins with unquantised data
@@ -83,6 +93,10 @@ class OneBit(TensorCodec):
     )
     default_warmup_steps: ClassVar[int] = DENSE_START
 
+    batched: ClassVar[bool] = True
+    _row: ClassVar[int] = 0
+    """Elements of a row, in a tensor whose groups are not made of whole ones; set by `for_tensor`."""
+
     groups: str = "column"
     group_size: int = 512
     threshold: str = "mean"
@@ -96,34 +110,48 @@ class OneBit(TensorCodec):
         if not is_whole(self.group_size) or self.group_size < 1:
             raise refusal("OneBit.group_size", self.group_size, "a whole number from 1")
 
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """As for every compressor; and columns must be long enough to save something."""
+        return super().takes(name, shape) and (self.groups != "column" or row_size(shape) > 2)
+
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> OneBit:
         """With the size of this tensor's groups."""
-        n = math.prod(shape)
-        size = {"block": self.group_size, "column": n // shape[0], "tensor": n}[self.groups]
-        return replace(self, groups="block", group_size=min(size, n))
+        n, row = math.prod(shape), row_size(shape)
+        size = min({"block": self.group_size, "column": row, "tensor": n}[self.groups], n)
+        codec: Any = replace(self, groups="block", group_size=size)
+        if row < n and row % size:
+            codec._row = row
+        return codec
 
     @property
-    def chunk(self) -> int:
+    def chunk(self) -> int | None:
         """Whole groups and whole bytes."""
-        return math.lcm(self.group_size, 8)
+        return None if self._row else math.lcm(self.group_size, 8)
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two means of each group, and the bits of all elements."""
-        means, packed = [], []
-        for start, stop in chunks(0, len(x), x.device, multiple=self.chunk):
+    def encode(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The two means of each group, and the bits of all elements; which rows have any element that is not 0."""
+        means, packed, v = [], [], x.view(-1)
+        for start, stop in chunks(0, len(v), v.device, multiple=math.lcm(self.group_size, 8)):
             full = stop - (stop - start) % self.group_size
             ends = [(a, b) for a, b in ((start, full), (full, stop)) if a < b]
-            groups = [x[a:b].view(-1, min(self.group_size, b - a)) for a, b in ends]
+            groups = [v[a:b].view(-1, min(self.group_size, b - a)) for a, b in ends]
             bits, pairs = zip(*(quantise(group, self.threshold) for group in groups), strict=True)
             means += pairs
             packed.append(pack_bits(bits[0] if len(bits) == 1 else torch.cat([part.view(-1) for part in bits])))
-        return torch.cat(means), torch.cat(packed)
+        parts = [torch.cat(means), torch.cat(packed)]
+        if self._row:
+            parts.append(pack_bits(v.view(-1, self._row).any(1)))
+        return [part.unflatten(0, (len(x), -1)) for part in parts] if x.dim() > 1 else parts
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-        """Each element's mean of the two."""
-        means, packed = parts
+        """Each element's mean of the two; 0 in a row of zeros."""
+        means, packed, *rows = parts
+        if packed.dim() > 1:  # of several tensors, each of whole groups and bytes
+            return self.decode([means.flatten(0, 1), packed.flatten()], len(packed) * n).view(-1, n)
         bits, full = look_up(bit_table(packed.device), packed)[:n], n - n % self.group_size
         dequantise(bits[:full].view(-1, self.group_size), means[: full // self.group_size])
         if full < n:
             dequantise(bits[full:].view(1, -1), means[-1:])
+        for any_in_row in rows:
+            bits.view(-1, self._row).mul_(unpack_bits(any_in_row, n // self._row).unsqueeze(1))
         return bits

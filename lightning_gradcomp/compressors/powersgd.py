@@ -15,27 +15,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 from zlib import crc32
 
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, Lossy
 from lightning_gradcomp.compressors.decoded import Chunked
-from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.layout import CHUNK, Layout
 from lightning_gradcomp.compressors.state import Residual, State, StateDict
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis (fp32 [m, r], r ≤ m) that spans the columns of p, completed where p is short of rank.
+    """An orthonormal basis (fp32 [..., m, r], r ≤ m) of the columns of p, but for rows of zeros, which stay zeros.
 
     Householder QR, which neither divides by a column's length nor cares whether it is 0. Columns are brought to one
-    scale first, so that tiny gradients don't underflow.
+    scale first, so that tiny gradients don't underflow. Rounding, and the columns that complete a p that is short of
+    rank, would write something into rows of zeros, which Adam turns into whole steps.
     """
-    scale = p.abs().max()
-    return torch.linalg.qr(p / torch.where(scale > 0, scale, 1))[0]
+    scale = p.abs().amax((-2, -1), keepdim=True)
+    basis = torch.linalg.qr(p / torch.where(scale > 0, scale, 1))[0]
+    return basis.mul_((p != 0).any(-1, keepdim=True))
 
 
 def query(name: str, rows: int, rank: int, device: torch.device, step: int = 0) -> torch.Tensor:
@@ -43,6 +45,37 @@ def query(name: str, rows: int, rank: int, device: torch.device, step: int = 0) 
     seed = f"{name} {step}" if step else name  # of a CPU's generator 32 bits count
     generator = torch.Generator().manual_seed(crc32(seed.encode()))
     return torch.randn(rows, rank, generator=generator, dtype=torch.float32).to(device, non_blocking=True)
+
+
+class Batch(NamedTuple):
+    """A matrix, or small ones of one shape that follow on each other, which a call multiplies at once.
+
+    Args:
+        start, stop: where they are in the flat buffer.
+        numbers: of the tensors.
+        shape: (matrices, rows, columns).
+    """
+
+    start: int
+    stop: int
+    numbers: slice
+    shape: tuple[int, int, int]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The matrices in `flat`, sharing its memory."""
+        return flat[self.start : self.stop].view(self.shape)
+
+
+def batches_of(layout: Layout) -> list[Batch]:
+    """All tensors of a layout."""
+    batches: list[Batch] = []
+    for number, (shape, (start, stop)) in enumerate(zip(layout.shapes, layout.bounds, strict=True)):
+        many, begin, matrix = 1, start, (shape[0], prod(shape[1:]))
+        if batches and batches[-1].shape[1:] == matrix and stop - batches[-1].start <= CHUNK:
+            before = batches.pop()
+            many, begin = before.shape[0] + 1, before.start
+        batches.append(Batch(begin, stop, slice(number + 1 - many, number + 1), (many, *matrix)))
+    return batches
 
 
 class PowerSGDState(Residual):
@@ -152,28 +185,35 @@ class PowerSGD(Lossy):
     ) -> tuple[Chunked, Chunked]:
         """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P; the average is P Qᵀ, what was sent P Q_localᵀ.
 
-        Neither product is kept: they are computed a matrix at a time where they are needed.
+        Neither product is kept: they are computed where they are needed, a matrix or several small ones at a time.
         """
-        r = self.rank
-        matrices = [flat[a:b].view(shape[0], -1) for (a, b), shape in zip(layout.bounds, layout.shapes, strict=True)]
+        r, batches = self.rank, batches_of(layout)
+        matrices = [batch.of(flat) for batch in batches]
         with collectives.phase("compress"):
-            ps = [m @ q for m, q in zip(matrices, state.queries, strict=True)]
-        packed = collectives.mean(torch.cat([p.reshape(-1) for p in ps]))
+            queries = [torch.stack(state.queries[batch.numbers]) for batch in batches]
+            ps = [m @ q for m, q in zip(matrices, queries, strict=True)]
+        packed = collectives.mean(torch.cat([p.view(-1) for p in ps]))
         with collectives.phase("compress"):
             parts = packed.split([p.numel() for p in ps])
-            ps = [orthonormal(part.view(-1, r)) for part in parts]
-            local = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
-        packed = collectives.mean(torch.cat([q.reshape(-1) for q in local]))
+            ps = [orthonormal(part.view(p.shape)) for part, p in zip(parts, ps, strict=True)]
+            local = [m.mT @ p for m, p in zip(matrices, ps, strict=True)]
+        packed = collectives.mean(torch.cat([q.view(-1) for q in local]))
         with collectives.phase("decompress"):
-            qs = [part.view(-1, r) for part in packed.split([q.numel() for q in local])]
-            largest = [q.abs().max() for q in qs]
+            parts = packed.split([q.numel() for q in local])
+            qs = [part.view(q.shape) for part, q in zip(parts, local, strict=True)]
+            largest = [q.abs().amax((1, 2), keepdim=True) for q in qs]
             # |P Qᵀ| ≤ r · max|Q|, since no element of an orthonormal P is above 1.
-            finite = (torch.stack(largest) * r).isfinite().all() & torch.stack([p.isfinite().all() for p in ps]).all()
+            bounds = torch.stack([each.max() for each in largest]) * r
+            finite = bounds.isfinite().all() & torch.stack([p.isfinite().all() for p in ps]).all()
             if self.warm_start:
                 # Only the span matters. At the gradient's scale M Q would have its square, and under- or overflow.
-                state.next_queries = [q / torch.where(m > 0, m, 1) for q, m in zip(qs, largest, strict=True)]
+                # A column that found nothing asks again: as a column of zeros it would never find anything.
+                triples = zip(qs, largest, queries, strict=True)
+                found = [torch.where((q != 0).any(1, keepdim=True), q / m, old) for q, m, old in triples]
+                state.next_queries = [q for each in found for q in each.unbind()]
             else:  # with one Q for ever, what lies outside of its span would never be sent
-                named = zip(layout.names, qs, strict=True)
+                named = zip(layout.names, state.queries, strict=True)
                 state.next_queries = [query(n, len(q), r, flat.device, collectives.step + 1) for n, q in named]
-        mean = Chunked(layout.bounds, lambda i: (ps[i] @ qs[i].T).view(-1), finite)
-        return mean, Chunked(layout.bounds, lambda i: (ps[i] @ local[i].T).view(-1))
+        places = [(batch.start, batch.stop) for batch in batches]
+        mean = Chunked(places, lambda i: (ps[i] @ qs[i].mT).view(-1), finite)
+        return mean, Chunked(places, lambda i: (ps[i] @ local[i].mT).view(-1))

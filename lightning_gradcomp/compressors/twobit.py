@@ -30,24 +30,30 @@ PER_WORD = 16
 
 
 def best_threshold(r: torch.Tensor) -> torch.Tensor:
-    """Σr² / (√2 · Σ|r|) of r (fp32 [n]): where sending -t, 0 or +t leaves the least of it; fp32 scalar.
+    """Σr² / (√2 · Σ|r|) of r (fp32 [..., n]): where sending -t, 0 or +t leaves the least of it; fp32 [...].
 
     The part of E[r²] that is sent is ∫ (2t|r| - t²) over |r| ≥ t. For a Laplace distribution of scale b it is greatest
     at t = √2 · b, and Σr² / Σ|r| is 2b; a normal distribution's best t is within a hundredth of the same formula.
     Elements that are 0 don't change t. They would drive a mean magnitude towards 0, and since an element above t falls
     by t a step, most of r would then stay for dozens of steps.
     """
-    pieces = [r[start:stop] for start, stop in chunks(0, r.numel(), r.device)]
+    n = r.shape[-1]
+    pieces = [r[..., start:stop] for start, stop in chunks(0, n, r.device)]
     tiny = torch.finfo(torch.float32).tiny  # a tensor of zeros has no such t, and at 0 every element would send ±0
-    mean = torch.clamp(torch.stack([piece.abs().sum() for piece in pieces]).sum() / r.numel(), min=tiny)
+    mean = torch.clamp(torch.stack([piece.abs().sum(-1) for piece in pieces]).sum(0) / n, min=tiny)
     # Squared in units of their mean: gradients of 1e-20 or 1e20 would be squared to 0 or infinity.
-    squares = torch.stack([(piece / mean).square_().sum() for piece in pieces]).sum()
-    return torch.clamp(0.5**0.5 * mean * (squares / r.numel()), min=tiny)
+    unit = mean.unsqueeze(-1)
+    squares = torch.stack([(piece / unit).square_().sum(-1) for piece in pieces]).sum(0)
+    return torch.clamp(0.5**0.5 * mean * (squares / n), min=tiny)
 
 
 def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """The codes of r (fp32 [n]) at threshold t (fp32 scalar), in MXNet's order: uint8 [4 · ceil(n / 16)]."""
-    codes = interleave(greater_equal(r.abs(), t), greater_equal(r, t))  # 11, 10 or 00
+    """The codes of r (fp32 [n]) at threshold t (fp32 scalar), in MXNet's order: uint8 [4 · ceil(n / 16)].
+
+    Of r [m, n] at thresholds [m], where n is a multiple of 16, one row after the other.
+    """
+    t = t.unsqueeze(-1) if t.dim() else t
+    codes = interleave(greater_equal(r.abs(), t).view(-1), greater_equal(r, t).view(-1))  # 11, 10 or 00
     return torch.nn.functional.pad(codes, (0, -(-r.numel() // PER_WORD) * 4 - codes.numel()))
 
 
@@ -59,7 +65,9 @@ def _levels(device: torch.device) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, n: int, t: torch.Tensor) -> torch.Tensor:
-    """The values (each -t, 0 or +t; fp32 [n]) that `pack` wrote at threshold t."""
+    """The values (each -t, 0 or +t; fp32 [n]) that `pack` wrote at threshold t; [m, n] at thresholds [m]."""
+    if t.dim():
+        return look_up(_levels(packed.device), packed.view(-1)).view(-1, n).mul_(t.unsqueeze(1))
     return look_up(_levels(packed.device) * t, packed)[:n]
 
 
@@ -88,6 +96,8 @@ class TwoBit(TensorCodec):
     )
     default_warmup_steps: ClassVar[int] = DENSE_START
 
+    batched: ClassVar[bool] = True
+
     threshold: Any = "auto"  # "auto" or a number; the command line's types have no union of the two
 
     def __post_init__(self) -> None:
@@ -103,7 +113,9 @@ class TwoBit(TensorCodec):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The threshold, and the codes."""
         auto = self.threshold == "auto"
-        t = best_threshold(x) if auto else torch.full((), float(self.threshold), dtype=torch.float32, device=x.device)
+        t = best_threshold(x) if auto else x.new_full(x.shape[:-1], float(self.threshold))
+        if x.dim() > 1:
+            return t, pack(x, t).view(len(x), -1)
         return t, torch.cat([pack(x[a:b], t) for a, b in chunks(0, len(x), x.device, multiple=PER_WORD)])
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:

@@ -98,10 +98,11 @@ def parts_loss(model, rank, step):
     return total
 
 
-def with_adamw(model, group, compressor):
+def with_adamw(model, group, compressor, *, topology="all_gather", weight_decay=0.01):
     """An optimizer and an averager; `averaged` has SGD."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return optimizer, GradientAverager(model, compressor, optimizer=optimizer, process_group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay)
+    averager = GradientAverager(model, compressor, optimizer=optimizer, process_group=group, topology=topology)
+    return optimizer, averager
 
 
 def without_momentum(model, group, compressor, schedule=None, **options):

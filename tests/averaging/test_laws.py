@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from lightning_gradcomp.averaging import GradientAverager, exchange
-from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.compressors import Lossy, PowerSGD
 from tests.averaging.laws import (
     ANY_OPTIMIZER,
     EVERY,
     LOSSY,
+    REGISTERED,
     REMEMBERING,
     SCALE_FREE,
+    SHARDED,
     Parts,
     finite,
     kept,
@@ -212,6 +214,46 @@ def test_a_layer_with_zero_gradients_does_not_move(make):
         assert finite(averager, model)
         assert torch.equal(model.matrix, Table().matrix)
         assert not torch.equal(model.kernel, Table().kernel)
+
+    run_ranks(2, work)
+
+
+SILENT = [(60, 16), (1, 20, 16), (12, 3, 3, 3), (4, 40), (30,), (2, 5)]
+"""Shapes of a table of tokens, of positions, of a kernel, of a matrix, and of two tensors that are not compressed."""
+
+
+def silent(parts):
+    """The rows that padding, tokens that never occur, and positions that are not used leave without a gradient."""
+    table, positions, kernel, matrix, vector, small = parts
+    return [table[:1], table[4:], positions[:, 12:], kernel[::5], matrix[2:3], vector[20:], small[:1]]
+
+
+SILENCED = {
+    **{label: ("all_gather", make) for label, make in REGISTERED.items()},
+    **{f"two_phase-{label}": ("two_phase", SHARDED[label]) for label in with_defaults(REGISTERED) if label in SHARDED},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(("topology", "make"), SILENCED.values(), ids=SILENCED)
+def test_rows_without_a_gradient_stay_where_they_are(topology, make, optimizer):
+    def work(rank, group):
+        model, options = Parts(*SILENT), {}
+        if isinstance(make(), Lossy) and not isinstance(make(), PowerSGD):
+            options = {"dense_values": "int2"}
+        if optimizer == "sgd":
+            steps, averager = averaged(model, group, make(**options), topology=topology)
+        else:
+            steps, averager = with_adamw(model, group, make(**options), topology=topology, weight_decay=0)
+        for step in range(6):
+            backward(model, steps, rank, step, parts_loss)
+            for rows in silent([part.grad for part in model.parts]):
+                rows.zero_()
+            averager.step()
+        start = Parts(*SILENT)
+        assert not torch.equal(weights(model), weights(start))
+        for rows, before in zip(silent(model.parts), silent(start.parts), strict=True):
+            assert torch.equal(rows, before)
 
     run_ranks(2, work)
 

@@ -14,7 +14,7 @@ from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.terngrad import TernGrad
-from tests.averaging.laws import Parts, note_sent
+from tests.averaging.laws import Parts, note_sent, parts_loss
 from tests.averaging.workers import SGD, Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
 from tests.reference.terngrad_server import Server
 from tests.threads import run_ranks, subgroups
@@ -67,6 +67,28 @@ def test_it_is_the_simulation_in_one_process_to_the_bit(world, topology, options
         theirs = own.state_dict()
         assert same({kind: state[kind] for kind in theirs}, theirs)
         assert SHARD not in state
+
+
+@pytest.mark.parametrize("topology", ["all_gather", "two_phase"])
+def test_tensors_of_one_size_get_what_each_gets_alone(topology):
+    """Small ones are drawn and packed together."""
+    shapes = [*[(8, 20)] * 3, (4, 12), *[(5, 9)] * 2, (9, 5)]
+
+    def work(rank, group):
+        model, seen = Parts(*shapes), []
+        optimizer, averager = averaged(model, group, terngrad(error_feedback=True), topology=topology)
+        for step in range(3):
+            backward(model, optimizer, rank, step, parts_loss)
+            own = torch.cat([part.grad.reshape(-1) for part in model.parts])
+            averager.average()
+            averager.commit()
+            seen.append((own, torch.cat([part.grad.reshape(-1) for part in model.parts])))
+        return seen
+
+    ranks, server = run_ranks(2, work), Server(terngrad(error_feedback=True), dict(enumerate(shapes)), 2)
+    for step in zip(*ranks, strict=True):
+        average = server.step([own for own, _ in step])
+        assert all(torch.equal(mean, average) for _, mean in step)
 
 
 @pytest.mark.parametrize(

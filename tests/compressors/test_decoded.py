@@ -9,10 +9,12 @@ from lightning_gradcomp.compressors.decoded import (
     Chunked,
     Dense,
     Sparse,
+    by_tensor,
     concatenate,
     mean_of,
     merge,
 )
+from lightning_gradcomp.compressors.layout import Layout
 from tests.compressors.one_worker import normal
 
 
@@ -132,3 +134,11 @@ def test_chunked_and_dense_shards_are_concatenated():
     assert torch.equal(mean([whole, whole], 30).values, values)
     whole.subtract_from(flat)
     assert not flat.any()
+
+
+def test_a_chunk_of_several_tensors_is_divided_among_them():
+    layout, values = Layout(tuple("abcde"), ((2, 3), (3,), (4, 1), (2,), (5,))), normal(20)
+    mean = chunked(values, [(0, 9), (9, 13), (13, 20)])
+    parts = [part for places, part in by_tensor(mean, layout) if places is None]
+    assert [len(part) for part in parts] == layout.sizes
+    assert torch.equal(torch.cat(parts), values)

@@ -93,6 +93,28 @@ def test_a_group_of_zeros_decodes_to_zeros(options, threshold):
 
 
 @ways
+@pytest.mark.parametrize("shape", [(5, 3), (5, 5, 3), (3, 513), (1, 5, 16), (1, 1, 40)], ids=str)
+def test_a_row_of_zeros_decodes_to_zeros(options, shape):
+    """Also in a group of several rows, as in every tensor of shape [1, positions, width]."""
+    v = normal(torch.Size(shape).numel()).view(shape)
+    rows = v if shape[0] > 1 else v[0]
+    rows[len(rows) // 2] = 0
+    worker = Worker(OneBit(**options), one(*shape))
+    for _ in range(3):
+        decoded = worker.push(v).view(rows.shape)
+        assert not decoded[len(rows) // 2].any()
+        assert len(rows) == 1 or decoded[0].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"), [((2000, 1), False), ((2000, 2), False), ((2000, 3), True), ((1, 2000, 1, 1), False)], ids=str
+)
+def test_columns_too_short_to_save_bytes_travel_uncompressed(shape, taken):
+    assert OneBit().takes("weight", shape) == taken
+    assert OneBit(groups="block").takes("weight", shape)
+
+
+@ways
 @pytest.mark.parametrize("threshold", ["zero", "mean"])
 def test_every_group_keeps_its_sum(options, threshold):
     worker = Worker(OneBit(threshold=threshold, **options), ODD)
@@ -115,7 +137,7 @@ def test_a_column_is_a_units_fan_in():
 @ways
 @pytest.mark.parametrize("layout", [ODD, one(1, 1), one(1, 8), one(3, 3), one(700, 3), one(3, 90_000)], ids=str)
 def test_the_payload_is_two_means_a_group_and_a_bit_an_element(layout, options):
-    """Of each tensor the means, then the bits, which end at a multiple of 4 bytes."""
+    """Of each tensor the means, then the bits, and where groups cut rows a bit for each; all end at multiples of 4."""
     compressor = OneBit(threshold="zero", **options)
     worker = Worker(compressor, layout)
     v = normal(layout.n)
@@ -124,6 +146,10 @@ def test_the_payload_is_two_means_a_group_and_a_bit_an_element(layout, options):
         begin += 8 * -(-(stop - start) // group_size(options, shape))
         assert bits_of(worker.payload[begin:], stop - start) == (v[start:stop] >= 0).int().tolist()
         begin += 4 * -(-(stop - start) // 32)
+        row = (stop - start) // shape[0]
+        if shape[0] > 1 and row % min(group_size(options, shape), stop - start):
+            assert all(bits_of(worker.payload[begin:], shape[0]))
+            begin += 4 * -(-shape[0] // 32)
     assert worker.payload.numel() == begin == dict(compressor.messages(layout))["gather"]
     assert torch.equal(worker.residual, v - decoded)
 

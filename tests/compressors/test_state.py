@@ -350,6 +350,25 @@ def test_local_gradients_are_fp32_without_the_scale(dtype, scale):
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_small_parameters_that_are_treated_alike_are_read_together(scale):
+    sizes = [5, 3, 9, 40_000, 7, 2, 300_000, 4]
+    layout = Layout(tuple(map(str, range(8))), tuple((size,) for size in sizes))
+    [flat] = gradients(1, layout.n)
+    parts = list(flat.split(sizes))
+    parts[4] = None
+    gradient, read = LocalGradient(parts, layout, scale), torch.full((layout.n,), torch.nan)
+    pieces = []
+    for piece in gradient.pieces("aabbbbbb"):
+        read[piece.part] = piece.g
+        pieces.append(list(piece.numbers))
+    flat[layout.bounds[4][0] : layout.bounds[4][1]] = 0
+    assert torch.equal(read, flat / scale)
+    assert pieces == [[0, 1], [2], [3], [4, 5], [6], [6], [7]]
+    whole = [list(piece.numbers) for piece in LocalGradient.of(flat, layout).pieces("aabbbbbb")]
+    assert whole == pieces
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
 def test_local_gradients_know_whether_they_are_finite(value, scale):
     g = gradients(1)[0]

@@ -163,6 +163,28 @@ def test_decoding_by_chunks_is_decoding_whole(compressor, n):
     assert torch.equal(payload_of(compressor, v, one(1, n)), codec.decode(codec.encode(v), n))
 
 
+# Several tensors at once
+
+MANY = Layout(tuple("abcdefg"), (*[(8, 16)] * 3, (16, 8), (5, 3), *[(4, 1000)] * 2))
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [lgc.OneBit(), lgc.OneBit(groups="block", group_size=8, threshold="zero"), lgc.TwoBit(), lgc.TwoBit(threshold=0.3)],
+    ids=["onebit", "onebit, 8", "twobit", "twobit, 0.3"],
+)
+def test_tensors_of_one_size_have_the_values_and_bytes_that_they_have_alone(compressor):
+    v = normal(MANY.n) * torch.arange(1, MANY.n + 1)
+    payload, decoded = payload_codec(compressor, MANY).encode(v, MANY)
+    assert len(decoded.chunks) < len(MANY.names)
+    together, alone, length = payload_of(compressor, v, MANY), [], 0
+    for shape, (start, stop) in zip(MANY.shapes, MANY.bounds, strict=True):
+        alone.append(payload_of(compressor, v[start:stop], one(*shape)))
+        length += payload_codec(compressor, one(*shape)).payload_bytes(one(*shape))
+    assert torch.equal(together, torch.cat(alone))
+    assert len(payload) == length
+
+
 # Error feedback
 
 

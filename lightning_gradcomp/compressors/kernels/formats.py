@@ -74,6 +74,7 @@ def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The mean magnitude of a group divides it; each part is written as its own mean magnitude, which leaves the smallest
     squared error. So signs are exact, and a group's sum of magnitudes is kept, but for the rounding of the two means.
+    In a group that holds a 0, the lower magnitude is 0: a 0 stays exactly 0, and the small values wait in the residual.
 
     Args:
         v: fp32 [k], finite.
@@ -91,6 +92,8 @@ def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     few = sizes - many
     high = torch.where(above, grouped / many.clamp(min=1), 0).sum(1)
     low = torch.where(above, 0, grouped / few.clamp(min=1)).sum(1)
+    has_zero = (grouped > 0).sum(1, keepdim=True) < sizes
+    low = torch.where(has_zero.squeeze(1), 0, low)
     largest = torch.finfo(torch.bfloat16).max
     return torch.stack([low, high], 1).clamp(max=largest).to(torch.bfloat16), above.view(-1)[: v.numel()]
 

@@ -9,12 +9,13 @@ the k largest, which an exact search among them then finds. Where fewer than k p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cache
 
 import numpy as np
 import torch
 
-from lightning_gradcomp.compressors.layout import CHUNK, Layout
+from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
 
 SAMPLE_AT_LEAST = 65_536
 """Shorter tensors are searched whole: a sample would cost as much."""
@@ -31,33 +32,12 @@ def count(n: int, density: float) -> int:
 
 def topk_each(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
     """Flat indices (int64, ascending) of the `count(size, density)` largest entries of each tensor of `layout`."""
-    if flat.is_cuda:
-        return _topk_of_equal_sizes(flat.abs(), layout, density)
-    return torch.cat([topk(flat[a:b], count(b - a, density)) + a for a, b in layout.bounds])
-
-
-def _topk_of_equal_sizes(magnitude: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
-    """`topk_each` on a GPU, where a search launches some twenty kernels: one for all tensors of a size."""
-    begins: dict[int, list[int]] = {}
-    for start, stop in layout.bounds:
-        begins.setdefault(stop - start, []).append(start)
-    found = []
-    for size, starts in begins.items():
-        rows = torch.stack([magnitude[start : start + size] for start in starts])
-        indices = torch.topk(rows, count(size, density), sorted=False).indices
-        found.append((indices + to_column(tuple(starts), magnitude.device)).view(-1))
-    return torch.cat(found).sort().values
-
-
-@cache
-def to_column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 [m, 1]."""
-    return torch.tensor(numbers).unsqueeze(1).to(device, non_blocking=True)
+    return _topk_of_rows(flat, [(start, 1, stop - start) for start, stop in layout.bounds], density)
 
 
 def count_each(layout: Layout, density: float) -> int:
     """Number of indices that `topk_each` returns."""
-    return sum(count(size, density) for size in layout.sizes)
+    return sum(many * count(size, density) for size, many in Counter(layout.sizes).items())
 
 
 TOPK_CHUNK = 4096
@@ -69,23 +49,78 @@ def topk_chunks(flat: torch.Tensor, layout: Layout, density: float) -> torch.Ten
 
     Of each chunk `count(4096, density)`; the rest of a tensor is a shorter one.
     """
-    found = []
+    matrices = []
     for start, stop in layout.bounds:
-        chunks, rest = divmod(stop - start, TOPK_CHUNK)
-        grouped = flat[start : stop - rest].view(chunks, TOPK_CHUNK)
-        largest = grouped.abs().topk(count(TOPK_CHUNK, density), 1, sorted=False).indices.sort(1).values
-        begins = torch.arange(start, stop - rest, TOPK_CHUNK, device=flat.device)
-        found.append((largest + begins[:, None]).view(-1))
-        if rest:
-            found.append(topk(flat[stop - rest : stop], count(rest, density)) + stop - rest)
-    return torch.cat(found)
+        whole, rest = divmod(stop - start, TOPK_CHUNK)
+        matrices += [(start, whole, TOPK_CHUNK), (stop - rest, 1, rest)]
+    return _topk_of_rows(flat, [(start, rows, size) for start, rows, size in matrices if rows and size], density)
 
 
 def count_chunks(layout: Layout, density: float) -> int:
     """Number of indices that `topk_chunks` returns."""
-    sizes = [divmod(size, TOPK_CHUNK) for size in layout.sizes]
-    whole = count(TOPK_CHUNK, density)
-    return sum(chunks * whole + (count(rest, density) if rest else 0) for chunks, rest in sizes)
+    found, of_chunk = 0, count(TOPK_CHUNK, density)
+    for size, many in Counter(layout.sizes).items():
+        whole, rest = divmod(size, TOPK_CHUNK)
+        found += many * (whole * of_chunk + (count(rest, density) if rest else 0))
+    return found
+
+
+def _topk_of_rows(flat: torch.Tensor, matrices: list[tuple[int, int, int]], density: float) -> torch.Tensor:
+    """Flat indices (int64, ascending) of the largest entries of each row.
+
+    Args:
+        flat: fp32 [n].
+        matrices: (start, rows, elements of a row), one after the other in `flat`.
+        density: of each row.
+    """
+    if flat.is_cuda:
+        return _topk_of_equal_sizes(flat.abs(), matrices, density)
+    joined: list[tuple[int, int, int]] = []
+    for start, rows, size in matrices:  # those of one size are one matrix
+        if joined and joined[-1][2] == size:
+            start, before, _ = joined.pop()
+            rows += before
+        joined.append((start, rows, size))
+    return torch.cat(
+        [
+            topk_rows(flat[begin:end].view(-1, size), count(size, density)) + begin
+            for start, rows, size in joined
+            for begin, end in chunks(start, start + rows * size, flat.device, multiple=size)
+        ]
+    )
+
+
+def _topk_of_equal_sizes(magnitude: torch.Tensor, matrices: list[tuple[int, int, int]], density: float) -> torch.Tensor:
+    """`_topk_of_rows` on a GPU, where a search launches some twenty kernels: one for all rows of a size."""
+    by_size: dict[int, list[tuple[int, int]]] = {}
+    for start, rows, size in matrices:
+        by_size.setdefault(size, []).append((start, start + rows * size))
+    found = []
+    for size, parts in by_size.items():
+        rows = torch.cat([magnitude[start:stop] for start, stop in parts]).view(-1, size)
+        indices = torch.topk(rows, count(size, density), sorted=False).indices
+        begins = tuple(begin for start, stop in parts for begin in range(start, stop, size))
+        found.append((indices + to_column(begins, magnitude.device)).view(-1))
+    return torch.cat(found).sort().values
+
+
+@cache
+def to_column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 [m, 1]."""
+    return torch.tensor(numbers).unsqueeze(1).to(device, non_blocking=True)
+
+
+def topk_rows(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Flat indices (int64, ascending) of the k entries of each row of x (fp32 [m, n], on a CPU): what `topk` finds."""
+    rows, n = x.shape
+    if rows == 1 or n >= SAMPLE_AT_LEAST:
+        return torch.cat([topk(row, k) + number * n for number, row in enumerate(x)])
+    magnitude = np.abs(x.numpy())
+    passes = magnitude >= np.partition(magnitude, n - k, axis=1)[:, n - k, None]
+    for row in np.flatnonzero(np.count_nonzero(passes, axis=1) > k):  # ties at the threshold
+        passes[row] = False
+        passes[row, exact(magnitude[row], k)] = True
+    return torch.from_numpy(np.flatnonzero(passes))
 
 
 def topk(x: torch.Tensor, k: int) -> torch.Tensor:

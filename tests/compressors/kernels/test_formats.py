@@ -60,6 +60,18 @@ def test_zeros_stay_zero_and_signs_stay(values):
 
 
 @pytest.mark.parametrize("values", BITS)
+def test_a_zero_stays_zero_among_others(values):
+    """The last group is filled with zeros that don't count as such."""
+    v = some(700)
+    v[[3, 200, 600]] = 0
+    read = written_and_read(v, values)
+    assert not read[v == 0].any()
+    if values == "int2":
+        assert all(bool(group.any()) for group in read.split(GROUP))
+        assert bool(written_and_read(some(700), values).all())
+
+
+@pytest.mark.parametrize("values", BITS)
 def test_no_values_are_no_bytes(values):
     assert value_bytes(0, values) == 0
     packed = pack_values(torch.empty(0), values)

@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gradcomp.compressors.kernels.topk import SAMPLE_AT_LEAST, count, exact, sampled, topk
+from lightning_gradcomp.compressors.kernels.topk import (
+    SAMPLE_AT_LEAST,
+    count,
+    count_chunks,
+    count_each,
+    exact,
+    sampled,
+    topk,
+    topk_chunks,
+    topk_each,
+)
+from lightning_gradcomp.compressors.layout import Layout
 
 LONG = SAMPLE_AT_LEAST + 4321
 """Long enough that the search is sampled."""
@@ -71,6 +82,28 @@ def test_ties_fill_up_evenly_after_larger_entries():
     assert torch.equal(chosen[:50], torch.arange(50))
     rest = chosen[50:].diff()
     assert int(rest.min()) == int(rest.max()) == 19
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
+def test_each_tensor_is_searched_alone(density):
+    """Small tensors of one size at once, with what `topk` finds in each; ties, as in tensors of zeros, included."""
+    kinds = tensors(1000)
+    sizes = [1000] * len(kinds) + [7, 7, 1, LONG, LONG, 3]
+    flat = torch.cat([*kinds.values(), *(tensors(max(size, 2))["normal"][:size] for size in sizes[len(kinds) :])])
+    layout = Layout(tuple(map(str, range(len(sizes)))), tuple((size,) for size in sizes))
+    expected = [topk(flat[a:b], count(b - a, density)) + a for a, b in layout.bounds]
+    assert torch.equal(topk_each(flat, layout, density), torch.cat(expected))
+    assert count_each(layout, density) == len(torch.cat(expected))
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3])
+def test_each_chunk_of_a_tensor_is_searched_alone(density):
+    layout = Layout(("a", "b", "c", "d", "e"), ((4096,), (8192,), (5000,), (904,), (10,)))
+    flat = torch.randn(layout.n, generator=torch.Generator().manual_seed(0))
+    places = [(a, min(a + 4096, stop)) for start, stop in layout.bounds for a in range(start, stop, 4096)]
+    expected = [topk(flat[a:b], count(b - a, density)) + a for a, b in places]
+    assert torch.equal(topk_chunks(flat, layout, density), torch.cat(expected))
+    assert count_chunks(layout, density) == len(torch.cat(expected))
 
 
 def test_a_view_of_a_larger_buffer_is_searched_alone():
