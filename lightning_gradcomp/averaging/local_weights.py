@@ -42,10 +42,10 @@ class LocalWeights:
         """The data of the parameters while their local weights are in use."""
         self._local: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._before: list[torch.Tensor] = []
+        self._before: torch.Tensor | None = None
         self.compares_all = False
         """True to compare every element of the weights, which takes two passes over the model."""
-        self._unchecked: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._unchecked: tuple[torch.Tensor, torch.Tensor] | None = None
         """Of a GPU: what to compare once the host has to wait for it anyway."""
 
     @torch.no_grad()
@@ -69,7 +69,8 @@ class LocalWeights:
             self._shared.append(parameter.data)
             parameter.data = other
         self._local = [parameter.data for parameter in self._parameters]
-        self._versions, self._before = [parameter._version for parameter in self._parameters], self._look()
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._before = self._look()
 
     @property
     def in_use(self) -> bool:
@@ -88,7 +89,7 @@ class LocalWeights:
         """
         locals_ = zip(self._parameters, self._local, self._versions, strict=True)
         written = [p.data_ptr() != own.data_ptr() or p._version != version for p, own, version in locals_]
-        self._unchecked = (self._look(), self._before) if check else None
+        self._unchecked = (self._look(), self._before) if check and self._before is not None else None
         for parameter, weights in zip(self._parameters, self._shared, strict=True):
             if self._in_place:
                 parameter.data.copy_(weights)
@@ -117,12 +118,14 @@ class LocalWeights:
     def check(self) -> None:
         """ValueError if the local weights that were restored last had been written to. It waits for a GPU."""
         unchecked, self._unchecked = self._unchecked, None
-        if unchecked and not torch.equal(*map(torch.cat, unchecked)):
+        if unchecked and not torch.equal(*unchecked):
             self._refuse([not torch.equal(*pair) for pair in zip(*unchecked, strict=True)])
 
-    def _look(self) -> list[torch.Tensor]:
-        """What is compared of each weight, int64 [m] each."""
-        return [checksum(p).view(1) if self.compares_all else _sample(p) for p in self._parameters]
+    def _look(self) -> torch.Tensor:
+        """What is compared of each weight, as integers, which compare NaN too: int64 [parameters, 1 or SAMPLE]."""
+        if self.compares_all:
+            return torch.stack([checksum(parameter).view(1) for parameter in self._parameters])
+        return torch.stack([_sample(parameter) for parameter in self._parameters]).double().view(torch.int64)
 
     def _refuse(self, written: list[bool]) -> None:
         names = [repr(name) for name, wrong in zip(self._layout.names, written, strict=True) if wrong]
@@ -135,10 +138,10 @@ class LocalWeights:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Some elements of a parameter, evenly spaced in its memory, as a copy; as integers, which compare NaN too."""
-    flat, n = parameter.data, parameter.numel()
-    few = flat.as_strided((min(n, SAMPLE),), (max(n // SAMPLE, 1),), flat.storage_offset())
-    return few.to(torch.float64).view(torch.int64)
+    """Some elements of a parameter, evenly spaced in its memory: [SAMPLE]; of few elements all, and zeros."""
+    n = parameter.numel()
+    few = parameter.data.as_strided((min(n, SAMPLE),), (max(n // SAMPLE, 1),))
+    return few if n >= SAMPLE else torch.nn.functional.pad(few, (0, SAMPLE - n))
 
 
 def _subtract(weights: torch.Tensor, unsent: torch.Tensor, scale: torch.Tensor | float, out: torch.Tensor) -> None:

@@ -47,7 +47,6 @@ class AdamRule:
     eps: float
     weight_decay: float
     decoupled: bool
-    fused: bool
 
 
 def add_adam_step(
@@ -110,6 +109,8 @@ class AdamStep(State):
         """Squared norms of this rank's gradient and of the mean, of uncompressed tensors: sums over steps, fading."""
         self._t = dict.fromkeys(layout.names, 0)
         self._moments = OptimizerMoments(layout, MOMENTS)
+        self._now: list[AdamRule | None] = []
+        """What the optimizer's groups said of each parameter in the latest `compensate`."""
 
     def attach(
         self,
@@ -152,7 +153,6 @@ class AdamStep(State):
                 group["eps"],
                 group["weight_decay"],
                 group.get("decoupled_weight_decay", decoupled),
-                bool(group.get("fused")),
             )
             for group in (self._optimizer.param_groups if self._optimizer else [])
             for parameter in group["params"]
@@ -174,12 +174,12 @@ class AdamStep(State):
         return [*super().remembered, self._squares]
 
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        beta2 = next((rule.betas[1] for rule in self._rules() if rule), 0.0)
+        beta2 = next((rule.betas[1] for rule in self._now if rule), 0.0)
         squares = beta2 * self._squares + torch.stack([own, mean])
         self._squares = torch.where(squares.isfinite().all(), squares, self._squares)  # squares of 2e19 are not
 
     def learning_rates(self) -> list[float]:
-        return [rule.lr if rule else 0.0 for rule in self._rules()]
+        return [rule.lr if rule else 0.0 for rule in self._now]
 
     def _read_moments(self) -> None:
         for name, held in self._moments.read([self.exp_avg, self.exp_avg_sq], set(self.layout.names)).items():
@@ -187,12 +187,11 @@ class AdamStep(State):
 
     def _count_steps(self, states: Mapping[str, Any]) -> None:
         """Let the optimizer's state hold the number of steps too."""
-        rules = dict(zip(self.layout.names, self._rules(), strict=True))
+        groups = self._optimizer.param_groups if self._optimizer else []
+        fused = any(group.get("fused") for group in groups)
         for name, held in states.items():
-            rule = rules[name]
             if "step" not in held:  # on the device that torch would choose
-                on_device = rule is not None and rule.fused
-                device = held["exp_avg"].device if on_device else torch.device("cpu")
+                device = held["exp_avg"].device if fused else torch.device("cpu")
                 held["step"] = torch.zeros((), dtype=torch.float32, device=device)
             held["step"].fill_(self._t[name])
 
@@ -200,7 +199,8 @@ class AdamStep(State):
         """out = what is not sent, with the step for this gradient."""
         self._read_moments()
         self._out, scale = out, self.local_scale
-        rules = [(rule, self._t[name]) for rule, name in zip(self._rules(), self.layout.names, strict=True)]
+        self._now = self._rules()
+        rules = [(rule, self._t[name]) for rule, name in zip(self._now, self.layout.names, strict=True)]
         named = zip(self.layout.names, rules, strict=True)
         self.withheld = {name for name, (rule, _) in named if rule is None or rule.lr == 0}
         for piece in gradient.pieces(rules):
