@@ -99,8 +99,7 @@ class Switched:
             self._hook.before_backward(self.averager, None)
             loss.backward()
         self._hook.after_backward(self.averager)
-        with self.averager.taken_over(self._optimizer):
-            self._optimizer.step()
+        self._optimizer.step()
         self._hook.after_optimizer_step()
         return self.averager.stats
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.step import CompressedStep
+from lightning_gradcomp.averaging.step import CompressedStep, Flags
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import terngrad
@@ -109,7 +109,9 @@ class Steps(CompressedStep):
 
     def average(self, grad_scale=1.0):
         compressor, self.steps = self.compressor.at(0.9), self.steps + 1
-        self.compressed(compressor, self.topology.name, self.steps, grad_scale, Stats(), False)
+        average = self.compressed(compressor, self.topology.name, self.steps, grad_scale, Stats(), Flags())
+        if average.commit is not None:
+            average.commit(average.names)
 
 
 def train_pair(compressor, device, steps):
