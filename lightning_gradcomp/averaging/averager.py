@@ -193,7 +193,7 @@ class GradientAverager:
                 self._topologies = list(CANDIDATES) if sharded else ["all_gather"]
                 if self.ranks.workers > 1 and self.gradients.compressed:
                     self.autotune = Autotune(process_group, self.gradients.device, self._topologies)
-        self._steps = [OptimizerStep(each, self) for each in self.optimizers]
+        self._optimizer_steps = [OptimizerStep(each, self) for each in self.optimizers]
 
     def _check_epochs_are_counted(self) -> None:
         counts_epochs = isinstance(self.schedule, Ramp) and self.schedule.counts_epochs
@@ -367,7 +367,7 @@ class GradientAverager:
 
     def _average(self, grad_scale: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.use_shared_weights()
-        self._check_average_was_used(optimizers)
+        self._check_average_was_used()
         self._drop_unused()
         self._dropped = None
         with self._plain_tensors():
@@ -439,6 +439,7 @@ class GradientAverager:
             seconds: as said.
             optimizer: one of several, whose parameters' gradients it is.
         """
+        self._check_average_was_used()
         self._drop_unused()
         self._dropped, self._directions = None, frozenset()
         self._record_dense(seconds)
@@ -550,11 +551,11 @@ class GradientAverager:
             self.shards.use_optimizer(optimizer)
         if self._compressed:
             self._compressed.state.use_optimizer(self.shards.optimizer if self.shards else optimizer)
-        self._steps = [OptimizerStep(each, self) for each in every]
+        self._optimizer_steps = [OptimizerStep(each, self) for each in every]
 
     def detach(self) -> None:
         """Leave the optimizers as they were before this averager."""
-        for step in self._steps:
+        for step in self._optimizer_steps:
             step.detach()
 
     def _drop_unused(self) -> None:
@@ -563,8 +564,8 @@ class GradientAverager:
             if self._compressed:
                 self._compressed.state.offload()
 
-    def _check_average_was_used(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """ValueError if the average of other parameters, or of the same ones, is in `p.grad` and was not used yet."""
+    def _check_average_was_used(self) -> None:
+        """ValueError if an average of these parameters, or of others, is in `p.grad` and was not used yet."""
         unused = self._unused
         if unused is None or unused.average.commit is None:
             return

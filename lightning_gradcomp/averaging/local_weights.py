@@ -89,6 +89,7 @@ class LocalWeights:
         """
         locals_ = zip(self._parameters, self._local, self._versions, strict=True)
         written = [p.data_ptr() != own.data_ptr() or p._version != version for p, own, version in locals_]
+        earlier = self._unchecked  # of a pass whose gradients are accumulated
         self._unchecked = (self._look(), self._before) if check and self._before is not None else None
         for parameter, weights in zip(self._parameters, self._shared, strict=True):
             if self._in_place:
@@ -98,6 +99,7 @@ class LocalWeights:
         self._shared, self._local = [], []
         if check and any(written):
             self._refuse(written)
+        self._compare(earlier)
         if not self._layout.n or not self._parameters[0].is_cuda:
             self.check()
 
@@ -118,8 +120,11 @@ class LocalWeights:
     def check(self) -> None:
         """ValueError if the local weights that were restored last had been written to. It waits for a GPU."""
         unchecked, self._unchecked = self._unchecked, None
-        if unchecked and not torch.equal(*unchecked):
-            self._refuse([not torch.equal(*pair) for pair in zip(*unchecked, strict=True)])
+        self._compare(unchecked)
+
+    def _compare(self, looks: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        if looks and not torch.equal(*looks):
+            self._refuse([not torch.equal(*pair) for pair in zip(*looks, strict=True)])
 
     def _look(self) -> torch.Tensor:
         """What is compared of each weight, as integers, which compare NaN too: int64 [parameters, 1 or SAMPLE]."""
