@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +26,7 @@ from lightning_gradcomp.compressors.decoded import Decoded, Dense, all_finite, b
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
 
-@dataclass(frozen=True)
-class Flags:
+class Flags(NamedTuple):
     """What a rank tells the others along with its gradients; after an average, True if any rank did.
 
     Args:
@@ -36,9 +36,6 @@ class Flags:
 
     stop: bool = False
     changed: bool = False
-
-    def __iter__(self):
-        return iter((self.stop, self.changed))
 
 
 @dataclass(frozen=True)
