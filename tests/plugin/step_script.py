@@ -63,22 +63,21 @@ def powersgd(**options):
 
 
 def hsdp(**options):
-    options = {"verify_replicas_every_n_steps": 1, "save_distributed_checkpoint": False, **options}
-    return lgc.CompressedHSDPStrategy(dgc().compressor, 2, 1, **options)
+    return lgc.CompressedHSDPStrategy(dgc().compressor, 2, 1, verify_replicas_every_n_steps=1, **options)
 
 
 AUTOMATIC = {
     "dgc sgd": (dgc, Net), "dgc adamw": (dgc, Adam), "onebit sgd": (onebit, Net), "onebit adamw": (onebit, Adam),
 }  # fmt: skip
-SHARDED = {"hsdp sgd": (hsdp, Sharded), "hsdp adamw": (hsdp, ShardedAdam)}
 EVERY = {
-    **AUTOMATIC, "two_phase adamw": (two_phase, Adam), "manual dgc": (dgc, Manual), "manual onebit": (onebit, Manual),
-    **SHARDED,
+    **AUTOMATIC, "two_phase adamw": (two_phase, Adam), "manual dgc": (dgc, Manual), "hsdp adamw": (hsdp, ShardedAdam),
 }  # fmt: skip
 METHODS = {
     **EVERY, "ddp sgd": (DDPStrategy, Net), "ddp adamw": (DDPStrategy, Adam),
     "powersgd sgd": (powersgd, Net), "powersgd adamw": (powersgd, Adam),
 }  # fmt: skip
+FEW = ("dgc sgd", "onebit adamw", "hsdp adamw")
+UNUSED = {"find_unused_parameters": True}
 
 
 class At:
@@ -120,8 +119,18 @@ class At:
         self.reached("on_train_batch_end")
 
 
-def fit(method, mixin=At, *, strategy=None, callbacks=(), ckpt_path=None, batches=10, epochs=1, trainer=None, **attributes):
-    """Train; returns the module, on which `attributes` of its class were set. Its weights are rank 0's at the start."""
+def fit(
+    method, mixin=At, *, strategy=None, callbacks=(), ckpt_path=None, batches=6, epochs=1, trainer=None, **attributes
+):
+    """Train from the same weights; returns the module, whose class has `attributes`.
+
+    Args:
+        method: one of `METHODS`.
+        mixin: what the module does beside training.
+        strategy: options of the strategy.
+        callbacks: of the Trainer, as ckpt_path, batches an epoch and epochs are.
+        trainer: its other options.
+    """
     make_strategy, base = METHODS[method]
     L.seed_everything(0, verbose=False)
     net = type(mixin.__name__, (mixin, base), attributes)()
@@ -165,16 +174,18 @@ class Filling(At):
                 parameter.grad = torch.zeros_like(parameter)
 
 
+AFTER_BACKWARD = [(method, "on_after_backward") for method in AUTOMATIC]
+BEFORE_STEP = [(method, "on_before_optimizer_step") for method in EVERY]
+
+
 def filled_gradients():
-    """[replicas apart, the idle layer from where DDP has moved it], for two hooks."""
+    """[replicas apart, the idle layer from where DDP has moved it]."""
+    ddp = {name: fit(f"ddp {name}", Filling, at="on_after_backward", strategy=UNUSED).idle for name in ("sgd", "adamw")}
     found = {}
-    for method in EVERY:
-        unused = {} if method in SHARDED else {"find_unused_parameters": True}
-        ddp = "ddp adamw" if method.endswith("adamw") else "ddp sgd"
-        for hook in ("on_after_backward", "on_before_optimizer_step"):
-            net = fit(method, Filling, at=hook, strategy=unused)
-            reference = fit(ddp, Filling, at=hook, strategy={"find_unused_parameters": True})
-            found[f"{method} {hook}"] = [replicas_apart(net), apart(net.idle, reference.idle)]
+    for method, hook in AFTER_BACKWARD + BEFORE_STEP:
+        net = fit(method, Filling, at=hook, strategy={} if "hsdp" in method else UNUSED)
+        idle = ddp["adamw" if "adamw" in method else "sgd"]
+        found[f"{method} {hook}"] = [replicas_apart(net), apart(net.idle, idle)]
     return found
 
 
@@ -207,13 +218,12 @@ class Late(At):
 
 def discarded_gradients():
     """[largest move while frozen, the first step afterwards in steps of a run that is never frozen, replicas apart]."""
+    first = {method: fit(method, Late, batches=1).first_step for method in EVERY}
     found = {}
-    for method in EVERY:
-        first = fit(method, Late).first_step
-        for hook in ("on_after_backward", "on_before_optimizer_step"):
-            for how in ("none", "zero"):
-                net = fit(method, Late, at=hook, how=how, epochs=2)
-                found[f"{method} {hook} {how}"] = [net.moved, net.jump / first, replicas_apart(net)]
+    for places, how in ((AFTER_BACKWARD, "none"), (BEFORE_STEP, "zero")):
+        for method, hook in places:
+            net = fit(method, Late, at=hook, how=how, epochs=2)
+            found[f"{method} {hook} {how}"] = [net.moved, net.jump / first[method], replicas_apart(net)]
     return found
 
 
@@ -234,11 +244,10 @@ class Silencing(At):
 
 def written_gradients():
     """How far the weights have moved."""
-    start = fit("ddp sgd", trainer={"max_steps": 0})
-    hows = {method: ["data"] if method in SHARDED else ["data", "numpy", "exchanged"] for method in EVERY}
-    return {
-        f"{method} {how}": apart(fit(method, Silencing, how=how), start) for method in EVERY for how in hows[method]
-    }
+    start = fit("ddp sgd", batches=0)
+    cases = [(method, "data") for method in EVERY]
+    cases += [(method, how) for method in ("dgc sgd", "onebit adamw") for how in ("numpy", "exchanged")]
+    return {f"{method} {how}": apart(fit(method, Silencing, how=how), start) for method, how in cases}
 
 
 # Steps: left out, interrupted, saved in their midst
@@ -269,30 +278,17 @@ class LeavingOutByHand(LeavingOut):
             optimizer.step()
 
 
-class WithoutLoss(LeavingOut):
-    """Every other batch has no loss, on all ranks."""
-
-    optimizer_step = At.optimizer_step
-
-    def training_step(self, batch, index):
-        loss = super().training_step(batch, index)
-        return None if index % 2 else loss
-
-
 def left_out_steps():
     """[largest move in a batch without a step, steps that count, replicas apart]."""
     found = {}
     for method in EVERY:
-        hows = [LeavingOutByHand] if method.startswith("manual") else [LeavingOut, WithoutLoss]
-        for how in hows:
-            net = fit(method, how)
-            steps = net.trainer.strategy.averager.steps
-            found[f"{method} {how.__name__}"] = [net.moved, steps, replicas_apart(net)]
+        net = fit(method, LeavingOutByHand if "manual" in method else LeavingOut)
+        found[method] = [net.moved, net.trainer.strategy.averager.steps, replicas_apart(net)]
     return found
 
 
 class Saving(At):
-    """Saves before its sixth step. What a batch holds depends on the step alone."""
+    """Saves before its fourth step. What a batch holds depends on the step alone."""
 
     path = ""
 
@@ -301,57 +297,63 @@ class Saving(At):
         return super().training_step([part[begin : begin + 8] for part in DATA], index)
 
     def act(self):
-        if self.path and self.global_step == 5:
+        if self.path and self.global_step == 3:
             self.trainer.save_checkpoint(self.path)
 
     def on_train_batch_end(self, *args):
-        if self.global_step == 5:
-            self.after_five = {name: local(each).clone() for name, each in self.state_dict().items()}
+        if self.global_step == 3:
+            self.after_three = {name: local(each).clone() for name, each in self.state_dict().items()}
 
 
 def saved_in_a_step():
     """[saved weights from those of the step before, saved step, a resumed run from the straight one]."""
     found = {}
-    places = {method: ["training_step", "on_before_backward", "on_before_optimizer_step"] for method in EVERY}
-    places |= dict.fromkeys(SHARDED, ["on_before_optimizer_step"])
-    for method in EVERY:
-        for place in places[method]:
-            path = FOLDER / f"{method} {place}.ckpt"
-            net = fit(method, Saving, at=place, path=path)
+    for method, place in [*BEFORE_STEP, ("dgc sgd", "on_before_backward"), ("onebit adamw", "training_step")]:
+        path = FOLDER / f"{method} {place}.ckpt"
+        net = fit(method, Saving, at=place, path=path)
+        resumed, off, step = fit(method, Saving, ckpt_path=path), 0.0, 3
+        if path.is_file():
             saved = torch.load(path, weights_only=True)
-            off = max(apart_of(local(saved["state_dict"][name]), each) for name, each in net.after_five.items())
-            resumed = fit(method, Saving, ckpt_path=path)
-            found[f"{method} {place}"] = [off, saved["global_step"], apart(net, resumed)]
+            off, step = (
+                max(apart_of(saved["state_dict"][k], each) for k, each in net.after_three.items()),
+                saved["global_step"],
+            )
+        found[f"{method} {place}"] = [off, step, apart(net, resumed)]
     return found
 
 
 class Raising(At):
-    """An error in the sixth step, on both ranks."""
+    """An error in the fourth step, on both ranks."""
 
     def act(self):
-        if self.global_step == 5:
-            raise ArithmeticError("in the sixth step")
+        if self.global_step == 3:
+            raise ArithmeticError("in the fourth step")
 
     def on_train_batch_end(self, *args):
-        if self.global_step == 5:
-            self.after_five = weights(self)
+        if self.global_step == 3:
+            self.after_three = weights(self)
+
+
+class WithoutLoss(Raising):
+    """Lightning raises an error where training_step returns None on several ranks."""
+
+    def training_step(self, *args):
+        loss = super().training_step(*args)
+        return None if self.global_step == 3 else loss
 
 
 def interrupted_steps():
     """[what was raised, weights from those of the step before, replicas apart]."""
     found = {}
-    for method in EVERY:
-        for place in ("training_step", "on_before_zero_grad", "on_before_backward", "on_after_backward"):
+    for method in FEW:
+        cases = [(Raising, at) for at in ("training_step", "on_before_backward", "on_after_backward")]
+        for mixin, at in [*cases, (WithoutLoss, "")]:
             nets = []
-
-            class Noted(Raising):
-                def __init__(self, nets=nets):
-                    super().__init__()
-                    nets.append(self)
-
-            said = raised(fit, method, Noted, at=place)
+            said = raised(fit, method, mixin, at=at, setup=lambda self, stage, nets=nets: nets.append(self))
             [net] = nets
-            found[f"{method} {place}"] = [said, apart_of(weights(net), net.after_five), replicas_apart(net)]
+            found[f"{method} {mixin.__name__} {at}"] = [
+                said, apart_of(weights(net), net.after_three), replicas_apart(net)
+            ]  # fmt: skip
     return found
 
 
@@ -403,13 +405,13 @@ class Switch(Callback):
 
 
 def switched(method, how, make=None):
-    return fit(method, callbacks=[Switch(how, make)], epochs=2)
+    return fit(method, callbacks=[Switch(how, make)], epochs=2, batches=4)
 
 
 def other_moments():
     """[from the run that keeps its moments; replaced from zeroed; cleared from a new optimizer; replicas apart]."""
     found = {}
-    for method in (*AUTOMATIC, "two_phase adamw", *SHARDED):
+    for method in ("dgc adamw", *FEW):
         nets = {how: switched(method, how) for how in ("", "zero", "replace", "clear", "new")}
         kept = min(apart(nets[how], nets[""]) for how in nets if how)
         pairs = [apart(nets["zero"], nets["replace"]), apart(nets["clear"], nets["new"])]
@@ -420,7 +422,7 @@ def other_moments():
 def other_optimizers():
     """What another class raises, or what it came to; and the move with a learning rate of 0."""
     found = {}
-    for method in (*AUTOMATIC, *SHARDED):
+    for method in AUTOMATIC:
         same, other = torch.optim.SGD, torch.optim.AdamW
         if method.endswith("adamw"):
             same, other = other, same
@@ -455,47 +457,46 @@ class Raw(Nesterov):
 
 
 def torchs_own_optimizer():
-    """How far from the normal run."""
-    return {
-        f"{method} {closure}": apart(fit(method, Raw, with_closure=closure), fit(method, Nesterov))
-        for method in (*AUTOMATIC, "two_phase adamw")
-        for closure in (True, False)
-    }
+    """How far from the normal run, with the closure given to the optimizer and called before."""
+    found = {}
+    for method in (*AUTOMATIC, "hsdp adamw"):
+        normal = fit(method, Nesterov)
+        found[method] = [apart(fit(method, Raw, with_closure=closure), normal) for closure in (True, False)]
+    return found
 
 
 class HeadOnly(At):
-    """The optimizer has the head alone."""
+    """The optimizer has the head alone. In the second batch a gradient of the body is huge, or NaN."""
 
-    frozen, bad = False, 0.0
+    frozen, bad = False, 1.0
 
     def __init__(self):
         super().__init__()
         self.body.requires_grad_(not self.frozen)
-        self.head_only = True
 
     def training_step(self, batch, index):
-        loss = super().training_step(batch, index)
-        if self.bad and index == 3:  # a gradient of the body that is NaN, or 1e20
-            loss = loss + (self.body.weight * self.bad).sum() * (0 if self.bad == torch.inf else 1)
-            loss = loss - (self.body.weight * self.bad).sum().detach()
-        return loss
+        if index == 1 and not self.frozen:
+            self.body.weight.register_hook(lambda gradient: gradient * self.bad)
+        return super().training_step(batch, index)
 
     def configure_optimizers(self):
-        if isinstance(super().configure_optimizers(), torch.optim.SGD):
-            return torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)
-        return torch.optim.AdamW(self.head.parameters(), lr=0.01)
+        optimizer = super().configure_optimizers()
+        return type(optimizer)(self.head.parameters(), lr=0.05)
 
 
 def optimizer_of_a_part():
-    """How far the head is from that of a frozen body, and whether it is finite; clipped and not."""
+    """How far the head is from that of a frozen body; the rest of the body's gradient."""
     found = {}
     for method in AUTOMATIC:
-        for clip in (None, 0.05):
+        for clip, bads in ((None, [torch.nan]), (0.05, [1e20, torch.nan])):
             trainer = {"gradient_clip_val": clip}
-            frozen = fit(method, HeadOnly, frozen=True, trainer=trainer)
-            for bad in (0.0, 1e20, torch.inf):
-                net = fit(method, HeadOnly, bad=bad, trainer=trainer)
-                found[f"{method} {clip} {bad}"] = [apart(net.head, frozen.head), bool(weights(net).isfinite().all())]
+            frozen = fit(method, HeadOnly, frozen=True, trainer=trainer, batches=4)
+            for bad in bads:
+                net = fit(method, HeadOnly, bad=bad, trainer=trainer, batches=4)
+                found[f"{method} {clip} {bad}"] = [
+                    apart(net.head, frozen.head),
+                    float(net.body.weight.grad.abs().max()),
+                ]
     return found
 
 
@@ -532,8 +533,7 @@ class Duck:
     def __init__(self, base):
         self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
 
-    step, zero_grad = Lookahead.step, Lookahead.zero_grad
-    state_dict, load_state_dict = Lookahead.state_dict, Lookahead.load_state_dict
+    state_dict, load_state_dict, zero_grad = Lookahead.state_dict, Lookahead.load_state_dict, Lookahead.zero_grad
 
     def step(self, closure=None):
         return self.base.step(closure)
@@ -546,9 +546,14 @@ class Wrapped(At):
         return self.wrap(super().configure_optimizers())
 
 
+def loss(net):
+    x, y = examples(6).tensors
+    return nn.functional.mse_loss(net(x), y).item()
+
+
 def wrapped_optimizers():
-    """Replicas apart, steps, whether something is remembered, and loss on all examples."""
-    found = {}
+    """Replicas apart, steps, whether something is remembered, and the loss, as a part of that of the start."""
+    found, start = {}, loss(fit("ddp sgd", batches=0))
     for method in ("onebit sgd", "onebit adamw", "powersgd sgd", "powersgd adamw"):
         for wrap in (Lookahead, Duck):
             net = fit(method, Wrapped, wrap=wrap, epochs=2)
@@ -557,7 +562,7 @@ def wrapped_optimizers():
                 "replicas_apart": replicas_apart(net),
                 "steps": averager.steps,
                 "remembers": not averager.settled,
-                "loss": nn.functional.mse_loss(net(DATA[0]), DATA[1]).item(),
+                "loss": loss(net) / start,
             }
     found["as the optimizer itself"] = apart(fit("onebit sgd", Wrapped, wrap=Duck), fit("onebit sgd"))
     return found
@@ -597,29 +602,29 @@ class Unit(At):
 
 
 def rows(net):
-    """Largest difference of a row's norm from 1; replicas apart."""
+    """[largest difference of a row's norm from 1, replicas apart]."""
     norms = local(net.head.weight).detach().norm(dim=1)
     return [float((norms - 1).abs().max()), replicas_apart(net)]
 
 
-DURING, AROUND = ("training_step", "on_before_zero_grad"), ("on_train_batch_start", "optimizer_step", "on_train_batch_end")
+DURING = ("training_step", "on_before_zero_grad")
+AROUND = ("on_train_batch_start", "optimizer_step", "on_train_batch_end")
 
 
 def written_weights():
-    """Outside of local weights; during them; and during what they would be, had they not been turned off."""
-    owning = ("dgc sgd", "dgc adamw", "onebit adamw", "two_phase adamw", *SHARDED)
-    shared = {"local_weights": False}
+    """Writes around local weights; during them; and at those moments where there are none.
+
+    FSDP2 gives the module weights of its own between forward and backward, whose changes it forgets.
+    """
+    during = [(method, at) for method in ("dgc sgd", "dgc adamw", "onebit adamw") for at in DURING]
+    during += [("hsdp adamw", "training_step")]
+    without = [(method, at, {"local_weights": False}) for method, at in during]
+    without += [("onebit sgd", at, {}) for at in DURING] + [("manual dgc", "training_step", {})]
     return {
-        "around": {
-            f"{method} {at}": rows(fit(method, Unit, at=at)) for method in (*owning, "onebit sgd") for at in AROUND
-        },
-        "local": {f"{method} {at}": raised(fit, method, Unit, at=at) for method in owning for at in DURING},
-        "shared": {
-            **{f"{method} {at}": rows(fit(method, Unit, at=at, strategy=shared)) for method in owning for at in DURING},
-            **{f"onebit sgd {at}": rows(fit("onebit sgd", Unit, at=at)) for at in DURING},
-            **{f"{method} {at}": rows(fit(method, Unit, at=at)) for method in ("manual dgc", "manual onebit") for at in DURING},
-        },
-    }  # fmt: skip
+        "around": {f"{method} {at}": rows(fit(method, Unit, at=at)) for method in FEW for at in AROUND},
+        "during": {f"{method} {at}": raised(fit, method, Unit, at=at) for method, at in during},
+        "without": {f"{method} {at}": rows(fit(method, Unit, at=at, strategy=o)) for method, at, o in without},
+    }
 
 
 class Expert(At):
@@ -650,12 +655,11 @@ def ignored_parameters():
 
 class FrozenOnOneRank(At):
     def on_train_batch_start(self, batch, index):
-        self.body.requires_grad_(RANK == 0 or index < 4)
+        self.body.requires_grad_(RANK == 0 or index < 3)
 
 
 def frozen_on_one_rank():
-    unused = {"find_unused_parameters": True}
-    return {method: raised(fit, method, FrozenOnOneRank, strategy=unused) for method in AUTOMATIC}
+    return {method: raised(fit, method, FrozenOnOneRank, strategy=UNUSED) for method in AUTOMATIC}
 
 
 class MadeInSetup(At):
@@ -668,14 +672,16 @@ class MadeInSetup(At):
 
 
 def layers_made_in_setup():
-    """Names of what is remembered, where the new layer is excluded; and what a wrong pattern raises."""
+    """[what was raised, names of what is remembered], where a pattern fits the new layer, and where it fits none."""
     quick, found = {"min_elements": 32, "warmup_epochs": 0}, {}
-    for method in (lgc.OneBit, lgc.PowerSGD):
-        for pattern in ("head.*", "tail.*"):
-            net, strategy = type("Net", (MadeInSetup, Net), {})(), forced(method(**quick, exclude=[pattern]))
-            said = raised(trainer_for(strategy, epochs=1).fit, net, loader())
+    for pattern in ("head.*", "tail.*"):
+        dgc = lgc.DGC(sparsity=0.9, dense_epochs=0, **quick, exclude=[pattern])
+        for compressor in (dgc, lgc.OneBit(**quick, exclude=[pattern])):
+            strategy, net = forced(compressor), type("Net", (MadeInSetup, Net), {})()
+            said = raised(trainer_for(strategy, epochs=1).fit, net, loader(3))
             kinds = strategy.averager.state_dict()["memory"] if strategy.averager else {}
-            found[f"{method.__name__} {pattern}"] = [said, sorted({name for parts in kinds.values() for name in parts})]
+            names = sorted({name for parts in kinds.values() for name in parts})
+            found[f"{type(compressor).__name__} {pattern}"] = [said, names]
     return found
 
 
