@@ -26,7 +26,7 @@ from torch import nn
 from lightning_gradcomp.averaging.autotune import CANDIDATES, DENSE, Autotune
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.averaging.fsdp import Shards, check_group, is_sharded, reshard
+from lightning_gradcomp.averaging.fsdp import Shards, check_group, is_sharded, local, reshard
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.optimizer_step import OptimizerStep
 from lightning_gradcomp.averaging.stats import Stats, norm
@@ -62,12 +62,12 @@ class Unused:
 
     Args:
         average: what became of it.
-        written: id of a parameter -> its gradient as it was written, and how often that had been written to.
+        written: id of a parameter of the model -> its gradient as it was written, and its versions then.
         optimizers: those whose step uses it.
     """
 
     average: Average
-    written: Mapping[int, tuple[torch.Tensor, int]]
+    written: Mapping[int, tuple[torch.Tensor, tuple[int, int]]]
     optimizers: Sequence[torch.optim.Optimizer]
 
     def belongs_to(self, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -76,8 +76,13 @@ class Unused:
 
     def is_untouched(self, parameter: torch.Tensor) -> bool:
         """True if `parameter.grad` is the average as it was written."""
-        grad, version = self.written.get(id(parameter), (None, 0))
-        return grad is not None and parameter.grad is grad and grad._version == version
+        grad, versions = self.written.get(id(parameter), (None, (0, 0)))
+        return grad is not None and parameter.grad is grad and _versions(grad) == versions
+
+
+def _versions(grad: torch.Tensor) -> tuple[int, int]:
+    """How often torch has seen it written to. A DTensor and its local part count their own writes."""
+    return grad._version, local(grad)._version
 
 
 class GradientAverager:
@@ -329,6 +334,10 @@ class GradientAverager:
         """Inside, the parameters of `gradients` are plain tensors with the model's gradients and optimizer state."""
         return self.shards.entered() if self.shards else nullcontext()
 
+    def _whole(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """The model's own parameters, for those of `gradients`: of a sharded model, DTensors."""
+        return [self.shards.whole_of(each) for each in parameters] if self.shards else parameters
+
     def step(self) -> None:
         """Average the gradients, then step the optimizer.
 
@@ -385,12 +394,10 @@ class GradientAverager:
             self.flagged = average.flags.stop
             if self._compressed:
                 self._compressed.local_weights.check()
-            written = {
-                id(p): (p.grad, p.grad._version)
-                for name, p in zip(self.gradients.names, self.gradients.parameters, strict=True)
-                if name in average.names and p.grad is not None
-            }
-            self._unused = Unused(average, written, self._averaged_for)
+        named = zip(self.gradients.names, self._whole(self.gradients.parameters), strict=True)
+        present = [(p, p.grad) for name, p in named if name in average.names and p.grad is not None]
+        written = {id(p): (grad, _versions(grad)) for p, grad in present}
+        self._unused = Unused(average, written, self._averaged_for)
         if not self._compressed_average:
             self._clip_dense(grad_scale)
         self._record()
@@ -408,8 +415,7 @@ class GradientAverager:
         self.stats = Stats(dense_bytes=dense, sparsity=decision.sparsity if has_sparsity else 0.0)
         self._gradient_norm = self._measured_norm() / grad_scale
         if self.compressor.owns_momentum(self.optimizer):
-            whole = self.shards.whole_of if self.shards else lambda parameter: parameter
-            self._directions = frozenset(id(whole(parameter)) for parameter in self.gradients.compressed)
+            self._directions = frozenset(map(id, self._whole(self.gradients.compressed)))
         if decision.compressor:
             how = decision.compressor, decision.topology, self.steps
             return self._compressed.compressed(*how, grad_scale, self.stats, flags)
@@ -497,14 +503,15 @@ class GradientAverager:
 
     def _used(self, unused: Unused) -> set[str]:
         """Names of the parameters whose gradients the optimizer has used."""
-        named = zip(self.gradients.names, self.gradients.parameters, strict=True)
-        present = {name: p for name, p in named if name in unused.average.names and p.grad is not None}
-        touched = [(name, p.grad) for name, p in present.items() if p.numel() and not unused.is_untouched(p)]
+        named = zip(self.gradients.names, self._whole(self.gradients.parameters), strict=True)
+        present = [(name, p, p.grad) for name, p in named if name in unused.average.names and p.grad is not None]
+        names = {name for name, _, _ in present}
+        touched = [(name, local(grad)) for name, p, grad in present if p.numel() and not unused.is_untouched(p)]
         if not touched:
-            return set(present)
-        largest = torch.stack([grad.abs().max().float() for _, grad in touched if grad is not None]).tolist()
+            return names
+        largest = torch.stack([grad.abs().max().float() for _, grad in touched]).tolist()
         zero = {name for (name, _), most in zip(touched, largest, strict=True) if most == 0}
-        return set(present) - {name for name in zero if bool(unused.average.values(name).any())}
+        return names - {name for name in zero if bool(unused.average.values(name).any())}
 
     def _measure_residual(self) -> None:
         state, begin = self.state, time.perf_counter()
@@ -569,14 +576,15 @@ class GradientAverager:
         unused = self._unused
         if unused is None or unused.average.commit is None:
             return
-        if any(unused.is_untouched(parameter) for parameter in self.gradients.parameters):
+        if any(unused.is_untouched(parameter) for parameter in self._whole(self.gradients.parameters)):
             allowed = "a step of the optimizer, or zero_grad(), before gradients are averaged again"
             raise refusal("averaging gradients", "averages that no optimizer step has used", allowed)
 
     def _check_not_dropped(self) -> None:
         dropped, self._dropped = self._dropped, None
         assert dropped is not None
-        if dropped.average.commit is not None and any(dropped.is_untouched(p) for p in self.gradients.parameters):
+        parameters = self._whole(self.gradients.parameters)
+        if dropped.average.commit is not None and any(dropped.is_untouched(p) for p in parameters):
             allowed = "a step before the next forward pass, or averages made after it"
             raise refusal("an optimizer step", "averages that a later forward pass has dropped", allowed)
 

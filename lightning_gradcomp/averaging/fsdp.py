@@ -119,7 +119,7 @@ class Shards:
     def _pairs(self) -> Iterator[tuple[tuple[str, Any], tuple[str, nn.Parameter]]]:
         return zip(self._wholes, self.named, strict=True)
 
-    def whole_of(self, own: torch.Tensor) -> torch.Tensor:
+    def whole_of(self, own: torch.Tensor) -> nn.Parameter:
         """The model's parameter of which `own` is the shard."""
         return self._whole_of[id(own)]
 

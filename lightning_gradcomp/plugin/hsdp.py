@@ -117,7 +117,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         self.averager: GradientAverager | None = None
         """Set while fitting."""
         self._clipping = LocalClipping()
-        self._compared = 0
+        self._compared, self._accumulating = 0, False
 
     # Before and around a fit
 
@@ -232,10 +232,21 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             self.averager.use_shared_weights(check=False)
         super().on_exception(exception)
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, replicas do not average after backward: gradients accumulate."""
+        self._accumulating = True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._accumulating = False
+
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """As `Strategy.backward`: FSDP2 averages inside the replica. Averages of all replicas come with the step."""
+        """As `Strategy.backward`: FSDP2 averages inside the replica. Then the replicas average, before
+        `on_after_backward`, unless gradients accumulate."""
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
         try:
@@ -248,6 +259,11 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             raise
         averager.use_shared_weights()
         self.post_backward(closure_loss)
+        if not self._accumulating:
+            scaler = getattr(precision, "scaler", None)
+            with self.explained("averaging gradients"):
+                averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
+            sigterm.stop_after_batch(averager, module.trainer)
         return precision.post_backward(closure_loss, module)
 
     def optimizer_step(
@@ -257,22 +273,18 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `Strategy.optimizer_step`; after the closure, replicas average. Error feedback is committed."""
+        """As `Strategy.optimizer_step`. Error feedback is committed."""
         assert self.averager is not None and self.lightning_module is not None
         averager, gradients = self.averager, 0
-        scaler = getattr(self.precision_plugin, "scaler", None)
 
-        def closure_then_average() -> Any:
+        def counted_closure() -> Any:
             nonlocal gradients
             result = closure()
-            with self.explained("averaging gradients"):
-                averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
-            sigterm.stop_after_batch(averager, self.lightning_module.trainer)  # type: ignore[union-attr]
             gradients += 1
             check_gradients(averager.compressor, optimizer, gradients)
             return result
 
-        result = super().optimizer_step(optimizer, closure_then_average, model, **kwargs)
+        result = super().optimizer_step(optimizer, counted_closure, model, **kwargs)
         every = self.verify_replicas_every_n_steps
         if every and averager.steps != self._compared and averager.steps % every == 0:
             self._compared = averager.steps
