@@ -142,7 +142,7 @@ def others_end() -> bool:
 
 
 def _with_store(use: Callable[[dist.Store], None]) -> None:
-    """Call `use` with a connection to the ranks' store, if there are other ranks; wait for it `STORE_SECONDS` at most."""
+    """Call `use` with a connection to the store, if there are other ranks; wait for it `STORE_SECONDS` at most."""
     if dist.get_world_size() == 1:
         return
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
