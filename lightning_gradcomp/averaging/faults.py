@@ -35,6 +35,9 @@ STORE_SECONDS = 2.0
 """Seconds to wait for the other ranks' reasons. Lightning kills a run's processes 5 s after one of them has died."""
 EXIT_SECONDS = 1.0
 """Seconds that the interpreter gets, after an `ExchangeFailed` and the exit handlers, to end."""
+LATE_SECONDS = 6.0
+"""Seconds that a process which ends otherwise waits for calls of the store. To connect, torch looks up the store's
+host name; a name server that does not answer takes 5 s."""
 
 
 class ExchangeFailed(RuntimeError):
@@ -42,14 +45,21 @@ class ExchangeFailed(RuntimeError):
 
 
 class _Exit:
-    """Limits the time that the interpreter takes to end, once `limited` is set."""
+    """Limits the time that the interpreter takes to end, once `limited` is set. Otherwise waits for `late` threads: one
+    that returns from torch while the interpreter ends would abort the process."""
 
-    limited = False
+    def __init__(self) -> None:
+        self.limited = False
+        self.late: list[threading.Thread] = []
 
     def __call__(self) -> None:
         if self.limited:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
+            return
+        deadline = time.monotonic() + LATE_SECONDS
+        for thread in self.late:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 _exit = _Exit()
@@ -132,7 +142,9 @@ def others_end() -> bool:
 
 
 def _with_store(use: Callable[[dist.Store], None]) -> None:
-    """Call `use` with a connection to the ranks' store; wait for it `STORE_SECONDS` at most."""
+    """Call `use` with a connection to the store, if there are other ranks; wait for it `STORE_SECONDS` at most."""
+    if dist.get_world_size() == 1:
+        return
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
 
     def run() -> None:
@@ -142,6 +154,8 @@ def _with_store(use: Callable[[dist.Store], None]) -> None:
     thread = threading.Thread(target=run, name="store", daemon=True)
     thread.start()
     thread.join(STORE_SECONDS)
+    if thread.is_alive():
+        _exit.late.append(thread)
 
 
 def _key(rank: int) -> str:

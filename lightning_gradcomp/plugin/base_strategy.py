@@ -196,6 +196,7 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
                 return of_rank_zero((filepath, whole))
         finally:
             waiting.cancel()
+            waiting.join()  # no thread of a save outlives it
 
     @property
     def _interrupted(self) -> bool:

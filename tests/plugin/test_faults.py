@@ -1,6 +1,7 @@
 """A rank that dies, hangs or raises: the others end soon, with a sentence, and the run can go on."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gradcomp.averaging.faults import is_lost_peer
+from lightning_gradcomp.averaging.faults import is_lost_peer, others_end, post_reason
 from lightning_gradcomp.plugin.base_strategy import warn_of_stale_addresses
-from tests.processes import Forked, start_world
+from tests.processes import Forked, run, start_world
 
 SCRIPT = str(Path(__file__).with_name("fault_script.py"))
 TORCHRUN = str(Path(__file__).with_name("elastic_script.py"))
@@ -193,4 +194,43 @@ def test_a_missing_key_is_no_lost_peer():
         assert not is_lost_peer(caught.value)
         assert not is_lost_peer(RuntimeError("no such layer: skip_connection"))
     finally:
+        dist.destroy_process_group()
+
+
+SLOW_TO_CONNECT = """
+import time
+from unittest import mock
+from lightning_gradcomp.averaging import faults
+
+class Store:
+    def clone(self):
+        time.sleep(0.5)
+        return self
+
+    def set(self, key, value):
+        print("told", value, flush=True)
+
+faults.STORE_SECONDS = 0.1
+faults.dist = mock.Mock()
+faults.dist.get_world_size.return_value = 2
+faults.dist.distributed_c10d._get_default_store.return_value = Store()
+faults.post_reason("a reason")
+print("ends", flush=True)
+"""
+
+
+def test_a_process_ends_after_its_reason_is_told():
+    """Though the store is slow to reach: a thread that is in torch while the interpreter ends aborts the process."""
+    done = run(sys.executable, "-c", SLOW_TO_CONNECT)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["ends", "told a reason"])
+
+
+def test_a_rank_alone_asks_no_store(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", None)
+        post_reason("nobody waits")
+        assert others_end()
+    finally:
+        monkeypatch.undo()
         dist.destroy_process_group()
