@@ -54,10 +54,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor: its part of a DTensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 @dataclass(frozen=True)
