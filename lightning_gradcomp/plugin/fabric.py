@@ -112,7 +112,8 @@ class CompressedFabricStrategy(DDPStrategy):
         if self.compressor.needs_optimizer and self._optimizers:
             raise refusal(f"optimizers with {type(self.compressor).__name__}", "a second one", "one")
         self._optimizers.append(optimizer)
-        optimizer.register_step_pre_hook(self._check_averaged)
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper of another optimizer may lack torch's hooks
+            optimizer.register_step_pre_hook(self._check_averaged)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -138,9 +139,12 @@ class CompressedFabricStrategy(DDPStrategy):
             kwargs["closure"] = closure_then_average
         self._steps_itself = True
         try:
-            return super().optimizer_step(optimizer, **kwargs)
+            result = super().optimizer_step(optimizer, **kwargs)
         finally:
             self._steps_itself = False
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            averager.commit(optimizer)
+        return result
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         """Before any step of an optimizer: `optimizer_step`, which averages its gradients, must have called it."""
@@ -241,6 +245,8 @@ class CompressedFabricStrategy(DDPStrategy):
                 epoch=self._epoch,
             )
             self._restore(self.averager)
+        optimizer = corrected(self.compressor, self._optimizers, automatic=False)
+        self.averager.use_optimizers(optimizer, self._optimizers)  # another may have been set up since
         return self.averager
 
     @classmethod

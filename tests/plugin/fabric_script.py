@@ -188,6 +188,32 @@ def two_optimizers():
     return {"moved": moved, "spread": spread(run.weights())}
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Steps another optimizer, and does not call `Optimizer.__init__`."""
+
+    def __init__(self, base):
+        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+
+def wrapped_optimizer():
+    """Set up after the first step, in place of the one that it wraps: how far it is from that one."""
+    results = []
+    for wrap in (Wrapped, lambda optimizer: optimizer):
+        run = Run("onebit")
+        run.train(1)
+        run.optimizer = run.fabric.setup_optimizers(wrap(torch.optim.SGD(run.bare.parameters(), lr=0.05)))
+        run.train(3)
+        results.append((run.weights(), run.fabric.strategy.averager.steps))
+    [(one, steps), (other, same_steps)] = results
+    return {"apart": apart(one, other), "spread": spread(one), "steps": [steps, same_steps]}
+
+
 def torchs_own_optimizer():
     run = Run("onebit")
     run.fabric.backward(run.loss(0))
@@ -195,7 +221,7 @@ def torchs_own_optimizer():
 
 
 if __name__ == "__main__":
-    parts = trains, goes_on, clipping, two_optimizers, torchs_own_optimizer
+    parts = trains, goes_on, clipping, two_optimizers, wrapped_optimizer, torchs_own_optimizer
     outcome = {part.__name__: part() for part in parts}
     if os.environ["RANK"] == "0":
         print(json.dumps(outcome))

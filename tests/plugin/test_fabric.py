@@ -84,3 +84,8 @@ def test_fabric_refuses(outcome, got, message):
 def test_fabric_discarded_gradients_stay_discarded(outcome):
     body, head = outcome["two_optimizers"]["moved"]
     assert head == 0 < body and outcome["two_optimizers"]["spread"] == 0
+
+
+def test_fabric_takes_an_optimizer_without_torchs_hooks(outcome):
+    """Error feedback is committed by its steps too."""
+    assert outcome["wrapped_optimizer"] == {"apart": 0, "spread": 0, "steps": [4, 4]}
