@@ -198,7 +198,7 @@ class GradientAverager:
                 self._topologies = list(CANDIDATES) if sharded else ["all_gather"]
                 if self.ranks.workers > 1 and self.gradients.compressed:
                     self.autotune = Autotune(process_group, self.gradients.device, self._topologies)
-        self._optimizer_steps = [OptimizerStep(each, self) for each in self.optimizers]
+        self._optimizer_steps = self._attached()
 
     def _check_epochs_are_counted(self) -> None:
         counts_epochs = isinstance(self.schedule, Ramp) and self.schedule.counts_epochs
@@ -558,7 +558,11 @@ class GradientAverager:
             self.shards.use_optimizer(optimizer)
         if self._compressed:
             self._compressed.state.use_optimizer(self.shards.optimizer if self.shards else optimizer)
-        self._optimizer_steps = [OptimizerStep(each, self) for each in every]
+        self._optimizer_steps = self._attached()
+
+    def _attached(self) -> list[OptimizerStep]:
+        owned = self.compressor.owns_momentum(self.optimizer)
+        return [OptimizerStep(each, self, directions=owned) for each in self.optimizers]
 
     def detach(self) -> None:
         """Leave the optimizers as they were before this averager."""

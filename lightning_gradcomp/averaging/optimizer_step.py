@@ -39,22 +39,21 @@ class OptimizerStep:
     """Attached to an optimizer until `detach`. An optimizer without torch's hooks commits by other means.
 
     Args:
-        optimizer: any; directions need torch's SGD, Adam or AdamW.
+        optimizer: any.
         steps: whose averages it applies. It is not kept alive.
+        directions: True if gradients may be update directions, of torch's SGD, Adam or AdamW.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps, *, directions: bool) -> None:
         self.optimizer = optimizer
         self._is_direction, self._commit = WeakMethod(steps.is_direction), WeakMethod(steps.commit)
         self._hook = None
-        self.commits = hasattr(optimizer, "_optimizer_step_post_hooks")
-        """False if the caller has to commit."""
-        if self.commits:
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):
             self._hook = optimizer.register_step_post_hook(self._after_step)
             hooks = optimizer._optimizer_step_post_hooks
             for key in [key for key in hooks if key != self._hook.id]:  # the user's come after it
                 hooks[key] = hooks.pop(key)
-        if hasattr(type(optimizer), "_init_group"):
+        if directions:
             vars(optimizer)["_init_group"] = self._init_group
 
     def detach(self) -> None:
