@@ -276,6 +276,12 @@ class GradientAverager:
             ValueError: a weight was written to inside, which would be lost.
         """
         self.use_local_weights()
+        with self.leaving_local_weights():
+            yield
+
+    @contextmanager
+    def leaving_local_weights(self) -> Iterator[None]:
+        """At the end the weights are those of all ranks. Writes into them are checked unless an exception ends it."""
         try:
             yield
         except BaseException:

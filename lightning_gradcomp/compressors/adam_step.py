@@ -19,7 +19,7 @@ by the same norms).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +28,6 @@ import torch
 from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
-from lightning_gradcomp.compressors.moments import OptimizerMoments
 from lightning_gradcomp.compressors.state import State, StateDict
 from lightning_gradcomp.errors import refusal
 
@@ -108,19 +107,8 @@ class AdamStep(State):
         self._squares = torch.zeros(2, dtype=torch.float32, device=device)
         """Squared norms of this rank's gradient and of the mean, of uncompressed tensors: sums over steps, fading."""
         self._t = dict.fromkeys(layout.names, 0)
-        self._moments = OptimizerMoments(layout, MOMENTS)
         self._now: list[AdamRule | None] = []
         """What the optimizer's groups said of each parameter in the latest `compensate`."""
-
-    def attach(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        parameters: Sequence[torch.Tensor],
-        *,
-        shares_moments: bool = True,
-    ) -> None:
-        super().attach(optimizer, parameters)
-        self._moments.attach(optimizer if shares_moments else None, parameters)
 
     @staticmethod
     def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:

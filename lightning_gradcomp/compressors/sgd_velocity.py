@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -12,7 +12,6 @@ import torch
 from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
-from lightning_gradcomp.compressors.moments import OptimizerMoments
 from lightning_gradcomp.compressors.state import State, StateDict
 from lightning_gradcomp.errors import refusal
 
@@ -80,19 +79,8 @@ class SGDVelocity(State):
         self.masking = masking
         self.u, self.v, self._u = (torch.zeros(layout.n, dtype=torch.float32, device=device) for _ in range(3))
         self._out = torch.empty(0, dtype=torch.float32, device=device)
-        self._moments = OptimizerMoments(layout, ["momentum_buffer"])
         self._first = set(layout.names)
         """Parameters without a momentum, hence without an earlier gradient."""
-
-    def attach(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        parameters: Sequence[torch.Tensor],
-        *,
-        shares_moments: bool = True,
-    ) -> None:
-        super().attach(optimizer, parameters)
-        self._moments.attach(optimizer if shares_moments else None, parameters)
 
     @staticmethod
     def check_optimizer(what: str, optimizer: Any, allowed: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
+from lightning_gradcomp.compressors.moments import OptimizerMoments
 
 StateDict = dict[str, dict[str, torch.Tensor]]
 """Kind -> parameter name -> tensor."""
@@ -50,6 +51,7 @@ class State:
         """Parameters that have stepped and have state here. The same on all ranks."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: Sequence[torch.Tensor] = ()
+        self._moments = OptimizerMoments(layout, tuple(self.moments.values()))
 
     def attach(
         self,
@@ -63,6 +65,7 @@ class State:
         With `shares_moments`, its state holds the moments that are computed here.
         """
         self._optimizer, self._parameters = optimizer, parameters
+        self._moments.attach(optimizer if shares_moments else None, parameters)
 
     @property
     def empty(self) -> bool:

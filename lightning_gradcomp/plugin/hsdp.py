@@ -4,16 +4,17 @@ The ranks are a mesh (replicate, shard). FSDP2 knows the shard dimension alone: 
 divides gradients, between the ranks of one replica, which a quick link joins. The `GradientAverager` averages each
 rank's shards with the ranks that hold the same shards of other replicas: after backward, once for each optimizer step.
 
-Private Lightning names used here: the fit loop's `_skip_backward`; ModelParallelStrategy's `_setup_distributed`,
+Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`,
 `_device_mesh` (which `LightningModule.device_mesh` reads) and `_save_distributed_checkpoint`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from lightning_gradcomp.plugin.base_strategy import ExplainedStrategy, warn_of_s
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.launchers import SubprocessLauncher
+from lightning_gradcomp.plugin.local_weights import forward_at_local_weights
 from lightning_gradcomp.plugin.rank_states import (
     FORMAT,
     KEY,
@@ -214,18 +216,10 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.training_step`, at local weights, which stay until the end of backward."""
         averager = self.averager
-        assert averager is not None
+        assert averager is not None and self.lightning_module is not None
         averager.use_optimizers(self.optimizers[0])
-        if not self.lightning_module.trainer.fit_loop._skip_backward:  # type: ignore[union-attr]
-            averager.use_local_weights()
-        try:
-            output = super().training_step(*args, **kwargs)
-        except BaseException:
-            averager.use_shared_weights(check=False)
-            raise
-        if output is None or (isinstance(output, Mapping) and output.get("loss") is None):
-            averager.use_shared_weights()  # there will be no backward
-        return output
+        forward = partial(super().training_step, *args, **kwargs)
+        return forward_at_local_weights(averager, self.lightning_module.trainer, forward)
 
     def on_exception(self, exception: BaseException) -> None:
         if self.averager is not None:
@@ -249,15 +243,11 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         `on_after_backward`, unless gradients accumulate."""
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
-        try:
+        with averager.leaving_local_weights():
             self.pre_backward(closure_loss)
             closure_loss = precision.pre_backward(closure_loss, module)
             with self.explained("backward"):
                 precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        except BaseException:
-            averager.use_shared_weights(check=False)
-            raise
-        averager.use_shared_weights()
         self.post_backward(closure_loss)
         if not self._accumulating:
             scaler = getattr(precision, "scaler", None)

@@ -3,8 +3,6 @@
 DDP wraps the model, and its communication hook (plugin/ddp_hook.py) averages dense steps only. Compressed steps are
 averaged by the `GradientAverager`: after backward, before Lightning's `on_after_backward`; in manual optimization when
 the optimizer steps, before Lightning's `on_before_optimizer_step`.
-
-Private Lightning name used here: the fit loop's `_skip_backward`, which is set for passes that update statistics alone.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from lightning_gradcomp.plugin.base_strategy import BaseStrategy
 from lightning_gradcomp.plugin.clipping import LocalClipping
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
 from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
+from lightning_gradcomp.plugin.local_weights import forward_at_local_weights
 from lightning_gradcomp.plugin.rank_states import (
     export_optimizer_state,
     mean_optimizer_state,
@@ -210,19 +209,16 @@ class CompressedDDPStrategy(BaseStrategy):
         """As DDP's, at local weights: they stay until the end of backward, or of what ends this batch before it."""
         averager, module = self.averager, self.lightning_module
         assert averager is not None and module is not None
-        if module.automatic_optimization:  # otherwise there may be several backwards
-            averager.use_optimizers(self._corrected, self.optimizers)
-            if not module.trainer.fit_loop._skip_backward:
-                averager.use_local_weights()
-        try:
+        training_step = super().training_step
+
+        def forward() -> Any:
             with self._hook.forward(averager):
-                output = super().training_step(*args, **kwargs)
-        except BaseException:
-            averager.use_shared_weights(check=False)
-            raise
-        if output is None or (isinstance(output, Mapping) and output.get("loss") is None):
-            averager.use_shared_weights()  # there will be no backward
-        return output
+                return training_step(*args, **kwargs)
+
+        if not module.automatic_optimization:  # there may be several backwards
+            return forward()
+        averager.use_optimizers(self._corrected, self.optimizers)
+        return forward_at_local_weights(averager, module.trainer, forward)
 
     def on_exception(self, exception: BaseException) -> None:
         if self.averager is not None:
@@ -250,16 +246,12 @@ class CompressedDDPStrategy(BaseStrategy):
         """As `Strategy.backward`. In automatic optimization the averages are there before `on_after_backward`."""
         module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
         assert module is not None and averager is not None
-        try:
+        with averager.leaving_local_weights():
             self._hook.before_backward(averager, precision)
             self.pre_backward(closure_loss)
             closure_loss = precision.pre_backward(closure_loss, module)
             with self.explained("backward"):  # DDP averages in it where a step is dense
                 precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        except BaseException:
-            averager.use_shared_weights(check=False)
-            raise
-        averager.use_shared_weights()
         self.post_backward(closure_loss)
         self._average(self._hook.after_backward)
         return precision.post_backward(closure_loss, module)

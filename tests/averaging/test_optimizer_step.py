@@ -88,8 +88,6 @@ def trained(rank, group, make_optimizer, compressor, topology, how, write, place
     optimizer = make_optimizer(model.parameters())
     hook = lambda *_: change(model.matrix, how, write)  # noqa: E731
     handle = optimizer.register_step_pre_hook(hook) if place == "pre-hook" else None
-    if compressor is None:
-        train_ddp(model, optimizer, group, rank, 0)
     averager = GradientAverager(model, compressor, optimizer=optimizer, process_group=group, topology=topology)
     seen = []
     for step in range(3):
@@ -131,14 +129,6 @@ def test_what_hooks_leave_in_a_gradient_counts_and_replicas_stay_equal(name, com
 
     for one, other in zip(*run_ranks(2, work), strict=True):
         assert torch.equal(one, other)
-
-
-def with_hook(loss_of, hook):
-    def loss(model, rank, step):
-        hook(model)
-        return loss_of(model, rank, step)
-
-    return loss
 
 
 @pytest.mark.parametrize("name", OWNED)
