@@ -104,15 +104,27 @@ class Switched:
         return self.averager.stats
 
 
-def with_hook(method: str, model: torch.nn.Module) -> DistributedDataParallel:
-    """DDP as it is, or with one of torch's compressing hooks."""
+def with_hook(method: str, model: torch.nn.Module, dense_steps: int = 2) -> DistributedDataParallel:
+    """DDP as it is, with one of torch's compressing hooks, or with one that exchanges nothing.
+
+    Args:
+        dense_steps: torch's PowerSGD hook starts after them; it takes no fewer than 2.
+    """
     ddp = DistributedDataParallel(model, **({"bucket_cap_mb": WHOLE} if method == "powersgd_hook" else {}))
     if method == "fp16_hook":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if method == "powersgd_hook":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    if method == "powersgd_hook":  # of the rank that lgc.PowerSGD has by default
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=dense_steps)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    if method == "no_exchange":
+        ddp.register_comm_hook(None, _keep)
     return ddp
+
+
+def _keep(state, bucket):  # torch refuses annotations that are strings
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def compressor(method: str) -> lgc.Compressor:

@@ -26,7 +26,9 @@ from benchmarks.methods import OPTIMIZERS, Switched, network, stepper
 from benchmarks.step_times import StepTime, record
 from lightning_gradcomp.averaging import Stats
 
-METHODS = "compute,ddp,fp16_hook,powersgd_hook,dgc,dgc@all_gather,gradient_dropping,powersgd,onebit,twobit,terngrad"
+METHODS = "compute,ddp,fp16_hook,powersgd_hook," + ",".join(
+    f"{method}@all_gather" for method in ("dgc", "gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
+)
 PHASES = ("compress", "exchange", "decompress")
 
 

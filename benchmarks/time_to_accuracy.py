@@ -38,7 +38,9 @@ from lightning_gradcomp.app.compose import checked, register, shipped
 from lightning_gradcomp.app.processes import hide_known_messages
 from lightning_gradcomp.app.train import build
 
-HOOKS = ("ddp", "fp16_hook", "powersgd_hook")
+HOOKS = ("ddp", "fp16_hook", "powersgd_hook", "no_exchange")
+DENSE_STEPS = 22
+"""Before torch's PowerSGD hook starts: as many as lgc.PowerSGD has by default."""
 
 Curve = list[tuple[float, float]]
 """(seconds, validation accuracy) after each epoch."""
@@ -52,7 +54,7 @@ class HookStrategy(DDPStrategy):
         self._method = method
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return with_hook(self._method, model)
+        return with_hook(self._method, model, DENSE_STEPS)
 
 
 class Clock(L.Callback):
