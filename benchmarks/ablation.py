@@ -1,10 +1,10 @@
-"""docs/ablation.csv: from plain dropping at 99.9 % to DGC, one part after the other, by cross-validation on the digits.
+"""docs/data/ablation.csv: from plain dropping at 99.9 % to DGC, one part after the other, in five folds of the digits.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 -m benchmarks.ablation     # the runs that the CSV lacks
     python -m benchmarks.figures                                             # the table in docs/from_the_notes.md
 
 Network, data and optimizer are those of recipe=digits, here in plain PyTorch: ten epochs of 22 steps of 64 images. The
-fold's number is the seed of weights and order, as in the dense runs of docs/results.csv with which they are paired. A
+fold is the seed of weights and order, as in the dense runs of docs/data/results.csv with which they are paired. A
 run takes some 140 seconds of processor time.
 """
 
@@ -34,7 +34,7 @@ from lightning_gradcomp.app.data.shared import RankSampler
 from lightning_gradcomp.app.models import build
 from lightning_gradcomp.app.options.training import SGD
 
-CSV = Path(__file__).parents[1] / "docs" / "ablation.csv"
+CSV = Path(__file__).parents[1] / "docs" / "data" / "ablation.csv"
 EPOCHS, BATCH = 10, 64
 OPTIONS = SGD(lr=0.02, weight_decay=5e-3, decay_all=True, warmup_steps=20, momentum=0.9, nesterov=False)
 CLIP_NORM = 5.0

@@ -1,4 +1,4 @@
-"""docs/results.csv and what the pages show of it: accuracy over seeds, bytes and time, by network and method.
+"""docs/data/results.csv and what the pages show of it: accuracy over seeds, bytes and time, by network and method.
 
     gradcomp -m recipe=digits compressor=none,dgc seed=0,1,2,3,4 hydra.sweep.dir=runs/resnet18   # and so on
     python -m benchmarks.results runs && python -m benchmarks.figures        # into the CSV, and into the pages
@@ -8,7 +8,7 @@
 The CSV has a line for each run, and keeps those of earlier runs: all of them together take some ten hours. A run takes
 the line of an earlier one of the same network, method, data, ranks, steps, fold, seed and machine. Options of the
 compressor, its warm-up or the optimizer that are not the recipe's are part of the method: "twobit warmup_epochs=3",
-"dgc optimizer.lr=0.005". Times are those of docs/run_times.csv (`benchmarks.run_times`): those of runs of several days
+"dgc optimizer.lr=0.005". Times are those of docs/data/run_times.csv (`benchmarks.run_times`); those of several days
 can't be compared.
 """
 
@@ -46,7 +46,7 @@ LABELLED = ("compressor", "sparsity_warmup", "optimizer")
 """Groups of the config whose options a method's label names where they are not the recipe's."""
 DIFFERENCE = "difference to dense"
 HEAD = ["method", "accuracy, %", DIFFERENCE, "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
-CSV = Path(__file__).parents[1] / "docs" / "results.csv"
+CSV = Path(__file__).parents[1] / "docs" / "data" / "results.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""docs/run_times.csv: what a step of each digits recipe takes with each method, on two processes of one machine.
+"""docs/data/run_times.csv: what a step of each digits recipe takes with each method, on two processes of one machine.
 
     torchrun --nproc-per-node=2 -m benchmarks.run_times && python -m benchmarks.figures
 
@@ -23,7 +23,7 @@ from benchmarks.latency import Method
 from benchmarks.methods import Step, stepper
 from lightning_gradcomp.app.models import build
 
-CSV = Path(__file__).parents[1] / "docs" / "run_times.csv"
+CSV = Path(__file__).parents[1] / "docs" / "data" / "run_times.csv"
 HEAD = ("model", "method", "turn", "step_ms", "machine")
 METHODS = ("none", "fp16", "bf16", "dgc", "gradient_dropping", "powersgd", "onebit", "terngrad", "twobit", "dga")
 BATCH = {"resnet18": 32, "resnet50": 32, "swin_mini": 16}

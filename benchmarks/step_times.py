@@ -1,4 +1,4 @@
-"""docs/step_times.csv: steps over slow links, as `benchmarks.step_time --record` has measured them, and their table."""
+"""docs/data/step_times.csv: steps over slow links, measured by `benchmarks.step_time --record`, and their table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.report import table
 
-CSV = Path(__file__).parents[1] / "docs" / "step_times.csv"
+CSV = Path(__file__).parents[1] / "docs" / "data" / "step_times.csv"
 COMPUTATION = "compute"
 TITLES = {COMPUTATION: "computation alone", "ddp": "DDP", "fp16_hook": "fp16_hook", "powersgd_hook": "powersgd_hook"}
 HEAD = ["method", "100 Mbit/s", "1 Gbit/s", "bytes sent", "compress, exchange, decompress"]

@@ -49,7 +49,7 @@ def bytes_by_method(axes: Axes) -> None:
 def accuracy_over_bytes(axes: Axes) -> None:
     """Whole runs of ResNet-18 on the digits, seeds of the fixed split: mean and standard deviation."""
     runs: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    with Path(__file__).with_name("results.csv").open() as file:
+    with (Path(__file__).with_name("data") / "results.csv").open() as file:
         for row in csv.DictReader(file):
             if row["model"] == "resnet18" and not row["fold"]:
                 accuracy = 100 * int(row["correct"]) / int(row["images"])

@@ -1,4 +1,4 @@
-"""What a recipe says of its result is what docs/results.csv says."""
+"""What a recipe says of its result is what docs/data/results.csv says."""
 
 from statistics import mean, stdev
 
