@@ -1,45 +1,67 @@
-"""Writes the table of methods into docs/compressors.md: `python docs/tables.py`, after a compressor has changed.
+"""Fills the generated tables of README and docs: `python -m docs.tables`, after data, methods or options have changed.
 
-Nothing in it is typed in by hand: words come from each class's card, figures from what a step would exchange for the
-recipes' ResNets on two ranks, with default options after the warm-up. The tests count those bytes at the collectives.
+A page has <!-- table: NAME --> where a table begins and <!-- end --> where it ends. Figures come from docs/data/*.csv
+and from the byte formulas of the registered compressors, words from each class's card and docstring.
 """
 
 from __future__ import annotations
 
+import csv
+import inspect
 import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lightning_gradcomp import Compressor, Lossy, entries
+import lightning_gradcomp as lgc
 from lightning_gradcomp.app.models import build
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 
-PAGE = Path(__file__).with_name("compressors.md")
-MARKED = re.compile(r"(<!-- methods -->\n).*?(\n<!-- end -->)", re.DOTALL)
+DOCS = Path(__file__).parent
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+BLOCK = re.compile(r"(<!-- table: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 COLLECTIVES = {"gather": "all-gather", "mean": "all-reduce", "maximum": "all-reduce (MAX)"}
 MODELS = {"ResNet-18": "resnet18", "ResNet-50": "resnet50"}
-HEAD = ["name", "sends", "bits an element", *(f"{name}, N=2" for name in MODELS), "collectives a step"]
-HEAD += ["remembers", "optimizers", "pick it when", "from"]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
+
+
+def of_csv(name: str) -> str:
+    """docs/data/<name>.csv as it is."""
+    with (DOCS / "data" / f"{name}.csv").open(newline="") as file:
+        head, *rows = csv.reader(file)
+    return markdown(head, rows)
 
 
 def page_of(name: str) -> str:
-    """The page of docs/methods on which the compressor `name` is described."""
-    return "dense" if name in ("none", "fp16", "bf16") else name
+    """Where the compressor `name` is described: a page and a heading."""
+    headings = {
+        "dgc": "dgc.md",
+        "gradient_dropping": "other_compressors.md#gradient-dropping",
+        "powersgd": "other_compressors.md#powersgd",
+        "onebit": "other_compressors.md#1-bit-sgd",
+        "terngrad": "other_compressors.md#terngrad",
+        "twobit": "other_compressors.md#2-bit",
+    }
+    return headings.get(name, "other_compressors.md#16-bits-and-dense")
 
 
-def step(compressor: Compressor, model: torch.nn.Module) -> tuple[float, float, list[str]]:
+def step(compressor: lgc.Compressor, model: torch.nn.Module) -> tuple[float, float, list[str]]:
     """Bits an element of what is compressed, dense traffic over traffic, and the collectives, of one step at N=2."""
     gradients = Gradients(model, compressor)
     dense = dense_traffic(gradients.nbytes, 2)
-    if not isinstance(compressor, Lossy):
-        return (
-            8.0 * compressor.wire_dtype.itemsize,
-            4 / compressor.wire_dtype.itemsize,
-            ["all-reduce, in DDP's buckets"],
-        )
+    if not isinstance(compressor, lgc.Lossy):
+        size = compressor.wire_dtype.itemsize
+        return 8.0 * size, 4 / size, ["all-reduce"]
     final = compressor.at(compressor.final_sparsity)
     messages = final.messages(gradients.layout)
     bits = 8 * sum(size for _, size in messages) / gradients.layout.n
@@ -47,33 +69,94 @@ def step(compressor: Compressor, model: torch.nn.Module) -> tuple[float, float, 
     return bits, ratio, [COLLECTIVES[how] for how, _ in messages]
 
 
-def rows() -> list[list[str]]:
-    """A row of the table for every compressor that the package registers, the fewest bytes first."""
+def by_ratio() -> Iterator[tuple[Any, list[tuple[float, float, list[str]]]]]:
+    """Every registered compressor with its step for each of MODELS, the fewest bytes first."""
     models = [build(name, channels=1, classes=10) for name in MODELS.values()]
-    found = []
-    for entry in entries():
-        compressor, card = entry.cls(), entry.cls.card
-        (bits, ratio, collectives), *others = (step(compressor, model) for model in models)
-        name = f"[`{entry.name}`](methods/{page_of(entry.name)}.md)"
+    found = [(entry, [step(entry.cls(), model) for model in models]) for entry in lgc.entries()]
+    yield from sorted(found, key=lambda each: -each[1][0][1])
+
+
+def methods() -> str:
+    """What each compressor sends and takes, and how many times fewer bytes that is."""
+    rows = []
+    for entry, steps in by_ratio():
+        (bits, _, collectives), card = steps[0], entry.cls.card
+        name = f"[`{entry.name}`]({page_of(entry.name)})"
         if entry.strategy != entry.name:
             name += f" (strategy `{entry.strategy}`)"
-        ratios = [f"{ratio:.0f}x", *(f"{other:.0f}x" for _, other, _ in others)]
-        words = [
-            " + ".join(collectives),
-            card.remembers,
-            "SGD, Adam, AdamW" if entry.cls.needs_optimizer else "any",
-            card.pick,
-        ]
-        found.append((-ratio, [name, card.sends, f"{bits:.3g}", *ratios, *words, card.source]))
-    return [row for _, row in sorted(found)]
+        ratios = [f"{ratio:.0f}x" for _, ratio, _ in steps]
+        optimizers = "SGD, Adam, AdamW" if entry.cls.needs_optimizer else "any"
+        rows.append([name, card.sends, f"{bits:.2g}", *ratios, " + ".join(collectives), optimizers, card.pick])
+    head = ["name", "sends", "bits an element", *MODELS, "collectives", "optimizers", "choose it when"]
+    return markdown(head, rows)
 
 
-def page() -> str:
-    """docs/compressors.md with the table of now."""
-    lines = [HEAD, ["---"] * len(HEAD), *rows()]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return MARKED.sub(lambda marks: f"{marks[1]}{table}{marks[2]}", PAGE.read_text())
+def strategies() -> str:
+    """README's: name, idea, times fewer bytes."""
+    rows = [
+        [f"[`{entry.strategy}`](docs/{page_of(entry.name)})", entry.cls.card.sends, f"{steps[0][1]:.0f}x"]
+        for entry, steps in by_ratio()
+    ]
+    return markdown(["strategy", "each step sends", "times fewer bytes"], rows)
+
+
+ENTRY = re.compile(r"^    (\**\w+): (.*?)(?=^    \**\w+: |\Z)", re.DOTALL | re.MULTILINE)
+
+
+def arguments(cls: type) -> dict[str, str]:
+    """What the docstring of a class, or of the nearest base that has the entry, says under "Args:"."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        text = inspect.cleandoc(vars(each).get("__doc__") or "")
+        section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)
+        found |= {name: " ".join(words.split()) for name, words in ENTRY.findall(section[1] if section else "")}
+    return found
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """The options of a class and their defaults, without those that all compressors share."""
+    if not is_dataclass(cls):
+        parameters = inspect.signature(cls).parameters.values()
+        return {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
+    shared = set() if cls is lgc.Lossy else {field.name for field in fields(lgc.Lossy)}
+    return {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(cls)
+        if field.name not in shared
+    }
+
+
+def written(default: Any) -> str:
+    """A default as it stands in a table: Python, but with double quotes."""
+    if default in (MISSING, inspect.Parameter.empty):
+        return "required"
+    if isinstance(default, timedelta):
+        return f"{default.total_seconds() / 60:g} minutes"
+    return f'`"{default}"`' if isinstance(default, str) else f"`{default!r}`"
+
+
+def options(name: str) -> str:
+    """Option, default and meaning of a public class."""
+    cls = getattr(lgc, name)
+    meanings = arguments(cls)
+    rows = [[f"`{option}`", written(default), meanings[option]] for option, default in defaults(cls).items()]
+    return markdown(["option", "default", "meaning"], rows)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "csv": of_csv,
+    "methods": methods,
+    "options": options,
+    "strategies": strategies,
+}
+"""Name -> what makes it; a second word in the mark is its argument."""
+
+
+def filled(text: str) -> str:
+    """A page with its tables as data and code are today."""
+    return BLOCK.sub(lambda mark: mark[1] + TABLES[mark[2]](*filter(None, [mark[3]])) + mark[4], text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))

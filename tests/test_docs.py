@@ -1,11 +1,9 @@
-"""What the docs show is what the package does: their Python runs, their tables are the registry's and the options'."""
+"""What the docs show is what the package does: their Python runs, their tables are generated from data and code."""
 
 import inspect
 import os
 import re
-import runpy
-from ast import literal_eval
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from math import ceil, prod
 from unittest import mock
 
@@ -18,12 +16,12 @@ from torch import nn
 from torchft.coordination import LighthouseServer
 
 import lightning_gradcomp as lgc
+from docs import tables
 from lightning_gradcomp import registry
 from lightning_gradcomp.compressors.layout import Layout
-from tests.pages import DOCS, PAGES, blocks, prose, rows
+from tests.pages import PAGES, blocks, prose
 from tests.threads import run_ranks
 
-TABLES = runpy.run_path(str(DOCS / "tables.py"))
 KINDS = {"python", "bash", "toml", "diff", "text", "math"}
 """Blocks of the last four are not code."""
 
@@ -63,7 +61,7 @@ def provided(tmp_path):
     }
 
 
-TAKES_FOR_GRANTED = ("README.md", "docs/federated.md", "docs/methods/dga.md")
+TAKES_FOR_GRANTED = ("README.md", "docs/local_steps.md")
 """All other pages stand alone."""
 
 
@@ -71,7 +69,7 @@ TAKES_FOR_GRANTED = ("README.md", "docs/federated.md", "docs/methods/dga.md")
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice on Trainers that are made here, and not used
 def test_python_of_a_page_runs(page, tmp_path):
     names = {"__name__": "page", **(provided(tmp_path) if page in TAKES_FOR_GRANTED else {})}
-    if page == "docs/federated.md":
+    if page == "docs/local_steps.md":
         server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
         names["lighthouse"] = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     for kind, line, text in blocks(page):
@@ -86,7 +84,7 @@ def test_every_block_is_of_a_kind_that_is_tested_or_is_no_code(page):
 
 @pytest.mark.parametrize("name", ["ef_signsgd", "random_k", "qsgd"])
 def test_an_example_compressor_is_a_strategy_and_learns(name):
-    [text] = [text for _, _, text in blocks("docs/write-a-compressor.md") if f'register("{name}")' in text]
+    [text] = [text for _, _, text in blocks("docs/research.md") if f'register("{name}")' in text]
     exec(text, {"__name__": "example"})
     assert name in StrategyRegistry
     assert name in STRATEGY_REGISTRY
@@ -110,48 +108,38 @@ def test_an_example_compressor_is_a_strategy_and_learns(name):
     assert ratio > 3.5
 
 
-def test_the_table_of_methods_is_what_the_registry_makes_of_it():
-    """After a change: python docs/tables.py."""
-    assert (DOCS / "compressors.md").read_text() == TABLES["page"]()
+@pytest.mark.parametrize("page", PAGES)
+def test_the_tables_of_a_page_are_those_of_today(page):
+    """After a change of data, methods or options: python -m docs.tables."""
+    text = PAGES[page].read_text()
+    assert text == tables.filled(text)
 
 
-def test_every_method_has_a_card_and_a_page():
+def test_every_method_has_a_card_and_is_on_its_page():
     for entry in lgc.entries():
         assert all((entry.cls.card.sends, entry.cls.card.pick, entry.cls.card.source)), entry.name
-        text = PAGES[page_of(entry)].read_text()
+        page = f"docs/{tables.page_of(entry.name).partition('#')[0]}"
+        text = PAGES[page].read_text()
         for word in (f"lgc.{entry.cls.__name__}", f'"{entry.strategy}"', f"compressor={entry.name}"):
-            assert f"`{word}`" in text, f"{page_of(entry)} doesn't name {word}"
+            assert f"`{word}`" in text, f"{page} doesn't name {word}"
+        if fields(entry.cls):
+            assert f"<!-- table: options {entry.cls.__name__} -->" in text
 
 
-def page_of(entry):
-    return f"docs/methods/{TABLES['page_of'](entry.name)}.md"
+STRATEGIES = ("CompressedDDPStrategy", "DelayedStrategy", "AsyncStrategy", "CompressedHSDPStrategy")
 
 
-def written(default):
-    """A default as a page writes it: Python, but with double quotes."""
-    return f'"{default}"' if isinstance(default, str) else repr(default)
-
-
-@pytest.mark.parametrize("entry", lgc.entries(), ids=lambda entry: entry.name)
-def test_a_methods_page_has_its_options_and_no_others(entry):
-    """Those of all methods are on the page that all share, unless a method's own page says more."""
-    options = {field.name: field for field in fields(entry.cls)}
-    shared = [row for row in rows("docs/compressors.md", "## Options of all methods") if row[0].strip("`") in options]
-    own = rows(page_of(entry), "## Options") if options else []
-    table = {row[0].strip("`"): row[1:] for row in [*shared, *own]}
-    assert set(table) == set(options)
-    for name, field in options.items():
-        default = field.default_factory() if field.default is MISSING else field.default
-        shown, allowed, meaning = table[name]
-        assert shown == f"`{written(default)}`", name
-        assert allowed and meaning, name
-        for word in re.findall(r'`("\w+"|True|False|None)`', allowed):  # that such values are allowed indeed
-            entry.cls(**{name: literal_eval(word)})
+@pytest.mark.parametrize("name", [*STRATEGIES, "Lossy", *(entry.cls.__name__ for entry in lgc.entries())])
+def test_every_option_is_described_and_none_besides(name):
+    cls = getattr(lgc, name)
+    assert set(tables.defaults(cls)) <= set(tables.arguments(cls))
+    own = set(tables.arguments(cls)) - set(inspect.signature(cls).parameters)
+    assert not {word for word in own if not word.startswith("*")}
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.25])
 def test_the_formulas_of_bytes_are_the_codes(density):
-    """Those under "Bytes" on the methods' pages."""
+    """Those on the pages of the methods."""
     layout = Layout(("a", "b", "c"), ((64, 3, 3, 3), (512, 512, 3, 3), (10, 513)))
     sizes = layout.sizes
 
@@ -176,27 +164,8 @@ def test_the_formulas_of_bytes_are_the_codes(density):
         assert sum(size for _, size in compressor.at(1 - density).messages(layout)) == expected, compressor
 
 
-def test_the_page_of_delayed_averaging_has_its_options():
-    table = {row[0].strip("`"): row[1].strip("`") for row in rows("docs/methods/dga.md", "## Options")}
-    parameters = dict(inspect.signature(lgc.DelayedStrategy).parameters)
-    assert set(table) == set(parameters)
-    for name, parameter in parameters.items():
-        if name not in ("timeout", "options"):
-            assert table[name] == written(parameter.default)
-
-
-def test_the_page_of_sharded_models_has_its_options():
-    table = {row[0].strip("`"): row[1].strip("`") for row in rows("docs/hsdp.md", "## Options")}
-    parameters = dict(inspect.signature(lgc.CompressedHSDPStrategy).parameters)
-    assert set(table) == set(parameters)
-    for name, parameter in parameters.items():
-        if name != "timeout":
-            assert table[name] == written(parameter.default)
-
-
 def test_every_public_name_is_on_the_page_of_the_api():
     page = "docs/api.md"
-    assert {row[0].strip("`") for row in rows(page, "# API")} == set(lgc.__all__)
     assert set(re.findall(r"^::: lightning_gradcomp\.(\w+)", prose(page), re.MULTILINE)) == set(lgc.__all__)
     listed = re.compile(r"^::: lightning_gradcomp\.(\w+)\n.*\n      members: \[(.*)\]", re.MULTILINE)
     for name, members in listed.findall(prose(page)):

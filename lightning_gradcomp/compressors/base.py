@@ -171,14 +171,12 @@ class Lossy(Compressor, ABC):
     Args:
         min_elements: tensors with fewer elements travel uncompressed, as all 1-D tensors do (biases, norm weights).
         exclude: shell patterns of parameter names that travel uncompressed, e.g. `["head.*"]`.
-        warmup_steps: dense steps before the compression begins. Default: 22, and 0 for DGC and for classes of your
-            own.
-        warmup_epochs: dense epochs instead; 0 is no warm-up.
-        dense_values: how tensors that are not compressed are written beside those that are: "fp32", "bf16", "fp16",
-            "int8" or "int2"; what rounding changes is remembered. Where averages travel (PowerSGD), fp32.
-        clip_norm: global-norm threshold of the averaged gradient that local clipping stands in for (Lin et al. 2018,
-            §3.2): each rank clips its own gradient at √N times it, before anything is added to what it remembers. Dense
-            phases clip the average at it. None: off.
+        warmup_steps: dense steps before compression begins. Default: 22; 0 for DGC and for your own classes.
+        warmup_epochs: dense epochs instead of `warmup_steps`; 0 means no warm-up.
+        dense_values: format of the uncompressed tensors: "fp32", "bf16", "fp16", "int8" or "int2". The rounding error
+            goes into the residual. PowerSGD, which exchanges averages, takes "fp32" only.
+        clip_norm: clips each rank's gradient at √N times this norm before it is accumulated (Lin et al. 2018, §3.2).
+            Dense phases clip the average at this norm. None: no clipping.
 
     Raises:
         ValueError: an option out of its range, or both `warmup_steps` and `warmup_epochs`.

@@ -57,29 +57,27 @@ class CompressedDDPStrategy(BaseStrategy):
 
     Args:
         compressor: a compressor, or its name.
-        topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the mean
-            on, compressed again; for many ranks. "server": the same with dense means. "auto": what a trial in the
-            first steps finds quickest: dense steps, or one of the first two. The decision depends on the clock: choose
-            another where runs must repeat to the bit. Or a kvstore's name: "device", "dist_sync", "dist_sync_device"
-            (docs/topologies.md).
-        inside: "compressed": every rank compresses its own gradient. "dense": ranks of a node average theirs first, and
-            only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" where there are several
-            nodes of several ranks.
-        residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
-            "cpu" memory.
-        checkpoint_state: what becomes of what the ranks have not sent yet. "gather": all of it in the checkpoint.
-            "sidecar": a file for each rank, in a folder beside the checkpoint; nothing is sent. "auto": gathered on one
-            node up to 1 GiB, else sidecars. "mean": one copy of the mean over ranks, with which a resumed run is no
-            longer exact. "drop": nothing is saved, or restored.
-        timeout: how long a rank waits for the others, anywhere; then it ends with an error. Raise it where one rank has
-            more to do alone than that, such as preparing data.
-        verify_replicas_every_n_steps: compare a checksum of every parameter, and of every buffer but running
-            statistics, over the ranks, every so many steps; and notice every write into local weights.
-        local_weights: where the compressor owns the momentum, take gradients at weights without the steps that this
-            rank has not sent yet. False: at those of all ranks, which costs accuracy (docs/methods/dgc.md); the module
-            may then write into its weights in `training_step`.
-        ddp_options: everything that `DDPStrategy` takes, except the options that say how gradients are averaged.
-            `gradient_as_bucket_view` is True unless given: a hook costs DDP a pass over its buckets, this saves one.
+        topology: who sends what to whom. "auto": the fastest of dense steps, "all_gather" and "two_phase" in a trial
+            during the first steps; the choice depends on the clock, so name another one if runs must repeat to the
+            bit. "all_gather": payloads go to every rank. "two_phase": each rank averages a part and sends the mean on,
+            compressed again; for many ranks. "server": the same with dense means. Or a name of MXNet's kvstore:
+            "device", "dist_sync", "dist_sync_device".
+        inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average their
+            gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" if
+            several nodes have several ranks each.
+        residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
+        checkpoint_state: how a checkpoint saves the residuals. "gather": all of them, in the checkpoint. "sidecar": a
+            file per rank in a folder next to the checkpoint. "auto": "gather" on one node up to 1 GiB, otherwise
+            "sidecar". "mean": one copy of their mean; a resumed run is then not exact. "drop": none.
+        timeout: how long a rank waits for the others before it raises an error. Raise it if one rank has more to do
+            alone, such as preparing data.
+        verify_replicas_every_n_steps: compares a checksum of every parameter, and of every buffer except running
+            statistics, across the ranks at this interval; also detects every write into local weights.
+        local_weights: computes gradients at the shared weights minus this rank's own unsent steps, if the compressor
+            owns the momentum. False: at the shared weights, which costs accuracy; the module may then write into its
+            weights in `training_step`.
+        ddp_options: everything that `DDPStrategy` takes, except options that change how gradients are averaged.
+            `gradient_as_bucket_view` defaults to True, which saves DDP a pass over its buckets.
 
     Raises:
         ValueError: an option, a Trainer feature or an optimizer that can't be honoured, before training starts.
