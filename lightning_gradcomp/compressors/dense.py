@@ -16,18 +16,22 @@ from lightning_gradcomp.registry import register
 class NoCompression(Compressor):
     """No compression: DDP's own overlapped fp32 all-reduce, measured like the rest."""
 
-    card: ClassVar[Card] = Card(sends="everything, fp32", pick="the link is fast; the honest baseline", source="DDP")
+    card: ClassVar[Card] = Card(
+        sends="everything, in fp32", pick="the link is fast, or you need a baseline", source="DDP"
+    )
 
 
 @register("fp16", strategy="ddp_fp16")
 @dataclass(kw_only=True)
 class FP16(Compressor):
-    """Gradients travel and are added in fp16. What is too large for it travels as its largest number, 65504.
+    """Gradients travel and are added in fp16. Finite values that would overflow become the largest that ranks can add.
 
-    Under a loss scale it overflows instead, which the scaler has to see.
+    Under a loss scale they overflow, because the scaler must see it.
     """
 
-    card: ClassVar[Card] = Card(sends="everything, fp16", pick="half the bytes would do", source="torch's fp16 hook")
+    card: ClassVar[Card] = Card(
+        sends="everything, in fp16", pick="half the bytes are enough, bf16 is too coarse", source="torch's fp16 hook"
+    )
     wire_dtype: ClassVar[torch.dtype] = torch.float16
 
 
@@ -37,6 +41,6 @@ class BF16(Compressor):
     """Gradients travel and are added in bfloat16, which has fp32's range and 8 bits of precision."""
 
     card: ClassVar[Card] = Card(
-        sends="everything, bf16", pick="half the bytes would do, without fp16's limits", source="torch's bf16 hook"
+        sends="everything, in bf16", pick="half the bytes are enough", source="torch's bf16 hook"
     )
     wire_dtype: ClassVar[torch.dtype] = torch.bfloat16

@@ -52,31 +52,34 @@ ADAM_SPARSITY = 0.97
 class DGC(Codec):
     """Deep Gradient Compression: the largest 0.4 % of the velocity, with momentum correction (SGD, Adam, AdamW).
 
-    Source: Lin et al., ICLR 2018, arXiv 1712.01887. docs/methods/dgc.md has the differences. The paper's
-    own settings are `DGC(sparsity=0.999, values="fp32", warmup_epochs=4)`.
+    Source: Lin et al., ICLR 2018, arXiv 1712.01887. The differences are in docs/dgc.md. The paper's own settings are
+    `DGC(sparsity=0.999, values="fp32", warmup_epochs=4)` in a strategy with `local_weights=False`.
 
     Args:
-        sparsity: share of each tensor that is not sent once the warm-up is over, in [0, 1). 0 is dense training.
-            Default: 0.996 with SGD; 0.97 with Adam and AdamW, whose steps have about one size in all elements.
-        values: how what is sent is written: "fp32", "bf16", "fp16", "int8" (with a scale for each 256) or "int2" (a
-            sign, and one of two magnitudes for each 256). What that changes stays with the sender.
-        start_sparsity: sparsity of the first steps. The density then falls to a quarter, and to a quarter of that, down
-            to that of `sparsity`; a level of density ρ lasts 1/ρ steps, in which as many entries are sent as there are
-            elements. Where it is not below `sparsity`, there is no warm-up. Default: 0.9375 with SGD, `sparsity` with
-            Adam and AdamW.
-        warmup_steps: dense steps before those of `start_sparsity`. Default: 0.
-        dense_epochs: epochs of plain dense training at the start, in place of `start_sparsity`.
-        warmup_epochs: epochs of rising sparsity after those, one level an epoch (§3.3), in place of `start_sparsity`.
-        momentum_masking: stop the momentum of what was sent (momentum factor masking, §3.2).
+        sparsity: share of each tensor that stays unsent after the warm-up, in [0, 1); 0 is dense training. `None`
+            means 0.996 with SGD and 0.97 with Adam and AdamW.
+        values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
+            or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
+            residual.
+        start_sparsity: sparsity of the first steps. The density then falls to a quarter at a time until it reaches
+            that of `sparsity`; a level of density ρ lasts 1/ρ steps. A value at or above `sparsity` means no warm-up.
+            `None` means 0.9375 with SGD and no warm-up with Adam and AdamW.
+        warmup_steps: dense steps before those of `start_sparsity`. `None` means 0.
+        dense_epochs: dense epochs at the start, instead of the levels from `start_sparsity`.
+        warmup_epochs: epochs of rising sparsity after the dense ones, one level an epoch (§3.3 of the paper), instead
+            of the levels from `start_sparsity`.
+        momentum_masking: set the momentum of the sent entries to 0 (momentum factor masking, §3.2 of the paper; SGD
+            only). Turn it off for a large embedding table of which a batch touches few rows: their entries are sent at
+            once, and would never gain momentum.
 
     Raises:
         ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(
-        sends="the largest 0.4 % of each tensor's velocity, in 2 bits, and packed indices; with Adam 3 %",
-        remembers="momentum and velocity, or Adam's moments and steps",
-        pick="SGD, Adam or AdamW, on any slow link: the fewest bytes",
+        sends="the largest 0.4 % of entries, in 2 bits (Adam: 3 %)",
+        remembers="momentum and velocity; with Adam, moments and unsent updates",
+        pick="the link is slow and you use SGD, Adam or AdamW",
         source="[Lin et al. 2018](https://arxiv.org/abs/1712.01887)",
     )
     needs_optimizer: ClassVar[bool] = True

@@ -43,24 +43,25 @@ class GradientDropping(Codec):
     Source: Aji and Heafield, EMNLP 2017, arXiv 1704.05021.
 
     Args:
-        sparsity: share that is not sent, in [0, 1). The paper uses 0.99.
-        values: how they are written: "fp32", "bf16", "fp16", "int8" (with a scale for each 256) or "int2" (a sign and
-            one of two magnitudes for each 256). What that changes stays in the residual.
-        scope: "global" finds the largest entries of all tensors together, "tensor" of each tensor, "chunk" of every
-            4,096 elements of a tensor.
-        mean: "ranks": an element's sum over ranks is divided by their number, so that what is applied and remembered is
-            exactly what there was. "senders": by the number of those that sent the element, as SparseLoCo's code has
-            it: where ranks choose different elements, each arrives in full.
-        warmup_steps: dense steps before the dropping begins. Default: 22 (the authors' Marian has 100).
+        sparsity: share of the entries that stays unsent, in [0, 1). The paper uses 0.99.
+        values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
+            or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
+            residual.
+        scope: where the largest entries are sought: among all tensors together (`"global"`), in each tensor
+            (`"tensor"`), or in every 4,096 elements of a tensor (`"chunk"`).
+        mean: what an entry's sum over the ranks is divided by. `"ranks"`: their number; error feedback is exact.
+            `"senders"`: the number of ranks that sent the entry, as in SparseLoCo; error feedback is not exact, and
+            topologies with shards raise an error.
+        warmup_steps: dense steps before the dropping begins. `None` means 22 (the authors' Marian uses 100).
 
     Raises:
         ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(
-        sends="the largest 1 % of residual + gradient: fp32 values, packed indices",
+        sends="the largest 1 % of residual plus gradient, in fp32",
         remembers="a residual",
-        pick="an optimizer that DGC doesn't take, on a slow link; convolutional networks rather than Transformers",
+        pick="the link is slow and DGC does not support your optimizer",
         source="[Aji and Heafield 2017](https://arxiv.org/abs/1704.05021)",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START

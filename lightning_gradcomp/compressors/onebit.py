@@ -73,22 +73,22 @@ class OneBit(TensorCodec):
     Source: Seide et al., Interspeech 2014.
 
     Args:
-        groups: "column" (a unit's fan-in, as in the paper), "block" (of `group_size` consecutive elements) or "tensor".
-            Groups of g elements cost 1 + 64 / g bits an element. A matrix whose columns have one or two elements
-            travels uncompressed. Groups that cut rows or span several also cost a bit a row.
-        group_size: elements of a block.
-        threshold: "mean" or "zero".
-        warmup_steps: dense steps before the quantisation begins. Default: 22 (the paper begins with unquantised data
-            too).
+        groups: which elements share two values: a unit's fan-in (`"column"`, as in the paper), `group_size`
+            consecutive elements (`"block"`) or a whole tensor (`"tensor"`).
+        group_size: elements of a block, with `groups="block"`.
+        threshold: where the bit turns: at the group's mean (`"mean"`) or at 0 (`"zero"`, as in the paper).
+        error_feedback: add the quantisation error of a step to the next gradient.
+        warmup_steps: dense steps before the quantisation begins. `None` means 22 (the paper also begins with
+            unquantised data).
 
     Raises:
         ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(
-        sends="a bit for each element, two fp32 means for each unit's fan-in",
+        sends="one bit for each element, two values for each fan-in",
         remembers="a residual",
-        pick="every element should move at every step; any optimizer",
+        pick="every element should move at every step",
         source="Seide et al., Interspeech 2014",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START

@@ -116,11 +116,11 @@ class PowerSGD(Lossy):
     Source: Vogels et al., NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2.
 
     Args:
-        rank: r, columns of the factors; more is closer to the gradient. The paper uses 1, 2 and 4, over 300 epochs; on
-            short runs 2 stays behind (docs/methods/powersgd.md).
-        warm_start: begin each step's power iteration where the last one ended, else with a random Q.
-        min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
-        warmup_steps: dense steps before the compression begins. Default: 22 (the paper has none, but raises the
+        rank: r, the number of columns of the factors. A higher rank is closer to the gradient and sends more. The
+            paper uses 1, 2 and 4 over 300 epochs; on short runs rank 2 loses accuracy.
+        warm_start: begin each step's power iteration with the Q of the last one; otherwise with a random Q.
+        min_compression: a matrix travels uncompressed unless its factors are more than this many times smaller.
+        warmup_steps: dense steps before the compression begins. `None` means 22 (the paper has none, but raises the
             learning rate over five epochs; torch's hook waits for 1,000 steps).
 
     Raises:
@@ -129,8 +129,8 @@ class PowerSGD(Lossy):
 
     card: ClassVar[Card] = Card(
         sends="two thin fp32 factors of each matrix, as averages",
-        remembers="a residual, and a factor to begin with",
-        pick="many ranks: its bytes don't grow with their number; any optimizer",
+        remembers="a residual, and the Q of the last step",
+        pick="there are many ranks, or Transformers train over 1 Gbit/s",
         source="[Vogels et al. 2019](https://arxiv.org/abs/1905.13727)",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START

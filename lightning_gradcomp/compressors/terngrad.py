@@ -142,20 +142,20 @@ class TernGrad(Lossy):
     Source: Wen et al., NeurIPS 2017, arXiv 1705.07878.
 
     Args:
-        clip_sigma: standard deviations at which each tensor's gradient is clipped first; 0 is not at all.
-        share_scaler: all workers use the largest s of each tensor, found in one small exchange a step.
-        error_feedback: remember what clipping and rounding changed, and add it to the next gradient.
-        dense_last_layer: leave the model's last matrix uncompressed, as the authors' code does by default.
-        seed: of the draws.
-        warmup_steps: dense steps before the quantisation begins. Default: 22 (the paper has none).
+        clip_sigma: standard deviations at which each tensor's gradient is clipped first; 0 turns clipping off.
+        share_scaler: use the largest s of all ranks for each tensor, found in one small all-reduce a step.
+        error_feedback: add what clipping and rounding changed to the next gradient.
+        dense_last_layer: send the model's last matrix uncompressed, as the authors' code does by default.
+        seed: seed of the random draws, from 0 to 2^32 - 1.
+        warmup_steps: dense steps before the quantisation begins. `None` means 22 (the paper has none).
 
     Raises:
         ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(
-        sends="-s, 0 or +s for each element at random, five in a byte, and a tensor's s",
-        pick="no memory to spare for a residual: what is sent is right on average",
+        sends="-s, 0 or +s for each element, drawn at random",
+        pick="memory is short: it keeps no residual",
         source="[Wen et al. 2017](https://arxiv.org/abs/1705.07878)",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START

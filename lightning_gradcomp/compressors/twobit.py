@@ -79,19 +79,20 @@ class TwoBit(TensorCodec):
     Source: MXNet, src/kvstore/gradient_compression.
 
     Args:
-        threshold: "auto" (`best_threshold` of each tensor, at each step), or a number above 0: MXNet's rule, in units
-            of the gradient; MXNet's own default, 0.5, is meant for gradients summed over a batch.
-        warmup_steps: dense steps before the quantisation begins. Default: 22 (MXNet has none, and trains the worse for
-            it).
+        threshold: t. `"auto"` takes, for each tensor at each step, the t that leaves the smallest residual. A number
+            is MXNet's rule, in units of the gradient. MXNet's default of 0.5 suits gradients summed over a batch, not
+            PyTorch's means.
+        error_feedback: add the quantisation error of a step to the next gradient.
+        warmup_steps: dense steps before the quantisation begins. `None` means 22 (MXNet has none, and loses accuracy).
 
     Raises:
         ValueError: an option out of its range.
     """
 
     card: ClassVar[Card] = Card(
-        sends="-t, 0 or +t for each element, and a tensor's t",
+        sends="-t, 0 or +t for each element",
         remembers="a residual",
-        pick="MXNet's rule is wanted; otherwise 1-bit SGD sends half as much",
+        pick="you want MXNet's rule; otherwise 1-bit sends half as much",
         source="[MXNet's kvstore](https://mxnet.apache.org/api/faq/gradient_compression)",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START
