@@ -54,25 +54,26 @@ class DelayedAverager:
     don't evaluate or save them.
 
     Args:
-        model: the bare module (not wrapped in DDP). All ranks start with rank 0's weights and buffers.
-        optimizer: any; its state is the rank's own between drains.
+        model: the bare module, not wrapped in DDP. All ranks start with rank 0's weights and buffers.
+        optimizer: any. Between drains its state is the rank's own.
         compressor: compresses the update of each round, with error feedback over rounds.
-        period: K, steps in a round, the same on all ranks.
-        delay: D, steps from the end of a round to the step that applies its average, 0 to `period`. "auto": as many as
-            hide the exchange, by the times measured in the first rounds; `period` is then the smallest K.
+        period: K, the number of steps in a round, the same on all ranks. With `delay="auto"` the smallest K.
+        delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. "auto" measures the
+            first rounds and chooses as many steps as hide the exchange.
         process_group: default: a new group of all ranks, so that no other collective waits for the exchange. Without
-            torch.distributed the world has one rank, and `step` is `optimizer.step()`.
+            torch.distributed there is one rank, and `step` is `optimizer.step()`.
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
         stale_only: apply averages only, not local steps. Weights are then the same on all ranks at every step, all
-            gradients of a round are taken at the same weights, and every update is applied late.
-        pending_share: share of a rank's own update that its weights have from the end of the round until the average
-            arrives, 0 to 1. 1 is the paper's rule. Default: half with Adam and AdamW, whose steps are mostly a rank's
-            own noise, of which little will be in the average; else 1, as with one rank.
-        participation: share of the ranks that take part in a round, drawn anew for each (federated averaging's C). The
-            others rest: they make no steps, and get the average.
-        error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank: a drain
-            ends the round early, compressed as others, and moments are not averaged (SparseLoCo's error feedback, in
-            place of an outer momentum; 1: nothing is lost). None: a drain adds it to the weights, uncompressed.
+            gradients of a round are taken at the same weights, and every update is late.
+        pending_share: share of its own update that a rank has in its weights from the end of the round until the
+            average arrives, 0 to 1. 1 is the paper's rule. Default: half with Adam and AdamW, whose steps are mostly a
+            rank's own noise, little of which will be in the average; else 1, and 1 with a single rank.
+        participation: share of the ranks whose steps count in a round, drawn anew for each round (federated averaging's
+            C). The others rest: they make no optimizer steps and receive the average.
+        error_decay: None: a drain sends the residuals, uncompressed. A number from 0 to 1: the residuals stay with the
+            ranks and are multiplied by it once a round. A drain then ends the round early, compressed like the others,
+            and moments are not averaged. This is SparseLoCo's error feedback, which replaces an outer momentum; with 1
+            nothing is lost.
         steps_per_epoch: for a compressor whose warm-up counts epochs.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class ElasticAverager:
-    """Local steps, and averages among the processes that are there: they are started by themselves, and may die.
+    """Local steps, and averages among the processes that are present. They may join, leave and die at any time.
 
         averager = ElasticAverager(model, optimizer, lighthouse="http://10.0.0.1:29510", **SPARSELOCO)
         for batch in loader:
@@ -45,25 +45,26 @@ class ElasticAverager:
             averager.step()         # = optimizer.step(); every `period` steps the ranks average
         averager.shutdown()
 
-    Needs `pip install 'lightning-gradcomp[elastic]'`, and a lighthouse: `torchft_lighthouse --min_replicas 1`. There is
-    no torchrun, no rank and no world size: each process is one rank. Without delay; between rounds each rank has its
-    own weights, at the end of one all have the same.
+    Needs torchft (`pip install -e '.[elastic]'` in a checkout) and a lighthouse: `torchft_lighthouse --min_replicas 1`.
+    There is no torchrun and no world size: you start each process separately, and it is one rank. Averages are not
+    delayed. Between rounds each rank has its own weights; at the end of a round all have the same.
 
     Args:
-        model: the bare module. A process that comes first, or alone, starts from its own weights; others from those.
-            Layers may be frozen and unfrozen, on all ranks in the same round, which ends there.
-        optimizer: any; a rank that comes new starts with the moments of the one that it learns from.
+        model: the bare module. The first process starts from its own weights; the others receive those of the ranks
+            that are present. Layers may be frozen and unfrozen, on all ranks in the same round, which ends there.
+        optimizer: any. A new rank starts with the moments of the rank from which it receives the weights.
         compressor: compresses the update of each round. Its warm-up must not count epochs.
         lighthouse: the address of torchft's lighthouse, http://HOST:PORT.
-        period: K, steps in a round.
-        delay: 0; there for `**SPARSELOCO`.
-        error_decay: as in `DelayedAverager`; what compressed rounds leave out stays with the rank.
+        period: K, the number of steps in a round.
+        delay: must be 0; it exists so that `**SPARSELOCO` can be passed.
+        error_decay: the residuals stay with the ranks and are multiplied by it once a round, 0 to 1.
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
         min_ranks: a round with fewer ranks is not averaged.
-        name: of this rank, for logs; a unique suffix is added.
-        host: name or address under which the other ranks reach this one; default: this host's name.
-        timeout: how long a collective may take, longer than a round's bytes; one with a rank that hangs fails then.
-        round_timeout: how long a rank waits for the others at the end of a round, and for their state where it is new.
+        name: of this rank, for logs. A unique suffix is added.
+        host: name or address under which the other ranks reach this one. Default: this machine's host name.
+        timeout: how long a collective may take before it fails, as it does if a rank hangs. It must be longer than the
+            transfer of a round.
+        round_timeout: how long a rank waits for the others at the end of a round, and a new rank for their state.
 
     Raises:
         ValueError: an invalid option.

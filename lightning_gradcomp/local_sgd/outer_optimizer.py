@@ -14,8 +14,8 @@ class Nesterov:
     Source: Douillard et al. 2023, arXiv 2311.08105.
 
     Args:
-        lr: outer learning rate, above 0. 1 with momentum 0 is plain averaging.
-        momentum: in [0, 1).
+        lr: outer learning rate, above 0. With `momentum=0`, 1 is plain averaging.
+        momentum: outer momentum, from 0 to below 1.
     """
 
     lr: float = 0.7

@@ -51,25 +51,26 @@ class AsyncStats(Stats):
 
 
 class AsyncAverager(Worker):
-    """A worker of dist_async: trains with servers in place of an optimizer of its own.
+    """A worker of dist_async: it trains with servers instead of its own optimizer.
 
         averager = AsyncAverager(model, optimizer, "dgc", servers=["10.0.0.1:29600"], secret=word)
         loss.backward()
         averager.step()              # pushes the gradient, pulls the weights
 
-    What a push does not send is remembered, and so is a push that a server drops. The weights are the servers';
-    learning rates are read from `optimizer` at each step, so schedulers work, but for those that change other options.
+    The unsent part of a push stays in the residual, and so does a push that a server drops. The weights are the
+    servers'. Learning rates are read from `optimizer` at each step, so schedulers work; those that change other options
+    raise an error.
 
     Args:
         model: the bare module.
-        optimizer: over its parameters. It is not stepped: the servers have one of its class each.
-        compressor: of the pushes, the same as the servers'; or its name.
+        optimizer: over its parameters. It is not stepped: each server has one of the same class and options.
+        compressor: of the pushes, or its name. The same as the servers'.
         servers: their addresses, HOST:PORT, in the order of their shards.
-        secret: theirs.
-        pull: compressor of the pulls, the servers'.
-        world: number of workers by which learning rates are divided, so that so many pushes count as much as a step on
-            the mean of their gradients.
-        job: what else has to be the servers', such as the options of a run as text.
+        secret: the servers' secret.
+        pull: compressor of the pulls, the same as the servers'.
+        world: number of workers, by which learning rates are divided: that many pushes then count as much as one step
+            on the mean of their gradients.
+        job: text that must be the same as the servers', such as the options of a run.
         timeout: how long a server may take to answer.
 
     Raises:

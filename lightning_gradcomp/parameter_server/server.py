@@ -70,19 +70,22 @@ class ParameterServer:
         print(server.address)
 
     Args:
-        model: with the weights to begin with; they are copied.
+        model: holds the initial weights, which are copied.
         optimizer: over its parameters. Its class and options are used; learning rates come from the workers.
-        compressor: of the pushes; the same on all workers.
-        secret: what workers must know.
-        host: the address of the interface to listen on, IPv4 or IPv6, or a name for it; loopback by default.
-        port: 0 is any: see `address`.
-        shard, servers: which of how many servers this is; parameters are divided among them.
-        staleness: S, by how many steps a worker may be ahead of the slowest live one; `math.inf`: any number.
-        max_staleness: a push whose weights are more versions old is dropped, and stays with its worker. None: none is.
-        rate_by_staleness: divide a push's learning rate by its staleness, where that is above 1.
-        pull: compressor of the pulls; None: whole weights in fp32.
-        job: what else workers must have alike, such as the options of a run as text.
-        timeout: how long to wait for a worker's next message before it counts as gone.
+        compressor: of the pushes, or its name. The same on all workers.
+        secret: a word that workers must know.
+        host: the address of the interface to listen on, IPv4 or IPv6, or a name for it. Default: loopback.
+        port: the port to listen on. 0: any free one, which `address` has.
+        shard: the number of this server, from 0. The parameters are divided among the servers.
+        servers: how many servers there are.
+        staleness: S, how many steps a worker may be ahead of the slowest live one before it waits; `math.inf`: it never
+            waits.
+        max_staleness: drop a push whose weights are more than this many pushes old; its worker keeps it for a later
+            one. None: no push is dropped.
+        rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1.
+        pull: compressor of the pulls. None: whole weights in fp32.
+        job: text that must be the same on all workers, such as the options of a run.
+        timeout: how long to wait for a worker's next message before the worker counts as lost.
 
     Raises:
         ValueError: an option that can't be honoured.

@@ -45,20 +45,22 @@ class AsyncStrategy(BaseStrategy):
 
         Trainer(strategy=AsyncStrategy("dgc", staleness=4), devices=4)
 
-    A push counts as much as a rank's gradient in the mean of all: learning rates are divided by the number of ranks. So
-    options that were found with DDP are near to right.
+    Learning rates are divided by the number of ranks: a push then counts as much as a rank's gradient in the mean of
+    all, and options found with DDP are nearly right.
 
     Args:
-        compressor: of the pushes: DGC, GradientDropping, OneBit or TwoBit, which take SGD; "none", "fp16" or "bf16",
-            which take any optimizer.
-        staleness: S, by how many steps a rank may be ahead of the slowest; `math.inf`: any number.
-        max_staleness: a push whose weights are more versions old is dropped, and stays with its rank. None: none is.
-        rate_by_staleness: divide a push's learning rate by its staleness, where that is above 1.
-        pull: compressor of what the servers send back; None: whole weights in fp32.
-        checkpoint_state: what becomes of what each rank remembers: "auto", "gather", "sidecar" or "drop", as in
-            `CompressedDDPStrategy`.
-        timeout: how long a rank waits for the others, anywhere; then it ends with an error.
-        options: what `DDPStrategy` takes to start processes and connect them.
+        compressor: of the pushes: DGC, GradientDropping, OneBit or TwoBit, which need SGD; or `"none"`, `"fp16"` or
+            `"bf16"`, which take any optimizer. There is no warm-up: every push is compressed.
+        staleness: S, how many steps a rank may be ahead of the slowest before it waits; `math.inf`: it never waits.
+            With a number, a rank that is always slow makes the others wait.
+        max_staleness: servers drop a push whose weights are more than this many pushes old; its rank keeps it for a
+            later one. `None`: no push is dropped.
+        rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1.
+        pull: compressor of what the servers send back. `None`: whole weights in fp32.
+        checkpoint_state: where a checkpoint keeps each rank's residual: `"auto"`, `"gather"`, `"sidecar"` or `"drop"`,
+            as in `CompressedDDPStrategy`.
+        timeout: how long a rank waits for the others before it raises an error.
+        options: arguments with which `DDPStrategy` starts and connects processes.
 
     Raises:
         ValueError: an option that can't be honoured, several optimizers, sync_batchnorm, 16-mixed; before training

@@ -42,22 +42,25 @@ class DelayedStrategy(BaseStrategy):
         Trainer(strategy=DelayedStrategy(period=8, delay=8), devices=2)
 
     Args:
-        compressor: what becomes of a round's update on its way: a compressor, or its name.
-        period: K, steps in a round.
-        delay: D, steps from a round's end to its average's arrival, 0 to `period`. "auto": as many as it takes to hide
-            the exchange, from what the first rounds have measured; `period` is then the least K. Such a choice hangs on
-            the clock: give a number where runs must repeat to the bit.
-        outer: steps on the rounds' mean updates in place of adding them (DiLoCo).
-        stale_only: apply only averages, so that weights are the same on all ranks at every step, and everything late.
-        pending_share: share of a rank's own update that its weights have until its average arrives; None: half with
-            Adam and AdamW, else 1.
-        participation: share of the ranks that take part in a round, drawn anew for each; the others compute in vain.
-        error_decay: what compressed rounds leave out is multiplied by it once a round, and stays with the rank; None:
-            every drain adds it to the weights, uncompressed.
-        checkpoint_state: with `error_decay`, what becomes of each rank's moments and of what it has not sent, as in
-            `CompressedDDPStrategy`.
-        timeout: how long a rank waits for the others, anywhere; then it ends with an error.
-        options: what `DDPStrategy` takes to start processes and connect them, such as `process_group_backend`.
+        compressor: how the update of a round is compressed: a compressor, or its name.
+        period: K, the number of steps in a round. With `delay="auto"` the smallest K.
+        delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. With 0, ranks wait
+            at the end of each round. `"auto"` measures the first rounds and chooses as many steps as hide the exchange;
+            such runs do not repeat bit-identically.
+        outer: an outer optimizer that steps on the mean update of each round, such as `Nesterov()`, which with
+            `delay=0` is DiLoCo. `None`: the mean update is added to the weights.
+        stale_only: apply averages only, not a rank's own steps. Weights are then the same on all ranks at every step,
+            but every update is late. With momentum it did not train in our tests.
+        pending_share: share of its own update that a rank has in its weights until the average arrives, 0 to 1. `None`:
+            half with Adam and AdamW, whose updates are mostly a rank's own noise, else 1.
+        participation: share of the ranks whose steps count in a round, above 0 and up to 1, drawn anew for each round.
+            The other ranks compute in vain: they make no optimizer steps and receive the average.
+        error_decay: `None`: a drain sends the residuals, uncompressed. A number from 0 to 1: the residuals stay with
+            the ranks and are multiplied by it once a round, as in SparseLoCo.
+        checkpoint_state: with `error_decay`, where a checkpoint keeps each rank's moments and residual: `"auto"`,
+            `"gather"`, `"sidecar"`, `"mean"` or `"drop"`, as in `CompressedDDPStrategy`.
+        timeout: how long a rank waits for the others before it raises an error.
+        options: arguments with which `DDPStrategy` starts and connects processes, such as `process_group_backend`.
 
     Raises:
         ValueError: an option that can't be honoured, several optimizers, sync_batchnorm; before training starts.
