@@ -1,7 +1,7 @@
 """What a training step costs, by method, in milliseconds and as a ratio to computation alone; peers included.
 
     torchrun --nproc-per-node=2 -m benchmarks.step_time --methods compute,ddp,dgc,powersgd
-    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000   # docs/step_times.csv
+    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000  # docs/data/step_times.csv
 
 Every method trains a copy of the model. They take turns, a few steps each, so that the machine's noise meets all of
 them alike; figures are medians over all steps of all turns, of the slower rank. Images are random, weights are trained
@@ -96,7 +96,7 @@ def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
 
 
 def recorded(results: dict[str, dict[str, float]], rate_mbit: int) -> list[StepTime]:
-    """Lines of docs/step_times.csv."""
+    """Lines of docs/data/step_times.csv."""
     compute = results["compute"]["ms"]
     return [
         StepTime(
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps a turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="a folder for step_time.json and step_time.png")
-    parser.add_argument("--record", type=int, help="into docs/step_times.csv, as of a link of so many Mbit/s")
+    parser.add_argument("--record", type=int, help="into docs/data/step_times.csv, as of a link of so many Mbit/s")
     arguments = parser.parse_args()
     if arguments.record and "compute" not in arguments.methods.split(","):
         parser.error("--record needs compute among the --methods, for the ratio to it")

@@ -52,7 +52,7 @@ ADAM_SPARSITY = 0.97
 class DGC(Codec):
     """Deep Gradient Compression: the largest 0.4 % of the velocity, with momentum correction (SGD, Adam, AdamW).
 
-    Source: Lin et al., ICLR 2018, arXiv 1712.01887. docs/methods/dgc.md has the differences. The paper's
+    Source: Lin et al., ICLR 2018, arXiv 1712.01887. docs/dgc.md has the differences. The paper's
     own settings are `DGC(sparsity=0.999, values="fp32", warmup_epochs=4)`.
 
     Args:

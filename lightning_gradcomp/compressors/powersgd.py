@@ -117,7 +117,7 @@ class PowerSGD(Lossy):
 
     Args:
         rank: r, columns of the factors; more is closer to the gradient. The paper uses 1, 2 and 4, over 300 epochs; on
-            short runs 2 stays behind (docs/methods/powersgd.md).
+            short runs 2 stays behind (docs/other_compressors.md).
         warm_start: begin each step's power iteration where the last one ended, else with a random Q.
         min_compression: a matrix travels uncompressed unless its factors are this many times smaller.
         warmup_steps: dense steps before the compression begins. Default: 22 (the paper has none, but raises the

@@ -61,7 +61,7 @@ class CompressedDDPStrategy(BaseStrategy):
             on, compressed again; for many ranks. "server": the same with dense means. "auto": what a trial in the
             first steps finds quickest: dense steps, or one of the first two. The decision depends on the clock: choose
             another where runs must repeat to the bit. Or a kvstore's name: "device", "dist_sync", "dist_sync_device"
-            (docs/topologies.md).
+            (docs/clusters.md).
         inside: "compressed": every rank compresses its own gradient. "dense": ranks of a node average theirs first, and
             only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" where there are several
             nodes of several ranks.
@@ -76,7 +76,7 @@ class CompressedDDPStrategy(BaseStrategy):
         verify_replicas_every_n_steps: compare a checksum of every parameter, and of every buffer but running
             statistics, over the ranks, every so many steps; and notice every write into local weights.
         local_weights: where the compressor owns the momentum, take gradients at weights without the steps that this
-            rank has not sent yet. False: at those of all ranks, which costs accuracy (docs/methods/dgc.md); the module
+            rank has not sent yet. False: at those of all ranks, which costs accuracy (docs/dgc.md); the module
             may then write into its weights in `training_step`.
         ddp_options: everything that `DDPStrategy` takes, except the options that say how gradients are averaged.
             `gradient_as_bucket_view` is True unless given: a hook costs DDP a pass over its buckets, this saves one.
