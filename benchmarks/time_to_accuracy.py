@@ -77,7 +77,7 @@ def train(folder: Path) -> None:
     L.seed_everything(run.seed, workers=True, verbose=False)
     hook, clock = (folder / "hook").read_text(), Clock()
     if hook:
-        with patch.object(app_trainer, "strategy", lambda run: HookStrategy(hook)):
+        with patch.object(app_trainer, "strategy", lambda run, shared: HookStrategy(hook)):
             parts = build(run, folder)
         parts.trainer.callbacks.remove(parts.monitor)  # which is for the strategies of lightning_gradcomp
     else:

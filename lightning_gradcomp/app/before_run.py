@@ -53,6 +53,10 @@ def prepare(config: DictConfig, folder: Path, *, sweep: bool) -> Run:
     check_batch(run.data.batch_size, per_node * nodes)
     if isinstance(run.strategy, HSDP):
         run.strategy.mesh(nodes, per_node)  # raises
+        if shared := processes.shared_gpus(accelerator, per_node):
+            few = len(set(shared))
+            allowed = f"up to {few}, one for each GPU: FSDP2 needs NCCL, which shares none; or trainer.accelerator=cpu"
+            raise refusal("trainer.devices with strategy=hsdp", per_node, allowed)
     if not run.dry_run:
         processes.check_rendezvous(nodes)
         missing.check(run.data)

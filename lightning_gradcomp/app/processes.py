@@ -53,8 +53,10 @@ def launched() -> tuple[int, int] | None:
 
 
 def devices(options: Trainer) -> tuple[str, int, int]:
-    """(accelerator, devices a node, nodes), with "auto" replaced by what it means here: "cuda" or "cpu", and numbers of
-    processes.
+    """(accelerator, ranks a node, nodes), with "auto" replaced by what it means here: "cuda" or "cpu", and numbers.
+
+    Without a launcher there is one rank for each GPU, and two at least on a single node, since one compresses nothing:
+    two that share its only GPU, or two on the CPU.
 
     Raises:
         ValueError: a GPU is asked for, and there is none; other numbers than those of a launcher.
@@ -64,9 +66,10 @@ def devices(options: Trainer) -> tuple[str, int, int]:
         raise refusal("trainer.accelerator", accelerator, "auto, cpu: there is no GPU here")
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    default = torch.cuda.device_count() if accelerator == "cuda" else 2  # 2: the fewest that exchange anything
+    gpus = torch.cuda.device_count() if accelerator == "cuda" else 0
+    alone = options.num_nodes in ("auto", 1)
     started = launched()
-    per_node, nodes = started or (default, 1)
+    per_node, nodes = started or (max(gpus, 2) if alone or not gpus else gpus, 1)
     for option, given, there in (("devices", options.devices, per_node), ("num_nodes", options.num_nodes, nodes)):
         if started and given not in ("auto", there):
             raise refusal(f"trainer.{option}", given, f"auto, or the {there} that torchrun or SLURM has started")
@@ -75,6 +78,17 @@ def devices(options: Trainer) -> tuple[str, int, int]:
     if options.num_nodes != "auto":
         nodes = options.num_nodes
     return accelerator, per_node, nodes
+
+
+def shared_gpus(accelerator: str, per_node: int) -> list[torch.device]:
+    """The GPU of each rank of a node that has fewer GPUs than ranks, in turn; otherwise empty.
+
+    Such ranks must exchange over gloo: NCCL allows one rank a GPU.
+    """
+    gpus = torch.cuda.device_count()
+    if accelerator == "cpu" or per_node <= gpus:
+        return []
+    return [torch.device("cuda", rank % gpus) for rank in range(per_node)]
 
 
 def check_rendezvous(nodes: int) -> None:

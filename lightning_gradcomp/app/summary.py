@@ -27,6 +27,7 @@ def collect(
     """Result, costs, options and hardware of a finished run, as plain values. `seconds`: wall time of the fit."""
     best = trainer.checkpoint_callback  # the first of the two; there is none in a dry run
     score = best.best_model_score if isinstance(best, ModelCheckpoint) else None
+    devices: Any = trainer.strategy.parallel_devices  # pyrefly: ignore[missing-attribute] - every strategy here has it
     return {
         "val_acc": classifier.correct / classifier.images,
         "val_correct": classifier.correct,
@@ -39,6 +40,7 @@ def collect(
         "device": torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU",
         "processor": processor(),
         "devices_per_node": trainer.num_devices,
+        "gpus_per_node": len({device for device in devices if device.type == "cuda"}),
         "nodes": trainer.num_nodes,
         "cpu_cores": os.cpu_count(),
         "threads_per_process": torch.get_num_threads(),
@@ -78,6 +80,7 @@ def table(result: dict[str, Any], folder: Path) -> str:
     rows = {
         "validation accuracy": accuracy(result["val_correct"], result["val_images"]),
         **_sent(communication),
+        **_sharing(result["gpus_per_node"], result["devices_per_node"]),
         "time per step": f"{sum(phases.values()):.0f} ms: "
         + ", ".join(f"{name} {ms:.{0 if ms >= 100 else 1}f}" for name, ms in phases.items())
         + " (median)",
@@ -101,3 +104,8 @@ def _sent(communication: dict[str, Any]) -> dict[str, str]:
     ranks = f"{world * shards} processes, between {world} replicas" if shards else f"{world} processes"
     each = f"{human(last['bytes_sent'])} by each of {ranks} ({communication['topology']})"
     return {"sent per step": f"{each}; uncompressed {last['ratio']:.0f}x as much", **in_all}
+
+
+def _sharing(gpus: int, ranks: int) -> dict[str, str]:
+    """A row, if ranks share GPUs."""
+    return {"GPUs a node": f"{gpus}, shared by {ranks} processes, which exchange over gloo"} if 0 < gpus < ranks else {}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gradcomp.app.callbacks import ProgressBar, SaveOnSigterm, SeedEachStep
 from lightning_gradcomp.app.config import DDP, DGA, HSDP, DistAsync, Run, WholeModels
 from lightning_gradcomp.app.options.logger import Logger, MLflow, TensorBoard, WandB
+from lightning_gradcomp.app.processes import shared_gpus
 from lightning_gradcomp.compressors import Lossy
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
@@ -30,12 +34,17 @@ PROFILERS: dict[str, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfi
 
 
 def build_trainer(run: Run, folder: Path, monitor: CommunicationMonitor, placed: tuple[str, int, int]) -> L.Trainer:
-    """The Trainer of `run`. `placed`: accelerator, devices a node, nodes.
+    """The Trainer of `run`. `placed`: accelerator, ranks a node, nodes.
 
     Raises:
         ValueError, MisconfigurationException: an option that Lightning or the strategy refuses on this machine.
     """
-    accelerator, devices, nodes = placed
+    accelerator, per_node, nodes = placed
+    shared = shared_gpus(accelerator, per_node)
+    gpus = len(set(shared))
+    if shared:
+        text = f"{per_node} ranks share {gpus} GPU{'s' * (gpus > 1)}"
+        rank_zero_info(f"{text} and exchange over gloo: NCCL allows one rank a GPU.")
     options = run.trainer
     epochs, batches, val_batches = options.max_epochs, options.limit_train_batches, options.limit_val_batches
     if run.dry_run:
@@ -43,9 +52,9 @@ def build_trainer(run: Run, folder: Path, monitor: CommunicationMonitor, placed:
         if isinstance(run.compressor, Lossy) and run.compressor.dense_steps:  # or none of four steps were compressed
             run = replace(run, compressor=replace(run.compressor, warmup_steps=0))
     return L.Trainer(
-        strategy=strategy(run),
+        strategy=strategy(run, shared),
         accelerator=accelerator,
-        devices=devices,
+        devices=gpus or per_node,  # Lightning takes no more than there are GPUs; the strategy has the ranks
         num_nodes=nodes,
         max_epochs=epochs,
         precision=options.precision,  # pyrefly: ignore[bad-argument-type] - checked among the options
@@ -72,15 +81,19 @@ def keeps(run: Run) -> bool:
     return not (run.dry_run or run.evaluate)
 
 
-def strategy(run: Run) -> CompressedDDPStrategy | CompressedHSDPStrategy | DelayedStrategy | AsyncStrategy:
-    """The strategy of `run`."""
+def strategy(
+    run: Run, shared: Sequence[torch.device] = ()
+) -> CompressedDDPStrategy | CompressedHSDPStrategy | DelayedStrategy | AsyncStrategy:
+    """The strategy of `run`. `shared`: the GPU of each rank of a node, if ranks share GPUs."""
     timeout = timedelta(seconds=run.strategy.timeout)
     if isinstance(sharded := run.strategy, HSDP):
         names = ("replicate", "shard", "save_distributed_checkpoint", "verify_replicas_every_n_steps")
         options = {name: getattr(sharded, name) for name in names}
         return CompressedHSDPStrategy(run.compressor, residual_device=run.residual_device, timeout=timeout, **options)
     assert isinstance(run.strategy, WholeModels)
-    common = {"checkpoint_state": run.strategy.checkpoint_state, "timeout": timeout}
+    common: dict[str, Any] = {"checkpoint_state": run.strategy.checkpoint_state, "timeout": timeout}
+    if shared:
+        common |= {"parallel_devices": [*shared], "process_group_backend": "gloo"}
     if isinstance(rounds := run.strategy, DGA):
         names = ("period", "delay", "stale_only", "pending_share", "participation", "error_decay")
         options = {name: getattr(rounds, name) for name in names}

@@ -110,13 +110,13 @@ class GradientAverager:
         optimizers: where there are several; the compressor owns the momentum of none of them. All their parameters are
             averaged.
         local_weights: False: `local_weights()` has no effect, and gradients are taken at the weights that all ranks
-            share. It costs accuracy (docs/methods/dgc.md), and allows writes into the weights during a forward pass.
+            share. It costs accuracy (docs/dgc.md), and allows writes into the weights during a forward pass.
         process_group: default: the world; a process without torch.distributed is a world of one. For a sharded model,
             that of the mesh's replicate dimension: `mesh.get_group("replicate")`.
         topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the mean
             on, compressed again; for many ranks. "server": the same with dense means. "auto": what a trial in the first
             steps finds quickest: dense steps, or one of the first two. Or a kvstore's name: "device", "dist_sync",
-            "dist_sync_device" (docs/topologies.md).
+            "dist_sync_device" (docs/clusters.md).
         inside: "compressed": every rank compresses its own gradient. "dense": ranks of a node average theirs first, and
             only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" where there are several
             nodes of several ranks (`ranks_per_node`).

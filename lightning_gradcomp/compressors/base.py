@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A method's line in docs/compressors.md, beside what can be computed.
+    """A method's line in docs/choosing.md, beside what can be computed.
 
     Args:
         sends: what travels of a compressed tensor.

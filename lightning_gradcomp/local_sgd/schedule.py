@@ -10,7 +10,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.round_report import RoundReport
 
 MAX_AUTO_DELAY = 64
-"""The largest delay, in steps, that "auto" chooses: accuracy falls as the delay grows (docs/methods/dga.md)."""
+"""The largest delay, in steps, that "auto" chooses: accuracy falls as the delay grows (docs/local_steps.md)."""
 MARGIN = 1.2
 """An exchange may take this many times its measured time before a step waits for it."""
 MEASURED_ROUNDS = 3

@@ -15,6 +15,7 @@ from lightning_gradcomp.app.trainer import strategy
 from lightning_gradcomp.compressors import PowerSGD
 from lightning_gradcomp.plugin.hsdp import CompressedHSDPStrategy
 from tests.app.test_compose import run_of
+from tests.app.test_parts import pretend_gpus
 from tests.processes import start_world
 
 SCRIPT = str(Path(__file__).with_name("train_script.py"))
@@ -143,6 +144,14 @@ def test_a_mesh_that_does_not_fit_is_refused_before_a_process_starts(command, tm
     assert "the mesh of 1 node with 4 ranks each: got 'replicate=1 x shard=3', allowed: a product of 4" in code
     assert not trained and not list(tmp_path.iterdir())
     assert command(*words[2:], "strategy=hsdp", "strategy.shard=2")[0] == 0
+
+
+@pytest.mark.parametrize(("words", "ranks"), [((), 2), (("trainer.devices=4",), 4)])
+def test_shards_of_ranks_that_share_a_gpu_are_refused(words, ranks, command, monkeypatch):
+    pretend_gpus(monkeypatch, 1)
+    code, trained = command("strategy=hsdp", *words)
+    assert f"trainer.devices with strategy=hsdp: got {ranks}, allowed: up to 1, one for each GPU" in code and not trained
+    assert command("strategy=hsdp", "trainer.devices=1")[0] == 0
 
 
 @pytest.mark.parametrize("shards", [2, 4])

@@ -330,12 +330,53 @@ def test_nodes_that_could_not_meet_are_refused(environment, allowed, monkeypatch
         processes.check_rendezvous(2)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "ranks", "shared"),
+    [
+        (0, ("auto", "auto"), 2, []),
+        (1, ("auto", "auto"), 2, [0, 0]),
+        (3, ("auto", "auto"), 3, []),
+        (0, (4, "auto"), 4, []),
+        (1, (1, "auto"), 1, []),
+        (1, (4, "auto"), 4, [0, 0, 0, 0]),
+        (2, (3, "auto"), 3, [0, 1, 0]),
+        (3, (2, "auto"), 2, []),
+        (1, ("auto", 2), 1, []),  # two machines of one GPU each have two ranks already
+        (0, ("auto", 2), 2, []),
+    ],
+)
+def test_more_ranks_than_gpus_share_them(gpus, wanted, ranks, shared, monkeypatch):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    pretend_gpus(monkeypatch, gpus)
+    accelerator, per_node, _ = processes.devices(replace(trainer(*wanted), accelerator="auto"))
+    assert (accelerator, per_node) == ("cuda" if gpus else "cpu", ranks)
+    assert [device.index for device in processes.shared_gpus(accelerator, per_node)] == shared
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "shared"), [(TORCHRUN, 2, [0, 1, 0, 1]), (SLURM, 1, [0, 0]), (SLURM, 2, [])]
+)
+def test_ranks_of_a_launcher_share_gpus_too(environment, gpus, shared, monkeypatch):
+    for name, value in (dict.fromkeys(RANKS) | environment).items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    pretend_gpus(monkeypatch, gpus)
+    accelerator, per_node, _ = processes.devices(replace(trainer("auto", "auto"), accelerator="auto"))
+    assert [device.index for device in processes.shared_gpus(accelerator, per_node)] == shared
+
+
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         ValueError, match=r"^trainer\.accelerator: got 'cuda', allowed: auto, cpu: there is no GPU here"
     ):
         processes.devices(replace(trainer("auto", "auto"), accelerator="cuda"))
+
+
+def pretend_gpus(monkeypatch, count):
+    """As on a machine with so many GPUs, for whoever counts them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
 def trainer(count, nodes) -> Trainer:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lightning_gradcomp as lgc
 from benchmarks.methods import compressor as without_warm_up
@@ -13,6 +14,7 @@ from lightning_gradcomp.app.plan.forecast import Computation, Forecast, Link, Wo
 from lightning_gradcomp.app.plan.workload import Workload, lightning_module
 from lightning_gradcomp.registry import entries
 from tests.app.command import gradcomp
+from tests.app.test_parts import pretend_gpus
 from tests.threads import run_ranks
 
 CPU = torch.device("cpu")
@@ -203,6 +205,19 @@ def test_ranks_measure_their_link_and_one_prints(tiny, capsys):
     printed = capsys.readouterr().out
     assert printed.count("trainable parameters") == 1
     assert "2 ranks at the same time" in printed and "measured, N=2: " in printed
+
+
+@pytest.mark.parametrize(("gpus", "local", "device", "backend"), [(2, 3, "cuda:1", "gloo"), (4, 3, "cuda:3", "nccl")])
+def test_ranks_share_gpus(gpus, local, device, backend, monkeypatch):
+    pretend_gpus(monkeypatch, gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    joined = []
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **ranks: joined.append(name))
+    for name, value in {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    assert str(own := measure.own_device()) == device
+    measure.join(own)
+    assert joined == [backend]
 
 
 def forecast(compute=0.1, backward=0.06, work=None):

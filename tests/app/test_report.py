@@ -62,6 +62,7 @@ def write_run(
         machine = {
             "device": "CPU",
             "devices_per_node": world,
+            "gpus_per_node": 0,
             "nodes": 1,
             "cpu_cores": 2,
             "processor": "AMD EPYC",
@@ -140,9 +141,15 @@ def test_the_page_and_its_table(tmp_path):
     assert row["ms a step"] == "46.5 = 40 + 3 + 2 + 1.5"
     assert row_of(text, "terngrad")["validation accuracy"] == "90.00 %"
     assert "Residual, relative to the gradient, terngrad: has no residual." in text
-    assert "CPU, 2 cores of AMD EPYC, 1 node with 2 processes of 1 thread" in text
+    assert "CPU, 2 cores of AMD EPYC, 1 node with 2 processes of 1 thread\n" in text
     assert "Python 3.11.7, torch 2.15.0" in text
     assert "dgc (n = 2)" in text
+
+
+def test_the_page_says_that_ranks_share_a_gpu(tmp_path):
+    file = write_run(tmp_path / "0") / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "NVIDIA H100", "gpus_per_node": 1}))
+    assert "1 node with 2 processes of 1 thread, which share 1 GPU\n" in page_of(tmp_path)
 
 
 def test_the_files_of_twelve_groups(tmp_path):

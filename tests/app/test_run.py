@@ -94,6 +94,7 @@ def test_the_summary_holds_result_costs_and_conditions(run):
     assert summary["val_images"] == 360 and summary["val_acc"] == summary["val_correct"] / 360
     assert summary["config"] == yaml.safe_load((folder / "config.yaml").read_text())
     assert (summary["epochs"], summary["device"], summary["devices_per_node"]) == (2, "CPU", 2)
+    assert summary["gpus_per_node"] == 0
     assert summary["packages"]["torch"] == torch.__version__.split("+")[0] and summary["wall_seconds"] > 0
 
 

@@ -19,7 +19,9 @@ def test_the_final_table_fits_into_100_columns_however_slow_the_machine():
         "communication": {**cost, "milliseconds": milliseconds, "last_step": last, "topology": "all_gather"},
         "epochs": 100,
         "wall_seconds": 10_000,
-        "device": "CPU",
+        "device": "NVIDIA H100 80GB HBM3",
+        "devices_per_node": 2,
+        "gpus_per_node": 1,
         "val_correct": 325,
         "val_images": 360,
     }
@@ -28,3 +30,4 @@ def test_the_final_table_fits_into_100_columns_however_slow_the_machine():
     assert (
         "  time per step        7499 ms: compute 1897, compress 3385, exchange 1073, decompress 1144 (median)" in lines
     )
+    assert "  GPUs a node          1, shared by 2 processes, which exchange over gloo" in lines

@@ -19,6 +19,7 @@ from lightning_gradcomp.app.train import saved
 from lightning_gradcomp.app.trainer import LAST, build_trainer
 from lightning_gradcomp.plugin import CommunicationMonitor, SparsityWarmup
 from tests.app.test_compose import run_of
+from tests.app.test_parts import pretend_gpus
 
 
 def trainer_of(tmp_path, *overrides):
@@ -57,6 +58,27 @@ def test_the_last_step_is_saved_once(tmp_path, every, written):
     trainer = L.Trainer(max_epochs=2, limit_train_batches=2, limit_val_batches=0, callbacks=[periodic], **quiet)
     trainer.fit(BoringModel())
     assert saved(trainer) == (tmp_path / LAST).exists() == written
+
+
+@pytest.mark.parametrize("words", [(), ("strategy=dga", "compressor=none"), ("strategy=dist_async", "compressor=none")])
+@pytest.mark.parametrize(("gpus", "ranks", "places"), [(1, 2, [0, 0]), (2, 3, [0, 1, 0])])
+def test_ranks_share_gpus_over_gloo(words, gpus, ranks, places, tmp_path, monkeypatch, caplog):
+    pretend_gpus(monkeypatch, gpus)
+    run = run_of("topology=auto", *words)
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        trainer = build_trainer(run, tmp_path, CommunicationMonitor(), ("cuda", ranks, 1))
+    assert (trainer.world_size, trainer.num_devices, trainer.strategy.process_group_backend) == (ranks, ranks, "gloo")
+    for rank, place in enumerate(places):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert trainer.strategy.root_device == torch.device("cuda", place)
+    assert f"{ranks} ranks share {gpus} GPU" in caplog.text
+
+
+def test_a_rank_with_a_gpu_of_its_own_has_the_backend_of_lightning(tmp_path, monkeypatch):
+    pretend_gpus(monkeypatch, 2)
+    trainer = build_trainer(run_of(), tmp_path, CommunicationMonitor(), ("cuda", 2, 1))
+    assert trainer.strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert trainer.strategy.process_group_backend is None  # Lightning takes NCCL
 
 
 def test_a_moving_average_reaches_the_trainer(tmp_path):

@@ -165,10 +165,11 @@ class Warmup:
 class Trainer:
     """Lightning's Trainer options of the same names. `limit_*`: batches in an epoch; null for all of them.
 
-    `devices: auto` is every GPU, else 2 processes on the CPU. Where torchrun or SLURM has started the ranks, "auto" is
-    their number. `patience`: the run ends after so many epochs without a better validation accuracy (EarlyStopping);
-    null for all epochs. `checkpoint_every_n_epochs`, `checkpoint_every_n_steps`: how often last.ckpt is written besides
-    at the end; one of the two, the other null.
+    `devices`: ranks a node. "auto": one for each GPU; on a single node at least two, which share its only GPU or run on
+    the CPU; under torchrun or SLURM as many as it has started. More ranks than GPUs share them and exchange over gloo.
+    `patience`: the run ends after so many epochs without a better validation accuracy (EarlyStopping); null for all
+    epochs. `checkpoint_every_n_epochs`, `checkpoint_every_n_steps`: how often last.ckpt is written besides at the end;
+    one of the two, the other null.
 
     `channels_last`: images and weights in that memory format, which tensor cores want for convolutions. `compile`:
     torch.compile of the network. `ema_decay`: an exponential moving average of the weights, updated every

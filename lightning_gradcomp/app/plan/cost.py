@@ -2,7 +2,7 @@
 
 A step is computed, compressed, exchanged and decompressed one after the other, so the times add up; only a dense
 exchange, DDP's, hides behind backward in part (`exposed`). An exchange takes a latency for each of its hops, and its
-bytes over the bandwidth. What the model leaves out is in docs/planning.md.
+bytes over the bandwidth. What the model leaves out is in docs/will_it_pay.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The time of a training step with each method, number of ranks and link, modelled from measurements.
 
-The cost model is that of `cost`; docs/planning.md has its formulas.
+The cost model is that of `cost`; docs/will_it_pay.md has its formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RING = "ring"
 """The topology of dense gradients."""
 
 WORTH = 1.1
-"""Speed-up below which not to compress: the error of the model is about as large (docs/planning.md)."""
+"""Speed-up below which not to compress: the error of the model is about as large (docs/will_it_pay.md)."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lightning_gradcomp.app.plan.forecast import Computation, Forecast, Link
 from lightning_gradcomp.app.plan.link import measure_link, measure_work, slowest, timed
 from lightning_gradcomp.app.plan.options import DELAY_MS, NETWORKS
 from lightning_gradcomp.app.plan.workload import Workload, classifier, lightning_module
-from lightning_gradcomp.app.processes import hide_known_messages, in_slurm
+from lightning_gradcomp.app.processes import hide_known_messages, in_slurm, launched, shared_gpus
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.registry import entries
 
@@ -55,11 +55,11 @@ def main() -> None:
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, or the CPU."""
+    """This rank's GPU, which ranks share if there are more of them, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = SLURMEnvironment().local_rank() if in_slurm() else int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local)
+    device = torch.device("cuda", local % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -77,7 +77,9 @@ def join(device: torch.device) -> dist.ProcessGroup | None:
         return None
     if world == 1:
         return None
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+    per_node, _ = launched() or (1, 1)
+    nccl = device.type == "cuda" and not shared_gpus(device.type, per_node)
+    dist.init_process_group("nccl" if nccl else "gloo", rank=rank, world_size=world)
     return dist.group.WORLD
 
 

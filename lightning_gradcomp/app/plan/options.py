@@ -62,7 +62,7 @@ def parser() -> Parser:
     made = Parser(
         prog="gradcomp plan",
         description="Measure a training step of a model here, and model the step with each compression method.",
-        epilog="Started by torchrun or SLURM, it measures the link between the ranks. The model: docs/planning.md.",
+        epilog="Started by torchrun or SLURM, it measures the link between the ranks. The model: docs/will_it_pay.md.",
         allow_abbrev=False,
     )
     made.add_argument(

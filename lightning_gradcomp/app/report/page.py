@@ -148,9 +148,11 @@ def _topology(run: Run) -> str:
 
 def _hardware(summary: dict[str, Any]) -> str:
     nodes, ranks, threads = (summary[key] for key in ("nodes", "devices_per_node", "threads_per_process"))
+    gpus = summary["gpus_per_node"]
+    sharing = f", which share {gpus} GPU{'s' * (gpus > 1)}" if 0 < gpus < ranks else ""
     return (
         f"{summary['device']}, {summary['cpu_cores']} cores of {summary['processor']}, {nodes} node{'s' * (nodes > 1)} "
-        f"with {ranks} process{'es' * (ranks > 1)} of {threads} thread{'s' * (threads > 1)}"
+        f"with {ranks} process{'es' * (ranks > 1)} of {threads} thread{'s' * (threads > 1)}{sharing}"
     )
 
 

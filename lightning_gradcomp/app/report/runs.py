@@ -28,8 +28,8 @@ NEEDED = {
         "optimizer.name", "trainer.max_epochs",
     ),
     "summary.json": (
-        *(f"communication.milliseconds.{phase}" for phase in PHASES), "device", "devices_per_node", "nodes",
-        "processor", "cpu_cores", "threads_per_process", "python", "packages",
+        *(f"communication.milliseconds.{phase}" for phase in PHASES), "device", "devices_per_node",
+        "gpus_per_node", "nodes", "processor", "cpu_cores", "threads_per_process", "python", "packages",
     ),
 }  # fmt: skip
 """Entries without which a file is taken for a broken one."""
