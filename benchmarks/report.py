@@ -31,11 +31,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows])
 
 
-def interval(differences: Sequence[float]) -> str:
-    """Mean ± half of its 95 % interval by Student's t, of two differences or more; a little too wide beyond 31."""
+def half_width(differences: Sequence[float]) -> float:
+    """Half of their 95 % interval by Student's t, of two differences or more; a little too wide beyond 31."""
     t = T_975[min(len(differences) - 1, len(T_975)) - 1]
-    rounded = round(mean(differences), 2) + 0.0  # no -0.00
-    return f"{rounded:+.2f} ± {t * stdev(differences) / len(differences) ** 0.5:.2f}"
+    return t * stdev(differences) / len(differences) ** 0.5
+
+
+def interval(differences: Sequence[float], digits: int = 2) -> str:
+    """Mean ± half of its 95 % interval, of two differences or more."""
+    rounded = round(mean(differences), digits) + 0.0  # no -0.00
+    return f"{rounded:+.{digits}f} ± {half_width(differences):.{digits}f}"
 
 
 def write(out: Path | None, name: str, results: Any, conditions: dict[str, Any], draw: Callable[[Any], None]) -> None:

@@ -7,12 +7,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from benchmarks.report import table
+from benchmarks import report
 
 CSV = Path(__file__).parents[1] / "docs" / "data" / "step_times.csv"
 COMPUTATION = "compute"
-TITLES = {COMPUTATION: "computation alone", "ddp": "DDP", "fp16_hook": "fp16_hook", "powersgd_hook": "powersgd_hook"}
-HEAD = ["method", "100 Mbit/s", "1 Gbit/s", "bytes sent", "compress, exchange, decompress"]
+TITLES = {
+    COMPUTATION: "computation alone",
+    "ddp": "DDP",
+    "fp16_hook": "torch's fp16 hook",
+    "powersgd_hook": "torch's PowerSGD hook, rank 4",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +32,6 @@ class StepTime:
     exchange_ms: float | None
     decompress_ms: float | None
     machine: str
-
-    @property
-    def ratio(self) -> str:
-        """The step's time over that of its computation: three digits."""
-        return digits(self.ms / self.compute_ms)
-
-
-def digits(ratio: float, number: int = 3) -> str:
-    """`number` digits, with zeros at the end.
-
-    >>> digits(1.4), digits(31.07), digits(31.07, 2)
-    ('1.40', '31.1', '31')
-    """
-    return f"{ratio:#.{number}g}".rstrip(".")
 
 
 def read_csv() -> list[StepTime]:
@@ -72,26 +62,20 @@ def record(new: Iterable[StepTime]) -> None:
         writer.writerows(asdict(by_method[key]) for key in sorted(by_method))
 
 
-def tables(lines: Iterable[StepTime]) -> str:
-    """The table in docs/performance.md, the quickest over 1 Gbit/s first."""
-    found = {(each.rate_mbit, each.method): each for each in lines}
-    methods = sorted({method for _, method in found}, key=lambda m: found[1000, m].ms / found[1000, m].compute_ms)
-    rows = []
-    for method in methods:
-        slow, quick = found.get((100, method)), found[1000, method]
-        name, at, _ = method.partition("@")
-        phases = (quick.compress_ms, quick.exchange_ms, quick.decompress_ms)
-        rows.append(
-            [
-                TITLES.get(method, f"`{name}`") + (", as a strategy" if at else ""),
-                *(_cell(each) if each else "—" for each in (slow, quick)),
-                f"{quick.bytes_sent:,}" if quick.bytes_sent else "",
-                ", ".join(f"{ms:.0f}" for ms in phases if ms is not None),
-            ]
-        )
-    machines = "; ".join(sorted({each.machine for each in found.values()}))
-    return f"{table(HEAD, rows)}\n\nMeasured on {machines}."
+def table() -> str:
+    """Milliseconds by link and method, the quickest over 1 Gbit/s first."""
+    found = {(each.rate_mbit, each.method): each.ms for each in read_csv()}
+    rates = sorted({rate for rate, _ in found})
+    methods = sorted({method for _, method in found}, key=lambda method: found[1000, method])
+    rows = [[title(method), *(f"{found[rate, method]:,.0f}" for rate in rates)] for method in methods]
+    return report.table(["method", *map(link, rates)], rows) + "\n"
 
 
-def _cell(step: StepTime) -> str:
-    return f"{step.ms:.0f}" + ("" if step.method == COMPUTATION else f" ({step.ratio}x)")
+def title(method: str) -> str:
+    """As in a table: "dgc@all_gather" is `dgc`."""
+    return TITLES.get(method, f"`{method.partition('@')[0]}`")
+
+
+def link(rate_mbit: int) -> str:
+    """100 Mbit/s, 1 Gbit/s."""
+    return f"{rate_mbit} Mbit/s" if rate_mbit < 1000 else f"{rate_mbit / 1000:g} Gbit/s"

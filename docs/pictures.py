@@ -1,37 +1,112 @@
-"""Draws the pictures of the pages, docs/pictures/*.svg: `python -m docs.pictures`, after data or methods have changed.
+"""Draws the pictures of README and docs: `python -m docs.pictures`, after data or methods have changed.
 
-Bars and lines come from results.csv, step_times.csv, the table of methods/dga.md and the byte formulas of the
-registered compressors. Pictures are five inches wide, so that their words can be read on a telephone.
+The charts are here, with figures from docs/data/*.csv, from the byte formulas of the registered compressors, and from
+the model of `gradcomp plan`. docs/diagrams.py and docs/notes.py have the others. Pictures are five inches wide, so that
+their words can be read on a telephone.
 """
 
 from __future__ import annotations
 
 import csv
-import re
-from collections import defaultdict
-from collections.abc import Callable
-from math import cos, pi, sin
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median
+from typing import NamedTuple
 
 import matplotlib as mpl
+import numpy as np
+import torch
+import torchvision
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
-from benchmarks import step_times
+from benchmarks import report, results, step_times, whole_runs
 from docs.tables import MODELS, step
 from lightning_gradcomp.app.models import build
+from lightning_gradcomp.app.plan import cost
+from lightning_gradcomp.app.plan.cost import Link, Work
+from lightning_gradcomp.app.plan.forecast import RING, Computation, Forecast
+from lightning_gradcomp.app.plan.measure import given
 
 FOLDER = Path(__file__).with_name("pictures")
-GREY, BLUE, ORANGE, GREEN = "#747b84", "#337ab7", "#b8691c", "#3a8450"
+GREY, BLUE, ORANGE, GREEN, VIOLET = "#747b84", "#337ab7", "#b8691c", "#3a8450", "#8559a5"
 """Legible on white and on black; the ground is transparent."""
 
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "gradcomp", "font.size": 10, "font.family": "sans-serif",
     "text.color": GREY, "axes.edgecolor": GREY, "axes.labelcolor": GREY, "xtick.color": GREY, "ytick.color": GREY,
-    "axes.spines.top": False, "axes.spines.right": False, "savefig.transparent": True,
+    "axes.spines.top": False, "axes.spines.right": False, "savefig.transparent": True, "hatch.linewidth": 0.8,
 }  # fmt: skip
+
+
+class Theme(NamedTuple):
+    """Colours of the README's picture, which GitHub shows on one of two grounds."""
+
+    text: str
+    bar: str
+    highlight: str
+
+
+LIGHT = Theme("#1f2328", "#afb8c1", "#0969da")
+DARK = Theme("#e6edf3", "#6e7681", "#4493f8")
+HERO = {"ddp": "DDP", "fp16_hook": "fp16 hook", "powersgd_hook": "PowerSGD hook", "dgc": "dgc"}
+RATES = (100, 1000, 10_000)
+
+
+def hero(axes: Axes, theme: Theme) -> None:
+    """Time of the same training over three links, by method."""
+    runs = whole_runs.read_csv()
+    times = {(rate, method): whole_runs.seconds(runs, method, rate) for rate in RATES for method in HERO}
+    alone = median(each.seconds for each in runs if each.method == whole_runs.COMPUTATION)
+    longest = max(each for each in times.values() if each and each < 8 * alone)
+    ticks: list[str] = []
+    for rate in RATES:
+        ticks += ["", step_times.link(rate)]
+        for method, name in HERO.items():
+            seconds, color, place = times[rate, method], theme.bar, len(ticks)
+            if seconds is None:
+                continue
+            if method == "dgc":
+                color = theme.highlight
+            end = seconds
+            if seconds > longest:
+                end = _broken(axes, place, longest, color)
+            else:
+                axes.barh(place, end, height=0.7, color=color)
+            if seconds > longest or method in ("ddp", "dgc"):
+                axes.text(end + 0.02 * longest, place, clock(seconds), va="center", color=theme.text)
+            ticks.append(name)
+    axes.axvline(alone, 0.02, 0.97, color=theme.text, linewidth=1, linestyle=(0, (3, 3)))
+    axes.text(alone, 0, " computation alone", color=theme.text, va="center")
+    words = [f"{name} {whole_runs.accuracy(runs, method):.1f} %" for method, name in HERO.items()]
+    axes.set_xlabel(f"accuracy: {', '.join(words[:2])},\n{', '.join(words[2:])}", color=theme.text, loc="left")
+    axes.set_yticks(range(len(ticks)), ticks, color=theme.text)
+    for label in axes.get_yticklabels():
+        label.set_fontweight("bold" if "bit/s" in label.get_text() else "normal")
+    axes.tick_params(length=0)
+    axes.set(xlim=(0, 1.4 * longest), ylim=(len(ticks) - 0.4, -0.6), xticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def _broken(axes: Axes, place: float, longest: float, color: str) -> float:
+    """A bar that goes on beyond the axis, with a gap in it. Where it ends."""
+    low, high, slant = place + 0.35, place - 0.35, 0.01 * longest
+    cut, end = 1.02 * longest, 1.15 * longest
+    after = cut + 0.03 * longest
+    axes.fill([0, cut - slant, cut + slant, 0], [low, low, high, high], color=color, linewidth=0)
+    axes.fill([after - slant, end, end, after + slant], [low, low, high, high], color=color, linewidth=0)
+    return end
+
+
+def clock(seconds: float) -> str:
+    """Seconds, or minutes from 100 s on.
+
+    >>> clock(96.4), clock(930)
+    ('96 s', '16 min')
+    """
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.2g} min"
 
 
 def bytes_by_method(axes: Axes) -> None:
@@ -43,24 +118,10 @@ def bytes_by_method(axes: Axes) -> None:
     axes.barh(names, [size for size, _ in known], color=[BLUE if name == "dgc" else GREY for name in names])
     for place, (size, _) in enumerate(known):
         axes.text(size * 1.1, place, f"{size / 1e6:.3g} MB, {dense / size:.0f}x", va="center")
-    axes.set(xscale="log", xlabel="bytes that a rank sends in a step", xlim=(3e4, 4e9))
-
-
-def accuracy_over_bytes(axes: Axes) -> None:
-    """Whole runs of ResNet-18 on the digits, seeds of the fixed split: mean and standard deviation."""
-    runs: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    with (Path(__file__).with_name("data") / "results.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row["model"] == "resnet18" and not row["fold"]:
-                accuracy = 100 * int(row["correct"]) / int(row["images"])
-                runs[row["method"]].append((int(row["bytes_sent"]) / 1e6, accuracy))
-    known = sorted((mean(size for size, _ in points), method) for method, points in runs.items())
-    names = [method for _, method in known]
-    axes.barh(names, [size for size, _ in known], color=[BLUE if name == "dgc" else GREY for name in names])
-    for place, (size, method) in enumerate(known):
-        accuracies = [accuracy for _, accuracy in runs[method]]
-        axes.text(size * 1.1, place, f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f} %", va="center")
-    axes.set(xscale="log", xlabel="MB that a rank sends in ten epochs; accuracy", xlim=(10, 1e6))
+    axes.set(xscale="log", xlabel="bytes that a rank sends in a step", xlim=(3e4, 3e9))
+    axes.set_xticks([1e5, 1e6, 1e7, 1e8], ["0.1 MB", "1 MB", "10 MB", "100 MB"])
+    axes.minorticks_off()
+    axes.spines["bottom"].set_bounds(3e4, 1e8)
 
 
 def warm_up(axes: Axes) -> None:
@@ -71,140 +132,248 @@ def warm_up(axes: Axes) -> None:
         density = [100 * (1 - schedule(step // 22, step)) for step in range(220)]
         axes.step([step / 22 for step in range(221)], [*density, density[-1]], where="post", color=color)
         axes.text(10.1, density[-1], f"{label}: {density[-1]:.3g} %", color=color, va="center")
-    axes.set(yscale="log", xlabel="epoch", ylabel="elements sent, %", xlim=(0, 15), xticks=range(0, 11, 2))
+    axes.set(yscale="log", xlabel="epoch", ylabel="entries sent", xlim=(0, 15), xticks=range(0, 11, 2))
+    axes.set_yticks([0.1, 1, 10, 100], ["0.1 %", "1 %", "10 %", "100 %"])
+    axes.minorticks_off()
+    axes.spines["bottom"].set_bounds(0, 10)
 
 
-Span = tuple[str, float, float, str]
-"""Row, begin, length, colour."""
+STEP = Computation(seconds=0.25, backward=0.165)
+"""A step of ResNet-50 without an exchange: batch 32 at 224x224 on a workstation's GPU."""
 
-BACKWARD = 87.0
-"""ms of a step's computation."""
+WORK = Work(encode=0.010, decode=0.003)
+"""What DGC adds to it: a step between two ranks on one H200 takes 13 ms longer than its computation."""
+
+WORTH = 1.25
+"""Step time over computation up to which a method is quick enough."""
+
+PERIOD, DELAY = 8, 8
+"""Of delayed averaging, the defaults."""
 
 
-def timelines(axes: Axes) -> None:
-    """Two steps over 1 Gbit/s, dense and compressed; delayed and asynchronous ones, where exchange and computation
-    overlap."""
-    steps = {each.method: each for each in step_times.read_csv() if each.rate_mbit == 1000}
-    dense, dgc = steps["ddp"].ms, steps["dgc"]
-    compute = steps[step_times.COMPUTATION].ms
-    encode, exchange, decode = (float(ms or 0) for ms in (dgc.compress_ms, dgc.exchange_ms, dgc.decompress_ms))
-    spans: list[Span] = []
-    for number in range(2):
-        begin = number * dense
-        spans += [("DDP", begin, compute, BLUE)]
-        spans += [("  link", begin + compute - BACKWARD, dense - compute + BACKWARD, ORANGE)]
-        begin = number * (compute + encode + exchange + decode)
-        spans += [("compressed", begin, compute, BLUE), ("compressed", begin + compute, encode, GREEN)]
-        begin += compute + encode
-        spans += [("link ", begin, exchange, ORANGE), ("compressed", begin + exchange, decode, GREEN)]
-    for number in range(6):
-        spans += [("delayed", number * compute, compute - 3, BLUE)]
-        if number % 2 == 1:
-            spans += [(" link", (number + 1) * compute, 1.6 * compute, ORANGE)]
-    for number in range(4):
-        spans += [("async., fast", number * (compute + 40), compute, BLUE)]
-        spans += [("async., fast", number * (compute + 40) + compute, 37, ORANGE)]
-    spans += [("async., slow", 0, 4 * compute, BLUE), ("async., slow", 4 * compute, 37, ORANGE)]
-    rows = list(dict.fromkeys(row for row, *_ in spans))
-    for row, begin, length, color in spans:
-        axes.barh(rows.index(row), length, left=begin, color=color, height=0.6, edgecolor="none")
-    for color, label in ((BLUE, "computation"), (GREEN, "encode, decode"), (ORANGE, "exchange")):
-        axes.barh(0, 0, color=color, label=label)
-    axes.set_yticks(range(len(rows)), [row.strip() for row in rows])
-    axes.invert_yaxis()
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
-    axes.set(xlabel="ms", xlim=(0, 900))
+def forecast() -> Forecast:
+    """The planner's model of ResNet-50's steps."""
+    with torch.device("meta"):
+        model = torchvision.models.resnet50()
+    compressors = {"bf16": lgc.BF16(), "dgc": lgc.DGC(), "sparseloco": lgc.SPARSELOCO["compressor"]}
+    works = {"bf16": Work(0.0, 0.0), "dgc": WORK, "sparseloco": WORK}
+    return Forecast(model, STEP, {name: (each, works[name]) for name, each in compressors.items()})
+
+
+def modelled(model: Forecast, link: Link) -> dict[str, float]:
+    """Seconds of a step of two ranks, the methods that change the training least first."""
+    exchange = cost.dense_seconds(4 * model.elements, 2, link)
+    of_round = model.step("sparseloco", "all_gather", 2, link).seconds - STEP.seconds
+    return {
+        "DDP": model.dense(2, link),
+        "bf16": model.step("bf16", RING, 2, link).seconds,
+        "dgc": model.step("dgc", "all_gather", 2, link).seconds,
+        "dga": STEP.seconds + max(0.0, exchange - DELAY * STEP.seconds) / PERIOD,
+        "sparseloco": STEP.seconds + of_round / lgc.SPARSELOCO["period"],
+    }
+
+
+def chosen(model: Forecast, link: Link) -> str:
+    """The first that is quick enough, else the quickest."""
+    seconds = modelled(model, link)
+    enough = [name for name, each in seconds.items() if each <= WORTH * STEP.seconds]
+    return enough[0] if enough else min(seconds, key=lambda name: seconds[name])
+
+
+def which_method(axes: Axes) -> None:
+    """For ResNet-50 on two ranks: the method that changes the training least among those that are quick enough."""
+    model = forecast()
+    megabits, delays = np.logspace(1, 5, 241), np.logspace(-1, 2, 181)
+    grid = np.array([[chosen(model, given(rate, delay)) for rate in megabits] for delay in delays])
+    colors = {"DDP": GREY, "bf16": VIOLET, "dgc": BLUE, "dga": GREEN, "sparseloco": ORANGE}
+    for name, color in colors.items():
+        region = grid == name
+        if region.any():
+            axes.contourf(megabits, delays, region, levels=[0.5, 1.5], colors=[color], alpha=0.3)
+            row, column = _middle(region)
+            narrow = region[row].sum() < 0.15 * len(megabits)
+            words = {"weight": "bold", "color": color, "rotation": 90 if narrow else 0}
+            axes.text(megabits[column], delays[row], name, ha="center", va="center", **words)
+    axes.set(xscale="log", yscale="log", xlabel="bandwidth of a machine", ylabel="one-way delay")
+    axes.set_xticks([10, 100, 1000, 10_000, 100_000], ["10 Mbit/s", "100", "1 Gbit/s", "10", "100"])
+    axes.set_yticks([0.1, 1, 10, 100], ["0.1 ms", "1 ms", "10 ms", "100 ms"])
+    axes.minorticks_off()
+
+
+def _middle(region: np.ndarray) -> tuple[int, int]:
+    """A cell that is as far as any from the region's edge: what is left when the region shrinks."""
+    while True:
+        around = np.pad(region, 1)
+        smaller = region & around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:]
+        if not smaller.any():
+            cells = np.argwhere(region)
+            row, column = cells[len(cells) // 2]
+            return int(row), int(column)
+        region = smaller
+
+
+OTHERS = ("gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
+
+
+def step_time(axes: Axes) -> None:
+    """Step time over computation, by the rate of the link: ResNet-18 measured, ResNet-50 modelled."""
+    found = {(each.rate_mbit, each.method): each.ms / each.compute_ms for each in step_times.read_csv()}
+    for method, name, color in (("ddp", "DDP", ORANGE), ("dgc@all_gather", "dgc", BLUE)):
+        axes.plot(RATES, [found[rate, method] for rate in RATES], "o-", color=color, markersize=4, label=name)
+    others = [[found[rate, f"{method}@all_gather"] for method in OTHERS] for rate in RATES]
+    lowest, highest = ([bound(each) for each in others] for bound in (min, max))
+    axes.fill_between(RATES, lowest, highest, color=GREEN, alpha=0.3, linewidth=0, label="the other compressors")
+    model, megabits = forecast(), np.logspace(2, 4, 201)
+    steps = [modelled(model, given(rate, 0.1)) for rate in megabits]
+    dense, dgc = ([each[name] / STEP.seconds for each in steps] for name in ("DDP", "dgc"))
+    axes.plot(megabits, dense, "--", color=ORANGE)
+    axes.plot(megabits, dgc, "--", color=BLUE)
+    crossing = next(number for number, each in enumerate(dense) if each <= dgc[number])
+    axes.plot(megabits[crossing], dgc[crossing], "o", color=GREY, fillstyle="none", markersize=9)
+    words = f"dgc pays up to {megabits[crossing] / 1000:.0f} Gbit/s"
+    axes.text(1.2 * megabits[crossing], 0.78, words, ha="right", va="center")
+    axes.plot([], [], "o-", color=GREY, markersize=4, label="ResNet-18 on a CPU, measured")
+    axes.plot([], [], "--", color=GREY, label="ResNet-50 on a GPU, modelled")
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.set(xscale="log", yscale="log", xlabel="link", ylabel="step time over computation", ylim=(0.65, 200))
+    axes.set_xticks(RATES, [step_times.link(rate) for rate in RATES])
+    axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50], [f"{tick}x" for tick in ticks])
+    axes.minorticks_off()
+    axes.spines["left"].set_bounds(0.65, 60)
+
+
+def accuracy(axes: Axes) -> None:
+    """Differences to dense of five folds, with 95 % intervals: a row a network and method, two marks a row."""
+    found = results.cross_validated(results.read_csv())
+    methods = [*OTHERS, "dga K=8 D=8", "sparseloco K=8 D=0"]
+    left, ticks = -14, []
+    for model, title in results.TITLES.items():
+        ticks += ["", title] if ticks else [title]
+        settings = [setting for setting in results.SETTINGS if setting.model == model]
+        for method in ["dgc", *methods]:
+            if not any(method in found[setting] for setting in settings):
+                continue
+            for setting, color, beside in zip(settings, (BLUE, ORANGE), (-0.17, 0.17), strict=True):
+                if runs := found[setting].get(method):
+                    points = results.differences(runs, found[setting]["none"])
+                    middle, half, place = mean(points), report.half_width(points), len(ticks) + beside
+                    axes.plot([max(left, middle - half), middle + half], [place, place], color=color, linewidth=1.2)
+                    axes.plot(middle, place, "o", color=color, markersize=4)
+                    if middle - half < left:
+                        axes.plot(left, place, "<", color=color, markersize=4, clip_on=False)
+            ticks.append(method.partition(" ")[0])
+    for ranks, color in ((2, BLUE), (8, ORANGE)):
+        axes.plot([], [], "o-", color=color, markersize=4, label=f"{ranks} ranks")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set_yticks(range(len(ticks)), ticks, fontsize=9)
+    for label in axes.get_yticklabels():
+        label.set_fontweight("bold" if "," in label.get_text() else "normal")
+    axes.tick_params(axis="y", length=0)
+    axes.set(xlim=(left, 7), ylim=(len(ticks) - 0.4, -0.6), xlabel="accuracy less that of dense training, points")
+    axes.spines["left"].set_visible(False)
 
 
 def latency(axes: Axes) -> None:
-    """The rows of two ranks in the table of methods/dga.md: step time over computation alone, by the link's delay."""
-    page = FOLDER.parent / "methods" / "dga.md"
-    rows = re.findall(r"^\| (.*), N=2 \| (.*) \|$", page.read_text(), re.MULTILINE)
-    for (name, cells), color in zip(rows, (ORANGE, GREEN, BLUE, GREY), strict=True):
-        ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x", cells)]
-        axes.plot((0, 10, 25, 50, 100), ratios, marker=".", color=color)
+    """Step time over computation alone, by the link's delay, two ranks."""
+    with (FOLDER.parent / "data" / "latency.csv").open(newline="") as file:
+        (_, *delays), *rows = csv.reader(file)
+    known = [int(delay.split()[0]) for delay in delays]
+    axes.fill_between([0, 100], 0.85, 1.15, color=GREY, alpha=0.2, linewidth=0)
+    axes.text(75, 1.05, "noise", va="center", ha="center", fontsize=9)
+    for (name, *cells), color in zip(rows, (ORANGE, GREEN, VIOLET, BLUE), strict=True):
+        ratios = [float(cell.rstrip("x")) for cell in cells]
+        axes.plot(known, ratios, marker=".", color=color)
         axes.text(103, ratios[-1], name, color=color, va="center")
     axes.set(xlabel="one-way delay, ms", ylabel="step time over computation", yscale="log", xlim=(-3, 190))
     axes.set_yticks(ticks := [1, 2, 5, 10, 20], [f"{tick}x" for tick in ticks])
     axes.set_xticks(range(0, 101, 25))
     axes.minorticks_off()
+    axes.spines["bottom"].set_bounds(-3, 100)
 
 
-def _box(axes: Axes, x: float, y: float, text: str, color: str = GREY) -> None:
-    axes.text(
-        x, y, text, ha="center", va="center", color=color,
-        bbox={"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": color},
-    )  # fmt: skip
+Span = tuple[float, float, str]
+"""Begin, length, colour."""
+
+SHOWN = 4
+"""Steps of each run in the timelines."""
+
+PUSH_AND_PULL = 37.0
+"""ms that a worker of dist_async waits after each of its steps, over 1 Gbit/s; its slow neighbour computes four times
+as long."""
 
 
-Point = tuple[float, float]
+def spans() -> Iterator[tuple[str, bool, list[Span]]]:
+    """Of each row of the timelines: its name, whether it is modelled, what is in it."""
+    steps = {each.method: each for each in step_times.read_csv() if each.rate_mbit == 1000}
+    compute, dense, dgc = steps[step_times.COMPUTATION].ms, steps["ddp"].ms, steps["dgc@all_gather"]
+    encode, exchange, decode = (float(ms or 0) for ms in (dgc.compress_ms, dgc.exchange_ms, dgc.decompress_ms))
+    hidden = cost.HIDES * STEP.backward / STEP.seconds * compute
+    numbers = range(SHOWN)
+    yield "DDP", False, [(number * dense, compute, BLUE) for number in numbers]
+    begins = [number * dense + compute - hidden for number in numbers]
+    yield "link", False, [(begin, dense - compute + hidden, ORANGE) for begin in begins]
+    begins = [number * dgc.ms for number in numbers]
+    parts = ((0, compute, BLUE), (compute, encode, GREEN), (dgc.ms - decode, decode, GREEN))
+    yield "dgc", False, [(begin + after, length, color) for begin in begins for after, length, color in parts]
+    yield "link", False, [(begin + compute + encode, exchange, ORANGE) for begin in begins]
+    yield "dga", True, [(number * compute, compute, BLUE) for number in numbers]
+    yield "link", True, [(0, dense - compute + hidden, ORANGE)]
+    pitch = compute + PUSH_AND_PULL
+    yield "dist_async, fast", True, [(number * pitch, compute, BLUE) for number in numbers]
+    yield "link", True, [(number * pitch + compute, PUSH_AND_PULL, ORANGE) for number in numbers]
+    yield "dist_async, slow", True, [(0, SHOWN * compute, BLUE)]
+    yield "link", True, [(SHOWN * compute, PUSH_AND_PULL, ORANGE)]
 
 
-def _arrow(axes: Axes, start: Point, stop: Point, color: str = GREY, *, bend: float = 0, shrink: float = 0) -> None:
-    style = {"arrowstyle": "->", "color": color, "shrinkA": shrink, "shrinkB": shrink}
-    axes.annotate("", stop, start, arrowprops={**style, "connectionstyle": f"arc3,rad={bend}"})
+def timelines(axes: Axes) -> None:
+    """Four steps over 1 Gbit/s: dense and compressed ones, as measured; delayed and asynchronous ones, modelled."""
+    rows = list(spans())
+    for place, (_, is_model, found) in enumerate(rows):
+        for begin, length, color in found:
+            fill = {"facecolor": "none", "hatch": "//////"} if is_model else {"facecolor": color}
+            axes.barh(place, length, left=begin, height=0.6, edgecolor=color, linewidth=0.8, **fill)
+    for color, label in ((BLUE, "computation"), (GREEN, "encode, decode"), (ORANGE, "link")):
+        axes.barh(0, 0, color=color, label=label)
+    axes.barh(0, 0, facecolor="none", edgecolor=GREY, hatch="//////", linewidth=0.8, label="modelled")
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    for label in axes.get_yticklabels():
+        label.set_fontsize(8 if label.get_text() == "link" else 10)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, columnspacing=1, handlelength=1.2)
+    axes.set(xlabel="ms")
 
 
-def step_of_dgc(axes: Axes) -> None:
-    """What happens on a rank: gradient, momentum, velocity; the largest are sent, the rest is remembered."""
-    axes.set(xlim=(0, 10), ylim=(0, 5.6))
-    axes.axis("off")
-    for text, x in (("gradient", 0.9), ("momentum u", 4.2), ("velocity v", 8)):
-        _box(axes, x, 5, text)
-    for start, stop in ((1.8, 2.9), (5.5, 6.8)):
-        _arrow(axes, (start, 5), (stop, 5))
-    _box(axes, 8, 2.9, "largest 0.4 %:\n2 bits and a place\neach, to all ranks", BLUE)
-    _arrow(axes, (8.4, 4.6), (8.4, 3.8), BLUE)
-    _box(axes, 4.2, 2.9, "the rest waits", ORANGE)
-    _arrow(axes, (7, 4.6), (5, 3.4), ORANGE)
-    _arrow(axes, (4.6, 3.4), (6.7, 4.7), ORANGE, bend=-0.2)
-    _box(axes, 3, 0.6, "weights less the mean\nof what arrives", GREEN)
-    _arrow(axes, (7, 2), (5.2, 0.9), GREEN)
-    _arrow(axes, (4, 2.5), (3.5, 1.3), ORANGE)
-    _arrow(axes, (1.4, 1.3), (0.9, 4.5), GREEN)
+Picture = tuple[Callable[[Axes], None], tuple[float, float]]
+"""What draws it, and its size in inches."""
 
-
-def topologies(axes: Axes) -> None:
-    """Who sends what to whom: four ranks."""
-    axes.set(xlim=(0, 10), ylim=(0, 11), aspect="equal")
-    axes.axis("off")
-    corners = [(1.2 * cos(pi / 4 + k * pi / 2), 1.2 * sin(pi / 4 + k * pi / 2)) for k in range(4)]
-    for number, name in enumerate(("all_gather", "two_phase", "server", 'inside="dense"')):
-        left, low = 2.5 + 5 * (number % 2), 8 - 5.6 * (number // 2)
-        at = [(left + x, low + y) for x, y in corners]
-        for i, start in enumerate(at):
-            for j, stop in enumerate(at):
-                across = name != 'inside="dense"' or (i in (0, 3)) != (j in (0, 3))
-                if i != j and (name != 'inside="dense"' or not across or (i, j) in ((0, 1), (1, 0), (2, 3), (3, 2))):
-                    back = name == "server" and i > j
-                    color = GREY if not across else ORANGE if back else BLUE
-                    _arrow(axes, start, stop, color, bend=0.12, shrink=6)
-        for x, y in at:
-            axes.plot(x, y, "o", color=GREY, markersize=9)
-        notes = {
-            "all_gather": "payloads to all",
-            "two_phase": "shards to owners,\nmeans back compressed",
-            "server": "shards to owners,\nmeans back dense",
-        }
-        axes.text(left, low + 2.1, name, ha="center", weight="bold")
-        axes.text(left, low - 1.5, notes.get(name, "dense in a node,\npayloads between nodes"), ha="center", va="top")
-
-
-PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
+PICTURES: dict[str, Picture] = {
+    "hero_light": (partial(hero, theme=LIGHT), (5, 4)),
+    "hero_dark": (partial(hero, theme=DARK), (5, 4)),
     "bytes_by_method": (bytes_by_method, (5, 3.2)),
-    "accuracy_over_bytes": (accuracy_over_bytes, (5, 3.6)),
     "warm_up": (warm_up, (5, 3)),
-    "timelines": (timelines, (5, 3.2)),
+    "which_method": (which_method, (5, 3.4)),
+    "step_time": (step_time, (5, 3.8)),
+    "accuracy": (accuracy, (5, 5.6)),
     "latency": (latency, (5, 3.2)),
-    "step_of_dgc": (step_of_dgc, (5, 2.9)),
-    "topologies": (topologies, (5, 5.2)),
+    "timelines": (timelines, (5, 3.4)),
 }
 
 
-def draw(folder: Path) -> None:
-    """Write every picture into `folder`."""
+def everything() -> dict[str, Picture]:
+    """The pictures of all modules."""
+    from docs import diagrams, notes  # which may take colours from here
+
+    return PICTURES | diagrams.PICTURES | notes.PICTURES
+
+
+def draw(folder: Path, names: Sequence[str] = ()) -> None:
+    """Write pictures into `folder`: those of these names, or all."""
     folder.mkdir(exist_ok=True)
-    for name, (on, size) in PICTURES.items():
+    known = everything()
+    for name in names or known:
+        on, size = known[name]
         with mpl.rc_context(STYLE):
             figure = Figure(figsize=size, layout="constrained")
             on(figure.subplots())
@@ -212,4 +381,6 @@ def draw(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(FOLDER)
+    import sys
+
+    draw(FOLDER, sys.argv[1:])
