@@ -4,8 +4,8 @@
     python -m benchmarks.results runs && python -m docs.tables && python -m docs.pictures
 
 The CSV keeps the lines of earlier runs: all of them together take some ten hours. A run replaces an earlier one of the
-same network, method, data, ranks, steps, fold, seed and machine. Options of the compressor, its warm-up or the optimizer
-that are not the recipe's are part of the method: "twobit warmup_epochs=3", "dgc optimizer.lr=0.005".
+same network, method, data, ranks, steps, fold, seed and machine. Options of the compressor, warm-up or optimizer that
+are not the recipe's are part of the method: "twobit warmup_epochs=3", "dgc optimizer.lr=0.005".
 """
 
 from __future__ import annotations

@@ -19,10 +19,12 @@ RECIPES = {
 """Recipe -> of which runs it tells: method, of a cross-validation or of the fixed split, epochs and steps."""
 
 
-def accuracies(model, method, split, steps):
+def pairs(model, method, split, steps):
     runs = results.read_csv()
     folds = results.cross_validated(runs)[results.Setting(model, None, 2, steps)]
-    return [run.percent for run in (folds[method] if split == "folds" else results.grouped(runs)[model, method])]
+    seeds = {name: found for (network, name), found in results.grouped(runs).items() if network == model}
+    of = folds if split == "folds" else seeds
+    return results.pairs(of[method], of["none"])
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -30,7 +32,7 @@ def test_a_recipe_s_result_is_that_of_its_runs(name):
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     method, split, epochs, steps = RECIPES[name]
     choices = {key: value for entry in yaml.safe_load(text)["defaults"] for key, value in entry.items()}
-    found, dense = (accuracies(choices["override /model"], each, split, steps) for each in (method, "none"))
+    found, dense = zip(*pairs(choices["override /model"], method, split, steps), strict=True)
     reached = f"{mean(found):.1f} % ± {stdev(found):.1f} after {epochs} epochs"
     beside = f"({len(found)} {split}, N=2; dense {mean(dense):.1f} ± {stdev(dense):.1f})"
     assert f"# Result: {reached} {beside}, measured: docs/results.md\n" in text

@@ -121,3 +121,14 @@ def test_a_method_is_its_name_its_rounds_and_what_is_not_the_recipe_s(overrides,
 def test_a_table_has_methods_in_their_order_and_longer_rounds_later():
     names = ["none", "dgc", "dga K=8 D=8", "dga K=15 D=0", "dga:onebit K=8 D=8", "sparseloco K=8 D=0"]
     assert sorted({*names}, key=results.place) == names
+
+
+def test_the_page_s_table_has_dense_runs_of_the_same_pairs(monkeypatch):
+    """Another processor's dense runs, of which the method has none, are in neither column."""
+    setting = {"steps": 660, "ranks": 8}
+    dense = [run(80 + fold, method="none", fold=fold, **setting) for fold in (0, 1)]
+    other = [run(10, method="none", fold=fold, machine="other", **setting) for fold in (0, 1)]
+    lossy = [run(79 + fold, fold=fold, **setting) for fold in (0, 1)]
+    monkeypatch.setattr(results, "read_csv", lambda: [*dense, *other, *lossy])
+    *_, row = results.accuracy().splitlines()
+    assert row == "| small Swin, AdamW | 8 | `dgc` | 80.5 ± 0.7 | 79.5 ± 0.7 | -1.0 ± 0.0 | 10x |"
