@@ -215,7 +215,8 @@ def test_ranks_share_gpus(gpus, local, device, backend, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda name, **ranks: joined.append(name))
     for name, value in {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
-    assert str(own := measure.own_device()) == device
+    own = measure.own_device()
+    assert str(own) == device
     measure.join(own)
     assert joined == [backend]
 
