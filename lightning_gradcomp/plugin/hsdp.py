@@ -72,20 +72,21 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         Trainer(strategy=CompressedHSDPStrategy(compressor="dgc", shard=8), devices=8, num_nodes=4)
 
     Args:
-        compressor: a compressor, or its name. Each rank compresses its own shards: what is a tensor's elsewhere (a
-            scale, a share of elements, a low rank) is a shard's here.
-        replicate: number of replicas. "auto": one for each `shard` ranks.
-        shard: ranks of a replica, each with its shards. "auto": the ranks of a node, or what `replicate` leaves.
-        residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
-            "cpu" memory.
-        timeout: how long a rank waits for the others, anywhere; then it ends with an error.
-        verify_replicas_every_n_steps: compare a checksum of every shard over the replicas, every so many steps; and
-            notice every write into local weights.
-        local_weights: as for `CompressedDDPStrategy`.
-        save_distributed_checkpoint: True: a checkpoint is a folder into which each rank writes its shards, with what it
-            remembers of them; a mesh of any shape reads it. False: one file with whole tensors, and the mean of what
-            replicas remember; `CompressedDDPStrategy` reads it too.
-        process_group_backend: as for `ModelParallelStrategy`.
+        compressor: a compressor, or its name. Each rank compresses its own shards, so a scale, a share of elements or a
+            low rank is per shard.
+        replicate: number of replicas. "auto": one for every `shard` ranks.
+        shard: number of ranks that share a replica. "auto": the ranks of a node, or all ranks divided by `replicate`.
+            On one node, with both "auto", nothing is exchanged.
+        residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
+        timeout: how long a rank waits for the others before it raises an error.
+        verify_replicas_every_n_steps: compares a checksum of every shard across the replicas at this interval; also
+            detects every write into local weights.
+        local_weights: computes gradients at the shared weights minus this rank's own unsent steps, if the compressor
+            owns the momentum. False: at the shared weights, which costs accuracy.
+        save_distributed_checkpoint: True: a checkpoint is a folder into which each rank writes its shards and their
+            residuals; a mesh of any shape can load it. False: one file with whole tensors and the mean residual of the
+            replicas, which `CompressedDDPStrategy` can load too.
+        process_group_backend: "nccl" or "gloo", as for `ModelParallelStrategy`. Default: Lightning's choice.
 
     Raises:
         ValueError: an option, a mesh, a model, a Trainer feature or an optimizer that can't be honoured, before
