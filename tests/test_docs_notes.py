@@ -1,0 +1,51 @@
+"""docs/notes.py shows every idea of docs/from_the_notes.md; here on a network of a thousand weights."""
+
+import copy
+import csv
+
+import pytest
+import torch
+from torch import nn
+
+from docs import notes
+
+
+@pytest.fixture(scope="module")
+def training():
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    images, labels = torch.randn(64, 1, 8, 8, generator=generator), torch.randint(10, (64,), generator=generator)
+    return notes.Training(model, images, labels, layer="1.weight", batch=2)
+
+
+@pytest.mark.parametrize("name", notes.IDEAS)
+def test_an_idea_is_shown_and_written(name, training, tmp_path):
+    found = notes.IDEAS[name](copy.deepcopy(training))
+    lines = notes.shown(found).splitlines()
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= 120
+    notes.write(tmp_path, found.files)
+    for file in found.files:
+        with (tmp_path / f"notes_{file}.csv").open(newline="") as text:
+            head, *rows = csv.reader(text)
+        assert rows
+        assert all(len(row) == len(head) for row in rows)
+        with (notes.DATA / f"notes_{file}.csv").open(newline="") as text:
+            kept = next(csv.reader(text))
+        assert kept[:2] == head[:2], f"{file}: python -m docs.notes {name}"
+
+
+def test_what_is_sent_and_what_is_left_are_the_gradient(training):
+    gradient = training.gradient(0)[training.layer]
+    for compressor in (notes.lgc.OneBit(), notes.lgc.TwoBit(), notes.lgc.GradientDropping()):
+        sender = notes.Sender(compressor, gradient)
+        together = sender.send(gradient) + sender.state.unsent.view_as(gradient)
+        assert notes.error(together, gradient) < 1e-3
+
+
+def test_the_formula_of_the_sum_and_the_way_around_the_earth(training):
+    rows = notes.density(copy.deepcopy(training)).files["density"][1:]
+    assert {row[0] for row in rows} == set(notes.RANKS)
+    assert all(float(measured) <= 100 for _, _, measured, _ in rows)
+    assert 13_400 < notes.kilometres(notes.MUMBAI, notes.SAN_FRANCISCO) < 13_600
