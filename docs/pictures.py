@@ -270,7 +270,7 @@ def accuracy(axes: Axes) -> None:
     for label in axes.get_yticklabels():
         label.set_fontweight("bold" if "," in label.get_text() else "normal")
     axes.tick_params(axis="y", length=0)
-    axes.set(xlim=(left, 7), ylim=(len(ticks) - 0.4, -0.6), xlabel="accuracy less that of dense training, points")
+    axes.set(xlim=(left, 7), ylim=(len(ticks) - 0.4, -0.6), xlabel="accuracy minus dense, points")
     axes.spines["left"].set_visible(False)
 
 

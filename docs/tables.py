@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import lightning_gradcomp as lgc
+from benchmarks import results, step_times, whole_runs
 from lightning_gradcomp.app.models import build
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.traffic import traffic
@@ -144,10 +145,13 @@ def options(name: str) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
+    "accuracy": results.accuracy,
     "csv": of_csv,
     "methods": methods,
     "options": options,
+    "step_times": step_times.table,
     "strategies": strategies,
+    "time_to_accuracy": whole_runs.table,
 }
 """Name -> what makes it; a second word in the mark is its argument."""
 
