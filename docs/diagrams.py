@@ -1,10 +1,15 @@
 """The drawings of the pages: boxes, arrows and a terminal. `python -m docs.pictures` writes them.
 
+`python -m docs.diagrams` runs what the terminal shows, and records it in docs/data/terminal_*.txt (Linux, root).
+
 Ten units are an inch, and all drawings are five inches wide: one unit is 8 pixels on a telephone's 400.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -303,11 +308,22 @@ def _fault(axes: Axes, top: float, error: float, title: str, outcome: str) -> No
 
 
 PANES = ("ddp", "dgc")
+COMMAND = "python -m benchmarks.link --nodes 2 --rate-mbit 1000 -- python docs/examples/two_machines.py"
+OURS = re.compile(r"DGC: |Steps are |\d+ ms a step|node \d sent ")
+"""How the lines begin that are neither Lightning's nor torch's."""
 COLUMNS = 70
 """Letters in a line of the terminal."""
 LINE = 1.55
 """Height of a line."""
 SCREEN, LETTERS, PROMPT = "#1f2328", "#d1d7e0", "#6cb6ff"
+
+
+def record(name: str) -> None:
+    """Run the script with a strategy between two emulated nodes, and keep what it says."""
+    command = f"{COMMAND} {name}"
+    done = subprocess.run(shlex.split(command), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    lines = [f"$ {command}", *filter(OURS.match, done.stdout.splitlines())]
+    (DATA / f"terminal_{name}.txt").write_text("".join(f"{line}\n" for line in lines))
 
 
 def screen(name: str) -> Iterator[tuple[str, str]]:
@@ -339,4 +355,10 @@ PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "topologies": (topologies, (5, 5.6)),
     "nodes": (nodes, (5, 4.3)),
     "rank_dies": (rank_dies, (5, 4.1)),
+    "terminal": (terminal, (5, 2.9)),
 }
+
+
+if __name__ == "__main__":
+    for pane in PANES:
+        record(pane)
