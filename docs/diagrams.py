@@ -311,11 +311,11 @@ PANES = ("ddp", "dgc")
 COMMAND = "python -m benchmarks.link --nodes 2 --rate-mbit 1000 -- python docs/examples/two_machines.py"
 OURS = re.compile(r"DGC: |Steps are |\d+ ms a step|node \d sent ")
 """How the lines begin that are neither Lightning's nor torch's."""
-COLUMNS = 70
+COLUMNS = 66
 """Letters in a line of the terminal."""
 LINE = 1.55
 """Height of a line."""
-SCREEN, LETTERS, PROMPT = "#1f2328", "#d1d7e0", "#6cb6ff"
+SCREEN, LETTERS, PROMPT, RESULT = "#1f2328", "#d1d7e0", "#6cb6ff", "#8ddb8c"
 
 
 def record(name: str) -> None:
@@ -330,7 +330,7 @@ def screen(name: str) -> Iterator[tuple[str, str]]:
     """Lines of a recorded run and their colours: the command first."""
     for number, line in enumerate((DATA / f"terminal_{name}.txt").read_text().splitlines()):
         for part in textwrap.wrap(line, COLUMNS, break_on_hyphens=False):
-            yield part, LETTERS if number else PROMPT
+            yield part, RESULT if part.endswith("ms a step") else LETTERS if number else PROMPT
 
 
 def terminal(axes: Axes) -> None:
