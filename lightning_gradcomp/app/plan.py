@@ -131,7 +131,7 @@ class Plan(NamedTuple):
         best = next(name for name in self.ranked(n, link) if name != "none")
         if (speed_up := self.speed_up(best, n, link)) < WORTH:
             return f"don't compress: no method is modelled at {WORTH}x or better"
-        return f"pick {best}, modelled at {speed_up:.1f}x over dense"
+        return f"pick {best}, modelled at {times(speed_up)} over dense"
 
     def bandwidth_to_hide(self, n: int, latency: float) -> float:
         """Bytes a second from which on backward hides the dense exchange; infinite if latency alone is longer."""
@@ -143,15 +143,20 @@ class Plan(NamedTuple):
         link, alone = next(iter(links.values())), len(links) == 1
         cases = {words: (n, each) for words, each in links.items()}
         if alone:
-            cases = {"speed-up": (n, link), **{f"N={m}": (m, link) for m in MANY if m != n}}
+            cases = {"speed-up": (n, link), **{f"N={m}": (m, link) for m in [m for m in MANY if m != n][-4:]}}
         rows = [["method", *(("topology", "KB sent", "compress ms", "step ms") if alone else ()), *cases]]
         for name in self.ranked(n, link):
             topology, sent, work, seconds = self.best(name, n, link)
             about = [topology, f"{sent / 1e3:,.0f}", f"{1e3 * work:.1f}", f"{1e3 * seconds:.1f}"] if alone else []
-            speed_ups = [f"{self.speed_up(name, *case):.1f}x" for case in cases.values()]
+            speed_ups = [times(self.speed_up(name, *case)) for case in cases.values()]
             rows.append(["none (dense)" if name == "none" else name, *about, *speed_ups])
         first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
+
+
+def times(ratio: float) -> str:
+    """As in 3.1x and 42x."""
+    return f"{ratio:.{1 if ratio < 9.95 else 0}f}x"
 
 
 def hops(how: str, size: float, n: int) -> int:
