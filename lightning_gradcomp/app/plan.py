@@ -420,10 +420,10 @@ def compressed_steps(compressor: Lossy, gradients: Gradients, world: int, adam: 
     optimizer = (torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9))(gradients.compressed, lr=1e-3)
     step = CompressedStep(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
     final = compressor.at(compressor.final_sparsity)
-    times = []
+    local, times = [torch.randn_like(parameter) for parameter in gradients.parameters], []
     for number in range(1 + REPEATS):
-        for parameter in gradients.parameters:
-            parameter.grad = torch.randn_like(parameter)
+        for parameter, gradient in zip(gradients.parameters, local, strict=True):
+            parameter.grad = gradient.clone()
         call = partial(step.compressed, final, "all_gather", number, 1.0, Stats(), Flags())
         times.append(timed(call, gradients.device))
     return times[1:]  # the first also allocates
