@@ -240,14 +240,16 @@ def text(options: argparse.Namespace, plan: Plan, links: dict[str, Link], n: int
     """What the command prints: what was measured, the table, and a verdict for each link."""
     size, alone = plan.methods["none"].layouts.nbytes, len(links) == 1
     hides_from = 8e-9 * plan.bandwidth_to_hide(n, next(iter(links.values())).latency)
-    hides = f"from {hides_from:.3g} Gbit/s on" if math.isfinite(hides_from) else "at no rate: the delay is too long"
+    hides = "Backward is too short to hide a dense exchange."
+    if math.isfinite(hides_from):
+        hides = f"Backward hides a dense exchange from {hides_from:.3g} Gbit/s on."
     verdicts = {words: plan.verdict(n, link) for words, link in links.items()}
     return "\n".join(
         [
             f"{options.model}: {size // 4:,} parameters, {size / 1e6:.1f} MB of gradients. "
             f"A step computes for {1e3 * plan.computation:.4g} ms ({'given' if options.step_ms else 'measured'}).",
             f"Modelled for N={n} ranks over {'' if alone else 'links of '}{', '.join(links)}.",
-            f"Compressing was measured on this {device.type.upper()}. Backward hides a dense exchange {hides}.",
+            f"Compressing was measured on this {device.type.upper()}. {hides}",
             "" if alone else "\nSpeed-up over dense:",
             plan.table(n, links),
             "",

@@ -86,7 +86,10 @@ def test_it_prints_a_table_and_a_verdict(tiny, tmp_path):
     assert (answer.returncode, answer.stderr) == (0, "")
     out = answer.stdout
     assert out.startswith("tiny_module:Tiny: 60,200 parameters, 0.2 MB of gradients. A step computes for ")
-    assert "N=3 ranks over 10 Mbit/s, 0.1 ms delay (given)." in out and "Backward hides a dense exchange " in out
+    assert (
+        "N=3 ranks over 10 Mbit/s, 0.1 ms delay (given)." in out
+        and "Backward is too short to hide a dense exchange." in out
+    )
     assert all(len(row(out, entry.name)) == 10 for entry in entries() if entry.name != "none")
     assert row(out, "none")[:3] == ["ring", f"{4 / 3 * 4 * 60.2:,.0f}", "0.0"]
     assert "pick " in out.splitlines()[-1] and "modelled at " in out.splitlines()[-1]
