@@ -4,7 +4,7 @@ A module of its own beside the package, because importing anything of `lightning
 `__init__`, which imports Lightning: seconds that `gradcomp --help` or a refused option should not cost.
 
     gradcomp ...                                   answers without Lightning
-    python gradcomp_command.py --process train ... trains (or measures, for `gradcomp plan`), with Lightning
+    python gradcomp_command.py --process train ... trains, with Lightning
 
 Started by its path and not by `python -m`, Python does not put the working folder on `sys.path`, on 3.10 too: a
 `queue.py` there is not taken for the standard library's. Lightning starts further ranks by the same path and words.
@@ -17,7 +17,6 @@ PROCESSES = {
     "train": "lightning_gradcomp.app.train",
     "server": "lightning_gradcomp.app.server",
     "join": "lightning_gradcomp.app.join",
-    "plan": "lightning_gradcomp.app.plan.measure",
 }
 """`--process` word -> module whose `main()` is run."""
 

@@ -16,11 +16,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gradcomp.app import arguments, cli, report, server_arguments, shorthands
+from lightning_gradcomp.app import arguments, cli, plan, report, server_arguments, shorthands
 from lightning_gradcomp.app.compose import checked, choices, register, shipped
 from lightning_gradcomp.app.config import Run
 from lightning_gradcomp.app.options import training
-from lightning_gradcomp.app.plan import options as plan_options
 from tests.pages import INLINE, PAGES, ROOT, blocks, prose
 
 ENVIRONMENT = re.compile(r"[A-Z_]+=.*")
@@ -87,7 +86,7 @@ def jobs(words: list[str]) -> list[list[str]]:
 
 def check_gradcomp(words: list[str]) -> None:
     if words[:1] == ["plan"]:
-        assert plan_options.read(words[1:]).model
+        assert plan.read(words[1:]).model
         return
     if words[:1] == ["report"]:
         assert report.parser().parse_args(words[1:]) is not None

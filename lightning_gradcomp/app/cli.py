@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_gradcomp.app import processes, run_folder, server_arguments
-from lightning_gradcomp.app.plan import options as plan_options
 from lightning_gradcomp.app.redaction import redacted
 from lightning_gradcomp.errors import refusal
 
@@ -103,16 +102,20 @@ def no_more_words(word: str, words: list[str]) -> None:
         raise refusal(f"gradcomp {word}", " ".join(words), "no further words")
 
 
-def plan(words: list[str]) -> int:
-    """Check the options of `gradcomp plan`, and measure in a process of its own; its exit code."""
-    require(EXTRA_WORDS, plan_options.packages(plan_options.read(words)))
-    return processes.run("plan", *words)
+def show_plan(words: list[str]) -> int:
+    """`gradcomp plan MODEL`."""
+    from lightning_gradcomp.app import plan
+
+    options = plan.read(words)
+    require(EXTRA_WORDS, {"torchvision": "torchvision"} if options.model in plan.NETWORKS else {})
+    plan.main(options)
+    return 0
 
 
 WORDS = {
     "compressors": show_compressors,
     "env": show_env,
-    "plan": plan,
+    "plan": show_plan,
     "recipes": show_recipes,
     "report": write_report,
 }

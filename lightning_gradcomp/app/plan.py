@@ -1,0 +1,493 @@
+"""`gradcomp plan MODEL`: does compression pay for this model and this link?
+
+The computation of a step, the work of every method and, between ranks that a launcher has started, the link are
+measured. Bytes follow from the shapes of the gradients. docs/will_it_pay.md explains the model of a step.
+
+Private: Lightning's `_configure_optimizers`, for all that `configure_optimizers` may return.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lightning_gradcomp
+from lightning_gradcomp.app.processes import in_slurm
+from lightning_gradcomp.averaging.gradients import Gradients, Layouts
+from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.step import CompressedStep, Flags
+from lightning_gradcomp.averaging.topology import SHARDED, Topology
+from lightning_gradcomp.averaging.traffic import messages, traffic
+from lightning_gradcomp.averaging.workers import SHORT, SHORT_SUM, Ranks, dense_traffic
+from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors.adam_step import takes_optimizer
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.registry import entries
+
+NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
+"""MODEL -> torchvision's name."""
+DELAY_MS = 0.1
+"""Delay of a link that is given by its rate alone."""
+USUAL_MBIT = (100, 1_000, 10_000, 100_000)
+HEADERS = 0.95
+"""Share of a link's rate that the headers of TCP and IP leave, in packets of 1500 bytes."""
+HIDES = 0.6
+"""Share of backward behind which DDP hides its exchange, which begins when the first bucket of 25 MiB is full."""
+BACKWARD = 2 / 3
+"""Share of backward in a step whose time is given: it computes two matrix products for each one of forward."""
+WORTH = 1.1
+"""The smallest speed-up that is recommended; smaller ones are within the error of the model."""
+MANY = (2, 4, 8, 16, 64)
+"""Numbers of ranks for the columns of speed-ups."""
+REPEATS = 3
+LARGEST = 1 << 24
+"""Bytes of the largest message that the bandwidth is measured with."""
+LONG_ENOUGH = 0.02
+"""Seconds that a message has to take to show the bandwidth."""
+
+
+class Link(NamedTuple):
+    """What joins the ranks: seconds that a smallest message takes, and bytes a second that each rank sends."""
+
+    latency: float
+    bandwidth: float
+
+
+class Method(NamedTuple):
+    """A compressor on a model: seconds to encode the gradients, and to decode one other rank's payload."""
+
+    compressor: Compressor
+    layouts: Layouts
+    encode: float
+    decode: float
+
+
+class Step(NamedTuple):
+    """A modelled step: bytes that a rank sends, seconds to encode and decode, and seconds in all."""
+
+    topology: str
+    sent: int
+    work: float
+    seconds: float
+
+
+class Plan(NamedTuple):
+    """The model of a step, for one network: seconds without an exchange, of them backward, and methods by name."""
+
+    computation: float
+    backward: float
+    methods: dict[str, Method]
+
+    def step(self, name: str, topology: str, n: int, link: Link) -> Step:
+        """A step of `n` ranks with method `name`. Uncompressed methods take any topology, and use a ring."""
+        compressor, layouts, encode, decode = self.methods[name]
+        if not isinstance(compressor, Lossy):
+            sent = dense_traffic(layouts.nbytes * compressor.wire_dtype.itemsize // 4, n)
+            exchange = 2 * (n - 1) * link.latency + sent / link.bandwidth
+            exposed = max(0.0, exchange - HIDES * self.backward)
+            return Step("ring", sent, encode, self.computation + encode + exposed)
+        final = compressor.at(compressor.final_sparsity)
+        parts, sent = messages(final, layouts), traffic(final, layouts, Ranks(None, n), topology)
+        gathered = sum(size for how, size in parts if how == "gather")
+        waits = sum(hops(how, size, n) for how, size in parts if how != "gather" or topology == "all_gather")
+        work = encode + (n - 1 if gathered else 0) * decode  # a rank knows its own payload
+        if topology != "all_gather":  # every rank's part goes to the owner of a shard, and every owner's mean back
+            waits += 1 + hops("gather", sent / (n - 1) - gathered / n, n)
+            work = encode + (encode / n if topology == "two_phase" else 0.0) + 2 * decode
+        exchange = waits * link.latency + sent / link.bandwidth
+        return Step(topology, sent, work, self.computation + work + exchange)
+
+    def best(self, name: str, n: int, link: Link) -> Step:
+        """A step with method `name` at its fastest topology."""
+        compressor = self.methods[name].compressor
+        sharded = isinstance(compressor, Lossy) and not compressor.not_sharded_because
+        steps = [self.step(name, topology, n, link) for topology in ("all_gather", *(SHARDED if sharded else ()))]
+        return min(steps, key=lambda step: step.seconds)
+
+    def speed_up(self, name: str, n: int, link: Link) -> float:
+        """Seconds of a dense step over those of `best`."""
+        return self.best("none", n, link).seconds / self.best(name, n, link).seconds
+
+    def ranked(self, n: int, link: Link) -> list[str]:
+        """The methods, the fastest first."""
+        return sorted(self.methods, key=lambda name: self.best(name, n, link).seconds)
+
+    def verdict(self, n: int, link: Link) -> str:
+        """Which method to pick, or that none pays."""
+        best = next(name for name in self.ranked(n, link) if name != "none")
+        if (speed_up := self.speed_up(best, n, link)) < WORTH:
+            return f"don't compress: no method is modelled at {WORTH}x or better"
+        return f"pick {best}, modelled at {times(speed_up)} over dense"
+
+    def bandwidth_to_hide(self, n: int, latency: float) -> float:
+        """Bytes a second from which on backward hides the dense exchange; infinite if latency alone is longer."""
+        left = HIDES * self.backward - 2 * (n - 1) * latency
+        return dense_traffic(self.methods["none"].layouts.nbytes, n) / left if left > 0 else math.inf
+
+    def table(self, n: int, links: dict[str, Link]) -> str:
+        """All methods, the fastest first: over one link with speed-ups by number of ranks, over several by link."""
+        link, alone = next(iter(links.values())), len(links) == 1
+        cases = {words: (n, each) for words, each in links.items()}
+        if alone:
+            cases = {"speed-up": (n, link), **{f"N={m}": (m, link) for m in [m for m in MANY if m != n][-4:]}}
+        rows = [["method", *(("topology", "KB sent", "compress ms", "step ms") if alone else ()), *cases]]
+        for name in self.ranked(n, link):
+            topology, sent, work, seconds = self.best(name, n, link)
+            about = [topology, f"{sent / 1e3:,.0f}", f"{1e3 * work:.1f}", f"{1e3 * seconds:.1f}"] if alone else []
+            speed_ups = [times(self.speed_up(name, *case)) for case in cases.values()]
+            rows.append(["none (dense)" if name == "none" else name, *about, *speed_ups])
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
+
+
+def times(ratio: float) -> str:
+    """As in 3.1x and 42x."""
+    return f"{ratio:.{1 if ratio < 9.95 else 0}f}x"
+
+
+def hops(how: str, size: float, n: int) -> int:
+    """Messages of a gather, sum ("mean") or maximum that wait for each other: a ring's, or the few of a short one."""
+    if how == "gather":
+        return 1 if size <= SHORT else n - 1
+    return min(n - 1, 2) if how == "mean" and size <= SHORT_SUM else 2 * (n - 1)
+
+
+LIMITS = {
+    "batch_size": (1, 100_000), "image_size": (32, 4096), "classes": (2, 1_000_000), "rate_mbit": (0.001, 1e9),
+    "delay_ms": (0, 1e6), "ranks": (2, 1024), "step_ms": (0.001, 1e9),
+}  # fmt: skip
+"""Option -> smallest and largest value."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with ValueError for wrong options."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def read(words: list[str]) -> argparse.Namespace:
+    """The options in `words`.
+
+    Raises:
+        ValueError: what is unknown, missing, or doesn't fit.
+    """
+    networks = ", ".join(NETWORKS)
+    parser = Parser(
+        prog="gradcomp plan",
+        description="Model a training step with each compression method, and say whether compression pays.",
+        epilog="Started by torchrun or SLURM, it measures the link between the ranks.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help=f"{networks}, or your LightningModule: package.module:Class")
+    add("--batch-size", type=int, metavar="B", help=f"samples a rank, for {networks} (32)")
+    add("--image-size", type=int, metavar="S", help=f"pixels of a side, for {networks} (224)")
+    add("--classes", type=int, metavar="C", help=f"for {networks} (1000)")
+    add("--rate-mbit", type=float, metavar="R", help="rate of each rank's link (default: measured, or four rates)")
+    add("--delay-ms", type=float, metavar="D", help=f"delay of that link, one way ({DELAY_MS})")
+    add("--ranks", type=int, metavar="N", help="number of ranks (default: as many as are started, or 2)")
+    add("--step-ms", type=float, metavar="MS", help="time of a step without an exchange (default: measured here)")
+    options, rest = parser.parse_known_args(words)
+    if rest:
+        raise refusal("argument", rest[0], "one MODEL, and the options of gradcomp plan --help")
+    if options.model not in NETWORKS and not re.fullmatch(r"(\w+\.)*\w+:\w+", options.model or ""):
+        raise refusal("MODEL", options.model, f"{networks}, or a LightningModule as package.module:Class")
+    for name, (least, most) in LIMITS.items():
+        given, option = getattr(options, name), f"--{name.replace('_', '-')}"
+        if given is not None and not least <= given <= most:
+            raise refusal(option, given, f"{least:g} to {most:g}")
+        if given is not None and options.model not in NETWORKS and name in ("batch_size", "image_size", "classes"):
+            raise refusal(f"{option} with {options.model}", given, f"with {networks}")
+    if options.delay_ms is not None and options.rate_mbit is None:
+        raise refusal("--delay-ms", options.delay_ms, "with --rate-mbit")
+    return options
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure on all ranks, and print the plan on the first.
+
+    Raises:
+        ValueError: a model that can't be planned.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a user's hooks warn that they have no Trainer
+        group, device = join()
+        plan = measured(workload_of(options, device), group, device, options.step_ms)
+        links = links_of(options, group, device)
+    if group is None or group.rank() == 0:
+        print(text(options, plan, links, options.ranks or (group.size() if group else 2), device))
+    if group:
+        dist.barrier(group)
+        dist.destroy_process_group()
+
+
+def text(options: argparse.Namespace, plan: Plan, links: dict[str, Link], n: int, device: torch.device) -> str:
+    """What the command prints: what was measured, the table, and a verdict for each link."""
+    size, alone = plan.methods["none"].layouts.nbytes, len(links) == 1
+    hides_from = 8e-9 * plan.bandwidth_to_hide(n, next(iter(links.values())).latency)
+    hides = "Backward is too short to hide a dense exchange."
+    if math.isfinite(hides_from):
+        hides = f"Backward hides a dense exchange from {hides_from:.3g} Gbit/s on."
+    verdicts = {words: plan.verdict(n, link) for words, link in links.items()}
+    return "\n".join(
+        [
+            f"{options.model}: {size // 4:,} parameters, {size / 1e6:.1f} MB of gradients. "
+            f"A step computes for {1e3 * plan.computation:.4g} ms ({'given' if options.step_ms else 'measured'}).",
+            f"Modelled for N={n} ranks over {'' if alone else 'links of '}{', '.join(links)}.",
+            f"Compressing was measured on this {device.type.upper()}. {hides}",
+            "" if alone else "\nSpeed-up over dense:",
+            plan.table(n, links),
+            "",
+            *(verdict if alone else f"{words}: {verdict}" for words, verdict in verdicts.items()),
+        ]
+    )
+
+
+class Workload(NamedTuple):
+    """What a training step needs."""
+
+    model: nn.Module
+    loss: Callable[[], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+def workload_of(options: argparse.Namespace, device: torch.device) -> Workload:
+    """torchvision's network with random images and momentum SGD, or the user's LightningModule."""
+    if options.model not in NETWORKS:
+        return lightning_module(options.model, device)
+    from torchvision.models import get_model  # of the extra `recipes`
+
+    classes, batch, size = options.classes or 1000, options.batch_size or 32, options.image_size or 224
+    model = get_model(NETWORKS[options.model], num_classes=classes).to(device)
+    images = torch.randn(batch, 3, size, size, device=device)
+    labels = torch.randint(classes, (batch,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return Workload(model, lambda: nn.functional.cross_entropy(model(images), labels), optimizer)
+
+
+def lightning_module(path: str, device: torch.device) -> Workload:
+    """The user's `package.module:Class`, with its first batch, its training step and its optimizer.
+
+    Raises:
+        ValueError: something is missing, or needs a Trainer.
+    """
+    import lightning as L
+    from lightning.fabric.utilities import move_data_to_device
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    importlib.reload(lightning_gradcomp)  # the command has imported it without what needs Lightning
+    sys.path.append("")  # the working folder, after installed modules
+    module_name, _, name = path.partition(":")
+    try:
+        cls: Any = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise refusal("MODEL", path, f"a class that can be imported here: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, L.LightningModule)):
+        raise refusal("MODEL", path, f"a LightningModule; {module_name} has none of this name")
+    try:
+        module: Any = cls()
+    except TypeError as error:
+        raise refusal(f"{name}()", str(error), "a constructor without arguments") from error
+
+    def loss() -> torch.Tensor:
+        result = module.training_step(batch, 0)
+        return result["loss"] if isinstance(result, dict) else result
+
+    try:
+        module.prepare_data()
+        module.setup("fit")
+        module.configure_model()
+        module.to(device).train()
+        batch = move_data_to_device(next(iter(module.train_dataloader())), device)
+        optimizers, *_ = _configure_optimizers(module.configure_optimizers())
+        if not isinstance(found := loss(), torch.Tensor):
+            raise refusal(f"{name}.training_step()", found, "a loss")
+    except (RuntimeError, MisconfigurationException) as error:
+        if isinstance(error, RuntimeError) and "Trainer" not in str(error):
+            raise
+        allowed = "training_step, train_dataloader and configure_optimizers that work without a Trainer"
+        raise refusal(name, str(error), allowed) from error
+    if len(optimizers) != 1:
+        raise refusal(f"{name}.configure_optimizers()", f"{len(optimizers)} optimizers", "one")
+    return Workload(module, loss, optimizers[0])
+
+
+def join() -> tuple[dist.ProcessGroup | None, torch.device]:
+    """The process group of the ranks that torchrun or SLURM has started, None for a process alone; its device."""
+    if in_slurm() and "RANK" not in os.environ:
+        from lightning.fabric.plugins.environments import SLURMEnvironment
+
+        slurm = SLURMEnvironment()
+        os.environ.update(RANK=str(slurm.global_rank()), LOCAL_RANK=str(slurm.local_rank()))
+        os.environ.update(WORLD_SIZE=str(slurm.world_size()))
+        os.environ.update(MASTER_ADDR=slurm.main_address, MASTER_PORT=str(slurm.main_port))
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus else "gloo"  # NCCL: one rank a GPU
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None, device
+    dist.init_process_group(backend)
+    return dist.group.WORLD, device
+
+
+def measured(
+    workload: Workload, group: dist.ProcessGroup | None, device: torch.device, step_ms: float | None = None
+) -> Plan:
+    """The plan of a workload, with every method that works with its optimizer. Collective if there is a group.
+
+    Args:
+        step_ms: milliseconds of a step, measured elsewhere.
+    """
+    seconds, backward = 1e-3 * (step_ms or 0.0), 1e-3 * (step_ms or 0.0) * BACKWARD
+    if not step_ms:
+        seconds, backward = measure_step(workload, group, device)
+    methods = {}
+    for entry in entries():
+        compressor = entry.cls().for_optimizer(workload.optimizer)
+        try:
+            compressor.check_optimizer(workload.optimizer)
+        except ValueError as error:
+            print(f"{entry.name} is left out: {error}", file=sys.stderr)
+            continue
+        methods[entry.name] = measure_method(compressor, workload, group)
+    return Plan(seconds, backward, methods)
+
+
+def measure_step(workload: Workload, group: dist.ProcessGroup | None, device: torch.device) -> tuple[float, float]:
+    """Seconds of a step without an exchange, and of its backward: medians of the slowest rank in each step."""
+    times, backwards = [], []
+
+    def step() -> None:
+        workload.optimizer.zero_grad(set_to_none=True)
+        loss = workload.loss()
+        backwards.append(timed(loss.backward, device))
+        workload.optimizer.step()
+
+    for _ in range(1 + REPEATS):  # the first also allocates
+        if group:
+            dist.barrier(group)
+        times.append(timed(step, device))
+    return typical(times[1:], group, device), typical(backwards[1:], group, device)
+
+
+def measure_method(compressor: Compressor, workload: Workload, group: dist.ProcessGroup | None = None) -> Method:
+    """What compressing the model's gradients costs, on random numbers; nothing is sent. Leaves other gradients."""
+    gradients = Gradients(workload.model, compressor)
+    layouts, device = gradients.largest, gradients.device
+    if isinstance(compressor, Lossy) and gradients.compressed:
+        adam = takes_optimizer(workload.optimizer)
+        alone, of_three = (
+            typical(compressed_steps(compressor, gradients, world, adam), group, device) for world in (1, 3)
+        )
+        return Method(compressor, layouts, alone, max(of_three - alone, 0.0) / 2)
+    if compressor.wire_dtype == torch.float32:
+        return Method(compressor, layouts, 0.0, 0.0)
+    flat = torch.randn(gradients.n, device=device)
+    times = [timed(lambda: flat.to(compressor.wire_dtype).float(), device) for _ in range(1 + REPEATS)]
+    return Method(compressor, layouts, typical(times[1:], group, device), 0.0)
+
+
+class EchoRanks(Ranks):
+    """Ranks that all send what this one sends, at once."""
+
+    def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: message.repeat(self.world, 1)
+
+    def add(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.mul_(self.world)
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+
+def compressed_steps(compressor: Lossy, gradients: Gradients, world: int, adam: bool) -> list[float]:
+    """Seconds of a few compressed steps of `world` ranks that send the same."""
+    optimizer = (torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9))(gradients.compressed, lr=1e-3)
+    step = CompressedStep(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
+    final = compressor.at(compressor.final_sparsity)
+    local, times = [torch.randn_like(parameter) for parameter in gradients.parameters], []
+    for number in range(1 + REPEATS):
+        for parameter, gradient in zip(gradients.parameters, local, strict=True):
+            parameter.grad = gradient.clone()
+        call = partial(step.compressed, final, "all_gather", number, 1.0, Stats(), Flags())
+        times.append(timed(call, gradients.device))
+    return times[1:]  # the first also allocates
+
+
+def links_of(options: argparse.Namespace, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Link]:
+    """Description -> link: as given, measured between the ranks, or four usual ones for a process alone."""
+    if options.rate_mbit:
+        delay = DELAY_MS if options.delay_ms is None else options.delay_ms
+        return {f"{rate(options.rate_mbit)}, {delay:g} ms delay (given)": given_link(options.rate_mbit, delay)}
+    if group:
+        link = measure_link(group, device)
+        return {f"{rate(link.bandwidth * 8e-6)}, {1e3 * link.latency:.2g} ms a message (measured)": link}
+    return {rate(mbit): given_link(mbit, DELAY_MS) for mbit in USUAL_MBIT}
+
+
+def given_link(mbit: float, delay_ms: float) -> Link:
+    """A link by its rate, and its delay one way. A gloo message takes two delays: its receiver is ready first."""
+    return Link(latency=2e-3 * delay_ms, bandwidth=HEADERS * mbit * 1e6 / 8)
+
+
+def rate(mbit: float) -> str:
+    """In Mbit/s, or Gbit/s from 1000."""
+    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """The link between the ranks of `group` while all send, as the slowest rank sees it. Collective.
+
+    Args:
+        device: of the tensors that its backend takes.
+    """
+    n = group.size()
+    tiny, everyones = torch.zeros(n, device=device), torch.empty(n, device=device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        return typical([timed(call, device) for _ in range(1 + REPEATS)][1:], group, device)
+
+    latency = seconds(partial(dist.all_to_all_single, everyones, tiny, group=group))
+    size, taken = LARGEST >> 6, 0.0
+    while size < LARGEST and taken < LONG_ENOUGH:
+        size *= 4
+        taken = seconds(partial(dist.all_reduce, torch.zeros(size // 4, device=device), group=group))
+    sending = max(taken - 2 * (n - 1) * latency, taken / 10)  # a tiny message may have waited for the system
+    return Link(latency, dense_traffic(size, n) / sending)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `call` takes, a GPU's work included."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
+def typical(seconds: list[float], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """The median of what the slowest rank of `group` took each time; the same on all ranks."""
+    most = torch.tensor(seconds, dtype=torch.float64, device=device)
+    if group:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return median(most.tolist())
