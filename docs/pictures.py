@@ -25,10 +25,8 @@ import lightning_gradcomp as lgc
 from benchmarks import report, results, step_times, whole_runs
 from docs.tables import MODELS, step
 from lightning_gradcomp.app.models import build
-from lightning_gradcomp.app.plan import cost
-from lightning_gradcomp.app.plan.cost import Link, Work
-from lightning_gradcomp.app.plan.forecast import RING, Computation, Forecast
-from lightning_gradcomp.app.plan.measure import given
+from lightning_gradcomp.app.plan import HIDES, Link, Method, Plan, given_link
+from lightning_gradcomp.averaging.gradients import Gradients
 
 FOLDER = Path(__file__).with_name("pictures")
 GREY, BLUE, ORANGE, GREEN, VIOLET = "#747b84", "#337ab7", "#b8691c", "#3a8450", "#8559a5"
@@ -138,11 +136,11 @@ def warm_up(axes: Axes) -> None:
     axes.spines["bottom"].set_bounds(0, 10)
 
 
-STEP = Computation(seconds=0.25, backward=0.165)
-"""A step of ResNet-50 without an exchange: batch 32 at 224x224 on a workstation's GPU."""
+STEP, BACKWARD = 0.25, 0.165
+"""Seconds of ResNet-50's step without an exchange, and of them backward: batch 32 at 224x224 on a workstation's GPU."""
 
-WORK = Work(encode=0.010, decode=0.003)
-"""What DGC adds to it: a step between two ranks on one H200 takes 13 ms longer than its computation."""
+ENCODE, DECODE = 0.010, 0.003
+"""Seconds that DGC adds to it: a step between two ranks on one H200 takes 13 ms longer than its computation."""
 
 WORTH = 1.25
 """Step time over computation up to which a method is quick enough."""
@@ -151,40 +149,42 @@ PERIOD, DELAY = 8, 8
 """Of delayed averaging, the defaults."""
 
 
-def forecast() -> Forecast:
+def plan() -> Plan:
     """The planner's model of ResNet-50's steps."""
     with torch.device("meta"):
         model = torchvision.models.resnet50()
-    compressors = {"bf16": lgc.BF16(), "dgc": lgc.DGC(), "sparseloco": lgc.SPARSELOCO["compressor"]}
-    works = {"bf16": Work(0.0, 0.0), "dgc": WORK, "sparseloco": WORK}
-    return Forecast(model, STEP, {name: (each, works[name]) for name, each in compressors.items()})
+    cheap = {"none": lgc.NoCompression(), "bf16": lgc.BF16()}
+    sparse = {"dgc": lgc.DGC(), "sparseloco": lgc.SPARSELOCO["compressor"]}
+    methods = {name: Method(each, Gradients(model, each).largest, 0.0, 0.0) for name, each in cheap.items()}
+    methods |= {name: Method(each, Gradients(model, each).largest, ENCODE, DECODE) for name, each in sparse.items()}
+    return Plan(STEP, BACKWARD, methods)
 
 
-def modelled(model: Forecast, link: Link) -> dict[str, float]:
+def modelled(model: Plan, link: Link) -> dict[str, float]:
     """Seconds of a step of two ranks, the methods that change the training least first."""
-    exchange = cost.dense_seconds(4 * model.elements, 2, link)
-    of_round = model.step("sparseloco", "all_gather", 2, link).seconds - STEP.seconds
+    dense = model._replace(backward=0.0).step("none", "ring", 2, link).seconds - STEP
+    of_round = model.step("sparseloco", "all_gather", 2, link).seconds - STEP
     return {
-        "DDP": model.dense(2, link),
-        "bf16": model.step("bf16", RING, 2, link).seconds,
+        "DDP": model.step("none", "ring", 2, link).seconds,
+        "bf16": model.step("bf16", "ring", 2, link).seconds,
         "dgc": model.step("dgc", "all_gather", 2, link).seconds,
-        "dga": STEP.seconds + max(0.0, exchange - DELAY * STEP.seconds) / PERIOD,
-        "sparseloco": STEP.seconds + of_round / lgc.SPARSELOCO["period"],
+        "dga": STEP + max(0.0, dense - DELAY * STEP) / PERIOD,
+        "sparseloco": STEP + of_round / lgc.SPARSELOCO["period"],
     }
 
 
-def chosen(model: Forecast, link: Link) -> str:
+def chosen(model: Plan, link: Link) -> str:
     """The first that is quick enough, else the quickest."""
     seconds = modelled(model, link)
-    enough = [name for name, each in seconds.items() if each <= WORTH * STEP.seconds]
+    enough = [name for name, each in seconds.items() if each <= WORTH * STEP]
     return enough[0] if enough else min(seconds, key=lambda name: seconds[name])
 
 
 def which_method(axes: Axes) -> None:
     """For ResNet-50 on two ranks: the method that changes the training least among those that are quick enough."""
-    model = forecast()
+    model = plan()
     megabits, delays = np.logspace(1, 5, 241), np.logspace(-1, 2, 181)
-    grid = np.array([[chosen(model, given(rate, delay)) for rate in megabits] for delay in delays])
+    grid = np.array([[chosen(model, given_link(rate, delay)) for rate in megabits] for delay in delays])
     colors = {"DDP": GREY, "bf16": VIOLET, "dgc": BLUE, "dga": GREEN, "sparseloco": ORANGE}
     for name, color in colors.items():
         region = grid == name
@@ -223,9 +223,9 @@ def step_time(axes: Axes) -> None:
     others = [[found[rate, f"{method}@all_gather"] for method in OTHERS] for rate in RATES]
     lowest, highest = ([bound(each) for each in others] for bound in (min, max))
     axes.fill_between(RATES, lowest, highest, color=GREEN, alpha=0.3, linewidth=0, label="the other compressors")
-    model, megabits = forecast(), np.logspace(2, 4, 201)
-    steps = [modelled(model, given(rate, 0.1)) for rate in megabits]
-    dense, dgc = ([each[name] / STEP.seconds for each in steps] for name in ("DDP", "dgc"))
+    model, megabits = plan(), np.logspace(2, 4, 201)
+    steps = [modelled(model, given_link(rate, 0.1)) for rate in megabits]
+    dense, dgc = ([each[name] / STEP for each in steps] for name in ("DDP", "dgc"))
     axes.plot(megabits, dense, "--", color=ORANGE)
     axes.plot(megabits, dgc, "--", color=BLUE)
     crossing = next(number for number, each in enumerate(dense) if each <= dgc[number])
@@ -308,7 +308,7 @@ def spans() -> Iterator[tuple[str, bool, list[Span]]]:
     steps = {each.method: each for each in step_times.read_csv() if each.rate_mbit == 1000}
     compute, dense, dgc = steps[step_times.COMPUTATION].ms, steps["ddp"].ms, steps["dgc@all_gather"]
     encode, exchange, decode = (float(ms or 0) for ms in (dgc.compress_ms, dgc.exchange_ms, dgc.decompress_ms))
-    hidden = cost.HIDES * STEP.backward / STEP.seconds * compute
+    hidden = HIDES * BACKWARD / STEP * compute
     numbers = range(SHOWN)
     yield "DDP", False, [(number * dense, compute, BLUE) for number in numbers]
     begins = [number * dense + compute - hidden for number in numbers]

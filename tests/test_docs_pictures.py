@@ -5,7 +5,7 @@ import re
 import pytest
 
 from docs import pictures
-from lightning_gradcomp.app.plan.measure import given
+from lightning_gradcomp.app.plan import given_link
 from tests.pages import DOCS, PAGES, ROOT
 
 TEXT = re.compile(r"<text [^>]*>([^<]*)</text>")
@@ -33,4 +33,4 @@ def test_a_time_has_one_unit():
     [(100_000, 0.1, "DDP"), (4000, 0.1, "bf16"), (1000, 0.1, "dgc"), (1000, 90, "dga"), (20, 0.1, "sparseloco")],
 )
 def test_a_link_has_the_method_that_changes_the_training_least(mbit, delay_ms, method):
-    assert pictures.chosen(pictures.forecast(), given(mbit, delay_ms)) == method
+    assert pictures.chosen(pictures.plan(), given_link(mbit, delay_ms)) == method
