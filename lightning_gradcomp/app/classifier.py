@@ -126,4 +126,5 @@ class Classifier(L.LightningModule):
         for name, parameter in self.named_parameters():
             without = not self.decay_all and (parameter.dim() <= 1 or name.endswith(POSITIONS))
             groups[without].append(parameter)
-        return [group for group in ({"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}) if group["params"]]
+        every = ({"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0})
+        return [group for group in every if group["params"]]

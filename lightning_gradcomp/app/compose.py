@@ -18,8 +18,8 @@ from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.data import SharedImages, Synthetic
 from lightning_gradcomp.app.ranks import Ranks, place
 from lightning_gradcomp.averaging.mesh import mesh_shape
-from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin import CompressedHSDPStrategy
+from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.plugin import CommunicationMonitor, CompressedHSDPStrategy
 from lightning_gradcomp.registry import entries
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def per_256(lr: float, *, _root_: DictConfig) -> float:
-    """The learning rate for the images of an optimizer step, if `lr` is for 256 (Goyal et al. 2017, arXiv 1706.02677)."""
+    """`lr`, which is for 256 images, for those of an optimizer step (Goyal et al. 2017, arXiv 1706.02677)."""
     return float(lr) * _root_.data.batch_size * _root_.trainer.accumulate_grad_batches / 256
 
 
@@ -73,6 +73,7 @@ class Run(NamedTuple):
     task: Classifier
     data: SharedImages
     trainer: L.Trainer
+    ranks: Ranks
 
 
 def build(config: DictConfig) -> Run:
@@ -82,6 +83,7 @@ def build(config: DictConfig) -> Run:
         ValueError: an option that its class, Lightning or this machine refuses.
     """
     ranks = place(config.trainer.accelerator, config.trainer.devices, config.trainer.num_nodes)
+    _check_numbers(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data, _convert_="all")
     if config.dry_run:
@@ -95,11 +97,26 @@ def build(config: DictConfig) -> Run:
     if not isinstance(model, nn.Module):
         model = model(channels=data.channels, classes=data.classes, size=data.size)
     task = instantiate(config.task, _convert_="all")(model=model, classes=data.classes)
+    try:
+        task.optimizer(task.parameter_groups())
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"optimizer: {error}") from error
     strategy = _strategy(config, ranks)
     if isinstance(strategy, CompressedHSDPStrategy):
         shape = mesh_shape(config.strategy.replicate, config.strategy.shard, ranks.nodes, ranks.per_node)
         sharding.check(task, strategy.compressor, shape[1])
-    return Run(task, data, _trainer(config, ranks, strategy))
+    return Run(task, data, _trainer(config, ranks, strategy), ranks)
+
+
+def _check_numbers(config: DictConfig) -> None:
+    """ValueError for numbers that Lightning takes, and of which the schedule of the learning rate can't be made."""
+    if not is_whole(config.seed) or not 0 <= config.seed < 2**32:
+        raise refusal("seed", config.seed, f"a whole number from 0 to {2**32 - 1}")
+    for option in ("max_epochs", "accumulate_grad_batches", "limit_train_batches"):
+        got = config.trainer[option]
+        is_all = option.startswith("limit") and got is None
+        if not is_all and (not is_whole(got) or got < 1):
+            raise refusal(f"trainer.{option}", got, "a whole number from 1")
 
 
 def _strategy(config: DictConfig, ranks: Ranks) -> ParallelStrategy:
@@ -120,7 +137,9 @@ def _trainer(config: DictConfig, ranks: Ranks, strategy: ParallelStrategy) -> L.
     keeps = not (config.dry_run or config.evaluate)
     options: dict[str, Any] = {"enable_checkpointing": keeps}
     callbacks = list(instantiate(config.callbacks, _convert_="all").values())
-    callbacks += [SeedEachStep(config.seed)]
+    callbacks += [SeedEachStep(config.seed), CommunicationMonitor()]
+    if "ema" in config.callbacks and isinstance(strategy, CompressedHSDPStrategy):
+        raise refusal("callbacks with strategy=hsdp", "ema", "others: Lightning's moving average keeps whole weights")
     if keeps:
         callbacks.append(SaveOnSigterm(Path(config.folder) / LAST))
         options["logger"] = list(instantiate(config.logger, _convert_="all").values())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_gradcomp.app import compose, summary
+from lightning_gradcomp.app.messages import hide_messages
+from lightning_gradcomp.app.ranks import STOPPED
+from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import CommunicationMonitor
-
-STOPPED = 143
-"""The shell's exit code for a SIGTERM."""
-
-ADVERTISED = ("💡 Tip: For seamless cloud ", "GPU available: ", "TPU available: ", "HPU available: ")
-"""Lines of Lightning's that are about other products, or that the summary repeats."""
-WARNED = (
-    r".*LeafSpec\(?\)?.* is deprecated",  # inside Lightning 2.6 with torch 2.15, once an epoch
-    r".*`torch\.distributed\.\w+` is deprecated",  # torch 2.14 has new names, which the oldest supported torch lacks
-    r"The '\w+' does not have many workers",  # the images are in memory already
-    r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips what was seen
-)
 
 
 def fit(yaml: str) -> dict[str, Any]:
@@ -36,7 +25,7 @@ def fit(yaml: str) -> dict[str, Any]:
     Raises:
         ValueError: an option that is refused once the ranks know each other.
     """
-    _quieten()
+    hide_messages()
     config: Any = OmegaConf.create(yaml)
     compose.register()
     run = compose.build(config)
@@ -55,10 +44,12 @@ def fit(yaml: str) -> dict[str, Any]:
             sys.exit(STOPPED)
         seconds = time.perf_counter() - start
         if not run.task.images:  # stopped at the last step, before its validation
-            sys.exit(f"gradcomp: {config.ckpt} has completed all steps; for more, raise trainer.max_epochs")
+            done = f"more: {config.ckpt} has completed all steps; evaluate=true validates it"
+            raise refusal("trainer.max_epochs", trainer.max_epochs, done)
         if trainer.checkpoint_callbacks:
             trainer.save_checkpoint(folder / compose.LAST, weights_only=False)
-        [monitor] = [each for each in trainer.callbacks if isinstance(each, CommunicationMonitor)]
+        callbacks: Any = trainer.callbacks  # pyrefly: ignore[missing-attribute] - of Lightning's connector
+        [monitor] = [each for each in callbacks if isinstance(each, CommunicationMonitor)]
         result = summary.collect(config, run, monitor.summary(), seconds)
     if trainer.is_global_zero:
         summary.write(result, folder)
@@ -66,17 +57,11 @@ def fit(yaml: str) -> dict[str, Any]:
     return result
 
 
-def _quieten() -> None:
-    for message in WARNED:
-        warnings.filterwarnings("ignore", message=message)
-    for part in ("pytorch", "fabric"):
-        logger = logging.getLogger(f"lightning.{part}.utilities.rank_zero")
-        logger.addFilter(lambda record: not record.getMessage().startswith(ADVERTISED))
-
-
 def _interrupt_is_sigterm() -> None:
-    """Treats a Ctrl-C, which a terminal sends to every process, as a SIGTERM, which the strategies share among all ranks;
-    Lightning's handler would end each rank at once."""
+    """Treats a Ctrl-C, which a terminal sends to every process, as a SIGTERM, which ends all ranks after the same step.
+
+    Lightning's handler would end each rank at once.
+    """
 
     def once(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -11,13 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import Refused, refusal
 
 FEWEST = 2
 """Ranks on one machine, unless told otherwise: one compresses nothing."""
+
+STOPPED = 143
+"""The shell's exit code for a SIGTERM, and that of a rank that has saved a checkpoint after one."""
+
+REFUSALS = (Refused, MisconfigurationException)
+"""What a rank raises for an option that it does not take once the ranks know each other."""
 
 
 class Ranks(NamedTuple):
@@ -86,24 +94,29 @@ def is_rank_zero() -> bool:
     return all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "SLURM_PROCID"))
 
 
+class RankFailed(Exception):
+    """A rank failed. The message says which one, and why."""
+
+
 def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
     """`run(*arguments)` in each of `ranks` fresh processes of this machine. Returns what rank 0 returned.
 
-    When one fails, the others are ended. A SIGTERM is passed on to all ranks, which end together; a terminal sends its
-    Ctrl-C to them as well.
+    If one fails, the others are ended. A SIGTERM and a Ctrl-C are passed on to all ranks, which end together; a second
+    one kills them.
 
     Raises:
-        ChildFailedError: a rank failed.
-        SystemExit: a signal asked this process to stop, and all ranks have ended.
+        RankFailed: a rank failed. Its traceback was printed, unless it refused an option.
+        SystemExit: a signal asked this process or a rank to stop, and all ranks have ended.
     """
     received: list[int] = []
 
     def stop(number: int, _: object) -> None:
+        for child in multiprocessing.active_children():
+            child.kill() if received else child.terminate()
         received.append(number)
-        if number == signal.SIGTERM:
-            for child in multiprocessing.active_children():
-                child.terminate()
 
+    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).disabled = True  # RankFailed says it, shorter
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the agent would kill the ranks 30 s after a signal
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = threads or str(max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -113,16 +126,26 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
     )  # fmt: skip
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return elastic_launch(config, run)(*arguments)[0]
-    except ChildFailedError:
-        if received:
-            sys.exit(128 + received[0])  # ends a sweep too
-        raise
+        result = elastic_launch(config, run)(*arguments)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if received or failure.exitcode == STOPPED:
+            sys.exit(128 + received[0] if received else STOPPED)  # ends a sweep too
+        raise RankFailed(_reason(rank, failure)) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]
+    return result
 
 
-__all__ = ["ChildFailedError", "Ranks", "is_rank_zero", "launched", "place", "start"]
+def _reason(rank: int, failure: Any) -> str:
+    """What a failed rank said. Prints its traceback, if that is of any use."""
+    if not isinstance(failure.message, dict):  # a signal, or an exit code
+        return f"rank {rank} ended with {failure.message if failure.exitcode < 0 else f'exit code {failure.exitcode}'}"
+    kind, _, said = failure.message["message"].partition(": ")
+    if kind in [cls.__name__ for cls in (*REFUSALS, *Refused.__subclasses__())]:
+        return said
+    print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+    return f"rank {rank} failed: {kind}: {said}"

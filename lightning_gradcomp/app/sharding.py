@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import lightning as L
 from torch import nn
 
 from lightning_gradcomp.averaging.fsdp import Sharding
 from lightning_gradcomp.averaging.gradients import check_shards
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
+
+if TYPE_CHECKING:
+    from lightning_gradcomp.app.classifier import Classifier
 
 LISTS = (nn.Sequential, nn.ModuleList)
 
@@ -27,8 +30,10 @@ def blocks(network: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def check(module: L.LightningModule, compressor: Compressor, shards: int) -> None:
+def check(module: Classifier, compressor: Compressor, shards: int) -> None:
     """ValueError for a model that can't be divided into so many shards, or whose shards the compressor can't take."""
+    if module.channels_last:
+        raise refusal("task.channels_last with strategy=hsdp", True, "false: FSDP2 does not take such weights")
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     for name, shape in shapes.items():
         if not shape:

@@ -31,7 +31,7 @@ def processor() -> str:
 
 def collect(config: DictConfig, run: Run, communication: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Result, costs, options and hardware of a finished run, as plain values. `seconds`: wall time of the fit."""
-    task, trainer = run.task, run.trainer
+    trainer = run.trainer
     best = [made for made in trainer.checkpoint_callbacks if isinstance(made, ModelCheckpoint) and made.monitor]
     score = best[0].best_model_score if best else None
     cuda = trainer.strategy.root_device.type == "cuda"

@@ -2,75 +2,107 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
+from hydra.errors import CompactHydraException, HydraException, InstantiationException
+from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_gradcomp.app import checkpoint, compose, recipes
+from lightning_gradcomp.app import checkpoint, compose, ranks, recipes, report
 from lightning_gradcomp.app.fit import fit
-from lightning_gradcomp.app.ranks import ChildFailedError, is_rank_zero, launched, start
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.app.messages import hide_messages
+from lightning_gradcomp.errors import Refused, refusal
 
-WORDS = {"recipes": recipes.main}
+WORDS = {"recipes": recipes.main, "report": report.main}
 """Commands that are not runs."""
+
+REFUSALS = (
+    ValueError, TypeError, OSError, ImportError, MisconfigurationException, HydraException, OmegaConfBaseException,
+)  # fmt: skip
+"""What Hydra, torch, Lightning and the classes in conf/ raise for an option that they don't take."""
+
+DEBUG = os.environ.get("HYDRA_FULL_ERROR") == "1"
+"""True: errors are shown with their tracebacks, as by Hydra's commands."""
 
 
 def main() -> None:
     """Runs the command line in `sys.argv`."""
-    if sys.argv[1:2] and sys.argv[1] in WORDS:
-        try:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print with a traceback
+    try:
+        if sys.argv[1:2] and sys.argv[1] in WORDS:
             sys.exit(WORDS[sys.argv[1]](sys.argv[2:]))
-        except (ValueError, OSError) as error:
-            sys.exit(f"gradcomp: {error}")
-        except KeyboardInterrupt:
-            sys.exit(130)
-    compose.register()
-    hydra.main(version_base="1.3", config_path=str(compose.shipped("conf")), config_name="train")(job)()
+        with tempfile.TemporaryDirectory() as elsewhere:
+            if not ranks.is_rank_zero():  # the run's folder is rank 0's
+                sys.argv += [f"hydra.run.dir={elsewhere}", "hydra.output_subdir=null"]
+            hide_messages()
+            compose.register()
+            hydra.main(version_base="1.3", config_path=str(compose.shipped("conf")), config_name="train")(job)()
+    except (Refused, OSError, HydraException, OmegaConfBaseException) as error:
+        if DEBUG:
+            raise
+        sys.exit(f"gradcomp: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def job(config: DictConfig) -> float:
     """Trains, or validates, one composed run. Returns the validation accuracy, for Hydra's sweepers."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        config.folder = str(folder)
-        compose.use_own_compressor(config, list(HydraConfig.get().overrides.task))
-        if (folder / "config.yaml").exists():
-            raise refusal("hydra.run.dir", str(folder), "a new folder: another run has written to this one")
-        if ckpt := checkpoint.resolve(config, folder):
-            config.ckpt = str(ckpt)
-        run = compose.build(config)
-        if is_rank_zero():
-            OmegaConf.save(config, folder / "config.yaml")  # not resolved: no secret of the environment is in it
-    except (ValueError, OSError, TypeError, OmegaConfBaseException, InstantiationException) as error:
-        sys.exit(f"gradcomp: {_said(error)}")
-    yaml = OmegaConf.to_yaml(config)
+        run = _checked(config, folder)
+    except REFUSALS as error:
+        _fail(error.__cause__ if isinstance(error, InstantiationException) else error)
     try:
-        if launched():
-            return fit(yaml)["val_acc"]
-        return start(run.trainer.strategy.num_processes, fit, yaml)["val_acc"]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == 143:
-            sys.exit(143)
-        sys.exit(f"gradcomp: rank {rank} failed: {_reason(failure)}; the run's folder is {folder}")
-    except (ValueError, MisconfigurationException) as error:
-        sys.exit(f"gradcomp: {error}")
+        yaml = OmegaConf.to_yaml(config)
+        result = fit(yaml) if ranks.launched() else ranks.start(run.ranks.per_node, fit, yaml)
+    except (ranks.RankFailed, *ranks.REFUSALS) as error:
+        _fail(f"{error}; the run's folder is {folder}")
+    if ranks.is_rank_zero() and (folder / "metrics.csv").exists():
+        _report_on(folder)
+    return result["val_acc"]
 
 
-def _said(error: Exception) -> str:
-    """What a class said when Hydra could not make it, without Hydra's own words."""
-    cause = error.__cause__ if isinstance(error, InstantiationException) else error
-    return str(cause or error).strip()
+def _checked(config: DictConfig, folder: Path) -> compose.Run:
+    """Builds the run once without starting it, so that what is wrong is said before any rank starts."""
+    is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if is_sweep and ranks.launched():
+        raise refusal("--multirun under torchrun or SLURM", "a sweep", "one run for each start")
+    if (folder / "config.yaml").exists():
+        raise refusal("hydra.run.dir", str(folder), "a new folder: another run has written to this one")
+    config.folder = str(folder)
+    compose.use_own_compressor(config, list(HydraConfig.get().overrides.task))
+    config.ckpt = checkpoint.resolve(config, folder, is_alone=not (is_sweep or ranks.launched()))
+    run = compose.build(config)
+    if ranks.is_rank_zero():
+        OmegaConf.save(config, folder / "config.yaml")  # not resolved: no secret of the environment is in it
+    return run
 
 
-def _reason(failure: object) -> str:
-    message = getattr(failure, "message", "")
-    text = message if isinstance(message, str) else json.dumps(message)
-    return text.strip().splitlines()[-1] if text.strip() else f"exit code {getattr(failure, 'exitcode', '?')}"
+def _fail(error: object) -> NoReturn:
+    """Says why a run failed, and ends the command; in a sweep, Hydra runs the other jobs first."""
+    if DEBUG:
+        raise  # called from an except clause
+    sentence = f"gradcomp: {str(error).strip()}"
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        print(sentence, file=sys.stderr)
+        raise CompactHydraException("a job of the sweep failed")
+    sys.exit(sentence)
+
+
+def _report_on(folder: Path) -> None:
+    """Writes the report of a run that has ended, which is complete without it."""
+    try:
+        print(f"  {'report':<21}{report.write([folder])}")
+    except KeyboardInterrupt:
+        print(f"\ngradcomp: the run is complete; to write its report: gradcomp report {folder}", file=sys.stderr)
+        raise
+    except Exception as error:
+        print(f"gradcomp: no report was written: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,9 @@ class Augment:
             raise refusal("augment.interpolation", self.interpolation, "bilinear, bicubic")
         if type(self.repeats) is not int or self.repeats < 1:
             raise refusal("augment.repeats", self.repeats, "a whole number from 1")
+        for option in ("mixup", "cutmix"):
+            if not 0 <= (got := getattr(self, option)) < math.inf:
+                raise refusal(f"augment.{option}", got, "0 and more")
         for option in ("random_erase", "label_smoothing"):
             if not 0 <= (got := getattr(self, option)) <= 1:
                 raise refusal(f"augment.{option}", got, "0 to 1")
@@ -59,7 +63,8 @@ class Augment:
     def check_size(self, size: int) -> None:
         """ValueError if `resize` doesn't fit images of `size` pixels."""
         if self.resize is not None and not SMALL < size <= self.resize:
-            allowed = f"null: images of up to {SMALL} pixels are not cropped" if size <= SMALL else f"null, or {size} up"
+            small = f"null: images of up to {SMALL} pixels are not cropped"
+            allowed = small if size <= SMALL else f"null, or a whole number from data.size={size}"
             raise refusal("augment.resize", self.resize, allowed)
 
     def check_in_memory(self, data: str) -> None:

@@ -62,7 +62,7 @@ class SharedImages(L.LightningDataModule):
             split that leaves a rank without a batch.
     """
 
-    name: str
+    name: str | None
     channels: int
     classes: int
     size: int
