@@ -1,7 +1,7 @@
 """docs/data/ablation.csv: from plain dropping at 99.9 % to DGC, one part after the other, in five folds of the digits.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 -m benchmarks.ablation     # the runs that the CSV lacks
-    python -m benchmarks.figures                                             # the table in docs/from_the_notes.md
+    python -m docs.tables                                                    # tables of the pages
 
 Network, data and optimizer are those of recipe=digits, here in plain PyTorch: ten epochs of 22 steps of 64 images. The
 fold is the seed of weights and order, as in the dense runs of docs/data/results.csv with which they are paired. A
@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -25,18 +25,16 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gradcomp as lgc
-from benchmarks import report
-from benchmarks.methods import forward_backward
-from benchmarks.results import Result, accuracy
-from lightning_gradcomp.app.classifier import build_optimizer
+from benchmarks import report, results
+from benchmarks.methods import RECIPE, forward_backward
+from benchmarks.results import Setting, cross_validated, spread
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.data.shared import RankSampler
-from lightning_gradcomp.app.models import build
-from lightning_gradcomp.app.options.training import SGD
+from lightning_gradcomp.app.models import resnet18
+from lightning_gradcomp.app.scheduler import WarmupCosine
 
 CSV = Path(__file__).parents[1] / "docs" / "data" / "ablation.csv"
 EPOCHS, BATCH = 10, 64
-OPTIONS = SGD(lr=0.02, weight_decay=5e-3, decay_all=True, warmup_steps=20, momentum=0.9, nesterov=False)
 CLIP_NORM = 5.0
 """About half of the norms of a dense run's average gradients, which fall from 35 to 5 in the first two epochs."""
 
@@ -83,13 +81,14 @@ CLIPPED = CASES[:4]
 def train(case: str, clip_norm: float | None, fold: int) -> Run:
     """One run, on each of the ranks: the accuracy of rank 0's batch-norm statistics, as in the recipes."""
     torch.manual_seed(fold)  # the same weights on every rank
-    model = build("resnet18", channels=CHANNELS, classes=CLASSES, size=8)
+    model = resnet18(channels=CHANNELS, classes=CLASSES, size=8)
     rank, world = dist.get_rank(), dist.get_world_size()
     images, val = digits(fold)
     sampler = RankSampler(images, world, rank, seed=fold, skip=0)
     loader = DataLoader(images, BATCH // world, sampler=sampler, drop_last=True)
     steps = len(loader)
-    optimizer, schedule = build_optimizer(OPTIONS, model, OPTIONS.peak(BATCH), OPTIONS.warmup(steps), EPOCHS * steps)
+    optimizer = RECIPE(model.parameters())
+    schedule = WarmupCosine()(optimizer, steps, EPOCHS)
     averager = lgc.GradientAverager(model, compressor(case, clip_norm), optimizer=optimizer, steps_per_epoch=steps)
     sent = dense = 0
     for epoch in range(EPOCHS):
@@ -148,19 +147,6 @@ def add(run: Run) -> None:
         writer.writerow(asdict(run))
 
 
-def quoted(runs: Sequence[Run], dense: Sequence[Result]) -> dict[str, str]:
-    """What a page may say of each case: "CASE" or "CASE, clipped", and what -> figure."""
-    beside = {run.fold: run.percent for run in dense}
-    found = {}
-    for name, these in grouped(runs).items():
-        if len(these) > 1:
-            accuracies = [run.percent for run in these]
-            found[f"{name}, accuracy"] = f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f}"
-            found[f"{name}, difference"] = report.interval([run.percent - beside[run.fold] for run in these])
-            found[f"{name}, ratio"] = f"{mean(run.ratio for run in these):.3g}"
-    return found
-
-
 def grouped(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """ "CASE" or "CASE, clipped" -> the runs of all folds."""
     found: dict[str, list[Run]] = defaultdict(list)
@@ -169,16 +155,18 @@ def grouped(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return found
 
 
-def table(runs: Sequence[Run], dense: Sequence[Result]) -> str:
-    """The table in docs/from_the_notes.md."""
-    said, numbers = quoted(runs, dense), {name: len(each) for name, each in grouped(runs).items()}
-    rows = [["dense", accuracy(dense), "", "1"]]
+def table() -> str:
+    """Every case with two folds or more."""
+    dense = cross_validated(results.read_csv())[Setting("resnet18", None, 2, 220)]["none"]
+    beside, found = {run.fold: run.percent for run in dense}, grouped(read_csv())
+    rows = [["dense", f"{spread([run.percent for run in dense])} ({len(dense)})", "", "1"]]
     for case in CASES:
         for name, title in ((case, TITLES[case]), (f"{case}, clipped", f"the same, clipped at {CLIP_NORM:g}")):
-            if numbers.get(name, 0) > 1:
-                quotes = [said[f"{name}, {what}"] for what in ("accuracy", "difference", "ratio")]
-                rows.append([title, f"{quotes[0]} ({numbers[name]})", *quotes[1:]])
-    return report.table(HEAD, rows)
+            if len(runs := found[name]) > 1:
+                words = f"{spread([run.percent for run in runs])} ({len(runs)})"
+                interval = report.interval([run.percent - beside[run.fold] for run in runs], 1)
+                rows.append([title, words, interval, f"{mean(run.ratio for run in runs):.3g}"])
+    return report.table(HEAD, rows) + "\n"
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_gradcomp.app.env import processor
+from lightning_gradcomp.app.summary import processor
 
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
 T_975 += [2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
@@ -31,11 +31,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows])
 
 
-def interval(differences: Sequence[float]) -> str:
-    """Mean ± half of its 95 % interval by Student's t, of two differences or more; a little too wide beyond 31."""
+def half_width(differences: Sequence[float]) -> float:
+    """Half of their 95 % interval by Student's t, of two differences or more; a little too wide beyond 31."""
     t = T_975[min(len(differences) - 1, len(T_975)) - 1]
-    rounded = round(mean(differences), 2) + 0.0  # no -0.00
-    return f"{rounded:+.2f} ± {t * stdev(differences) / len(differences) ** 0.5:.2f}"
+    return t * stdev(differences) / len(differences) ** 0.5
+
+
+def interval(differences: Sequence[float], digits: int = 2) -> str:
+    """Mean ± half of its 95 % interval, of two differences or more."""
+    rounded = round(mean(differences), digits) + 0.0  # no -0.00
+    return f"{rounded:+.{digits}f} ± {half_width(differences):.{digits}f}"
 
 
 def write(out: Path | None, name: str, results: Any, conditions: dict[str, Any], draw: Callable[[Any], None]) -> None:

@@ -1,15 +1,11 @@
-"""docs/data/results.csv and what the pages show of it: accuracy over seeds, bytes and time, by network and method.
+"""docs/data/results.csv, a line for every run for accuracy; and docs/results.md's table of five-fold cross-validations.
 
-    gradcomp -m recipe=digits compressor=none,dgc seed=0,1,2,3,4 hydra.sweep.dir=runs/resnet18   # and so on
-    python -m benchmarks.results runs && python -m benchmarks.figures        # into the CSV, and into the pages
+    gradcomp -m recipe=digits compressor=none,dgc data.fold=0,1,2,3,4 hydra.sweep.dir=runs/resnet18    # and so on
+    python -m benchmarks.results runs && python -m docs.tables && python -m docs.pictures
 
-    gradcomp recipe=digits_swin compressor=dgc data.fold=1 seed=1                                # cross-validation
-
-The CSV has a line for each run, and keeps those of earlier runs: all of them together take some ten hours. A run takes
-the line of an earlier one of the same network, method, data, ranks, steps, fold, seed and machine. Options of the
-compressor, its warm-up or the optimizer that are not the recipe's are part of the method: "twobit warmup_epochs=3",
-"dgc optimizer.lr=0.005". Times are those of docs/data/run_times.csv (`benchmarks.run_times`); those of several days
-can't be compared.
+The CSV keeps the lines of earlier runs: all of them together take some ten hours. A run replaces an earlier one of the
+same network, method, data, ranks, steps, fold, seed and machine. Options of the compressor, warm-up or optimizer that
+are not the recipe's are part of the method: "twobit warmup_epochs=3", "dgc optimizer.lr=0.005".
 """
 
 from __future__ import annotations
@@ -22,30 +18,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from benchmarks import report, run_times
-from lightning_gradcomp.app.compose import checked, register, shipped
-from lightning_gradcomp.app.run_folder import values_of
+import lightning_gradcomp as lgc
+from benchmarks import report
+from lightning_gradcomp.app.compose import register, shipped
 from lightning_gradcomp.app.sizes import human
+from lightning_gradcomp.app.summary import short
 
 Key = tuple[str, str]
 """Network and method."""
 
-Pair = tuple[int | None, int]
-"""Fold and seed, which a run and the dense one beside it have in common."""
+Pair = tuple[float, float]
+"""Accuracy of a run, and of the dense run that it is compared with, in %."""
 
-ORDER = (*run_times.METHODS, "sparseloco")
-TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "Small Swin Transformer, AdamW"}
+ORDER = ("none", "fp16", "bf16", "dgc", "gradient_dropping", "powersgd", "onebit", "terngrad", "twobit", "dga")
+ORDER += ("sparseloco",)
+TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "small Swin, AdamW"}
 RECIPES = {"resnet18": "digits", "resnet50": "digits_resnet50", "swin_mini": "digits_swin"}
 """Network -> its recipe. SparseLoCo's compressor has the options of recipe=digits_sparseloco with all of them."""
-LABELLED = ("compressor", "sparsity_warmup", "optimizer")
+LABELLED = ("compressor", "optimizer")
 """Groups of the config whose options a method's label names where they are not the recipe's."""
-DIFFERENCE = "difference to dense"
-HEAD = ["method", "accuracy, %", DIFFERENCE, "each seed", "bytes sent", "ratio, run", "ratio, last step", "ms a step"]
 CSV = Path(__file__).parents[1] / "docs" / "data" / "results.csv"
 
 
@@ -94,24 +91,37 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
 def key(summary: dict[str, Any]) -> Key:
     """Of a run. Rounds are methods of their own: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0"."""
     config = summary["config"]
-    model, compressor, strategy = config["model"]["name"], config["compressor"]["name"], config["strategy"]
+    model, compressor, strategy = short(config["model"]["_target_"]), compressor_of(config), config["strategy"]
     recipe = usual(RECIPES[model], compressor)
     method = compressor
-    if strategy["name"] == "dga":
+    if short(strategy["_target_"]) == "DelayedStrategy":
         kind = "dga" if compressor == "none" else f"dga:{compressor}"
-        if strategy.get("error_decay") is not None:
+        if strategy["error_decay"] is not None:
             kind = "sparseloco"
             recipe = recipe | {"compressor": usual("digits_sparseloco", compressor)["compressor"]}
         method = f"{kind} K={strategy['period']} D={strategy['delay']}"
     return model, " ".join([method, *differing(config, recipe)])
 
 
+def compressor_of(config: dict[str, Any]) -> str:
+    """Its name, such as "dgc"."""
+    [name] = [entry.name for entry in lgc.entries() if entry.cls.__name__ == short(config["compressor"]["_target_"])]
+    return name
+
+
 @cache
 def usual(recipe: str, compressor: str) -> dict[str, Any]:
-    """The config of a recipe with this compressor, as it stands in a run's summary."""
+    """The config of a recipe as it stands in a run's summary; with this compressor, unless the recipe has one."""
+    config = composed(f"recipe={recipe}")
+    return config if compressor_of(config) == compressor else composed(f"recipe={recipe}", f"compressor={compressor}")
+
+
+def composed(*words: str) -> dict[str, Any]:
+    """The config of a run, as it stands in its summary."""
     register()
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        return values_of(checked(compose("train", [f"recipe={recipe}", f"compressor={compressor}"])))
+        found: Any = OmegaConf.to_container(compose("train", list(words)))
+        return found
 
 
 def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
@@ -120,6 +130,9 @@ def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
         for option, value in config[group].items():
             if value != recipe[group].get(option, value):
                 yield f"{option}={value}" if group == "compressor" else f"{group}.{option}={value}"
+    for option, value in config["callbacks"].get("sparsity_warmup", {}).items():
+        if option != "_target_":
+            yield f"sparsity_warmup.{option}={value}"
 
 
 def place(method: str) -> tuple[int, int, str]:
@@ -199,32 +212,41 @@ def cross_validated(results: Iterable[Result]) -> dict[Setting, dict[str, list[R
     return found
 
 
-def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
-    """Difference to the dense runs of the same fold and seed, in points; to those of the same machine, if any.
+def pairs(results: Sequence[Result], dense: Sequence[Result]) -> list[Pair]:
+    """Runs with the dense ones of the same fold and seed, and of the same machine where there is one.
 
-    Mean ± half of its 95 % interval (number of pairs); none with fewer than two. A fold that was run on several
-    machines is one pair, of their mean difference: what the choice of its images does is in all of them.
+    A fold that was run on several machines is one pair, of the means: its images are the same on all of them.
     """
-    beside: dict[Pair, list[Result]] = defaultdict(list)
+    beside: dict[tuple[int | None, int], list[Result]] = defaultdict(list)
     for each in dense:
         beside[each.fold, each.seed].append(each)
-    differences: dict[Pair, list[float]] = defaultdict(list)
+    found: dict[tuple[int | None, int], list[Pair]] = defaultdict(list)
     for each in results:
-        if found := beside.get((each.fold, each.seed)):
-            nearest = [other for other in found if other.machine == each.machine] or found
-            differences[each.fold, each.seed].append(each.percent - mean(other.percent for other in nearest))
-    pairs = [mean(found) for found in differences.values()]
-    return f"{report.interval(pairs)} ({len(pairs)})" if len(pairs) > 1 else "—"
+        if others := beside.get((each.fold, each.seed)):
+            nearest = [other for other in others if other.machine == each.machine] or others
+            found[each.fold, each.seed].append((each.percent, mean(other.percent for other in nearest)))
+    return [(mean(own for own, _ in each), mean(other for _, other in each)) for each in found.values()]
 
 
-def folds(results: Sequence[Result]) -> list[str]:
-    """A table of the methods for all runs of a cross-validation; none where there are no such runs."""
+def differences(results: Sequence[Result], dense: Sequence[Result]) -> list[float]:
+    """To dense, in percentage points, of each of `pairs`."""
+    return [own - other for own, other in pairs(results, dense)]
+
+
+def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
+    """Difference to dense: mean ± half of its 95 % interval (number of pairs); none with fewer than two."""
+    found = differences(results, dense)
+    return f"{report.interval(found)} ({len(found)})" if len(found) > 1 else "—"
+
+
+def folds(results: Sequence[Result]) -> str:
+    """Every cross-validation with every method, for the screen."""
     found = cross_validated(results)
     rows = [
         [
             str(setting),
             f"`{method}`",
-            accuracy(runs),
+            f"{spread([each.percent for each in runs], 2)} ({len(runs)})",
             "" if method == "none" else paired(runs, found[setting].get("none", [])),
             human(mean(each.bytes_sent for each in runs)),
             ratio(runs),
@@ -232,19 +254,16 @@ def folds(results: Sequence[Result]) -> list[str]:
         for setting in sorted(found, key=_row)
         for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0]))
     ]
-    head = ["network", "method", "accuracy, %", DIFFERENCE, "bytes sent", "ratio, run"]
-    return [f"### Cross-validation\n\n{report.table(head, rows)}"] if rows else []
+    return report.table(["network", "method", "accuracy, %", "difference to dense", "bytes sent", "ratio, run"], rows)
 
 
 def _row(setting: Setting) -> tuple[int, bool, int, int]:
     return [*TITLES].index(setting.model), setting.dirichlet is not None, setting.ranks, -setting.steps
 
 
-def accuracy(results: Sequence[Result]) -> str:
-    """In %, as mean ± standard deviation (number of seeds)."""
-    accuracies = [each.percent for each in results]
-    spread = f" ± {stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
-    return f"{mean(accuracies):.2f}{spread} ({len(accuracies)})"
+def spread(percents: Sequence[float], digits: int = 1) -> str:
+    """Mean ± standard deviation, of two or more; of one, what it is."""
+    return f"{mean(percents):.{digits}f}" + (f" ± {stdev(percents):.{digits}f}" if len(percents) > 1 else "")
 
 
 def ratio(results: Sequence[Result]) -> str:
@@ -253,30 +272,37 @@ def ratio(results: Sequence[Result]) -> str:
     return f"{mean_ratio:.3g}" if mean_ratio < 1000 else f"{mean_ratio:,.0f}"
 
 
-def row(method: str, results: Sequence[Result], dense: Sequence[Result], step_ms: Sequence[float]) -> list[str]:
-    """A line of the table of a network."""
-    return [
-        f"`{method}`",
-        accuracy(results),
-        "" if method == "none" else paired(results, dense),
-        " ".join(f"{each.percent:.2f}" for each in results),
-        human(mean(each.bytes_sent for each in results)),
-        ratio(results),
-        "rounds" if method.startswith("dga") else f"{results[0].last_ratio:.3g}",
-        f"{median(step_ms):.0f}" if step_ms else "—",
-    ]
+SETTINGS = (
+    Setting("resnet18", None, 2, 220),
+    Setting("resnet18", None, 8, 220),
+    Setting("resnet50", None, 2, 220),
+    Setting("resnet50", None, 8, 220),
+    Setting("swin_mini", None, 2, 1320),
+    Setting("swin_mini", None, 8, 660),
+)
+"""The cross-validations in docs/results.md."""
+
+SHOWN = {
+    "resnet18": ("dgc", "powersgd"),
+    "resnet50": ("dgc", "powersgd"),
+    "swin_mini": ("dgc", "powersgd", "sparseloco K=8 D=0"),
+}
+"""Network -> the methods in the table. The picture has all of them."""
 
 
-def tables(results: Sequence[Result]) -> str:
-    """A table for each network: docs/results.md."""
-    found, times = grouped(results), run_times.read_csv()
-    parts = [f"Measured on {'; '.join(sorted({each.machine for each in results}))}."]
-    for model, title in TITLES.items():
-        dense = found.get((model, "none"), [])
-        methods = sorted((method for network, method in found if network == model), key=place)
-        rows = [row(m, found[model, m], dense, times[model, m.partition(" ")[0]]) for m in methods]
-        parts.append(f"### {title}\n\n{report.table(HEAD, rows)}")
-    return "\n\n".join([*parts, *folds(results)])
+def accuracy() -> str:
+    """The table: a row a setting and method, beside the dense runs that it is paired with."""
+    found, rows = cross_validated(read_csv()), []
+    for setting in SETTINGS:
+        for method in SHOWN[setting.model]:
+            if runs := found[setting].get(method):
+                both = pairs(runs, found[setting]["none"])
+                own, dense = zip(*both, strict=True)
+                interval = report.interval([one - other for one, other in both], 1)
+                words = [TITLES[setting.model], setting.ranks, f"`{method.partition(' ')[0]}`"]
+                rows.append([*words, spread(dense), spread(own), interval, f"{ratio(runs)}x"])
+    head = ["network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes"]
+    return report.table(head, rows) + "\n"
 
 
 def _identity(each: Result) -> tuple[str, str, int, int, float, int, int, str]:
@@ -292,7 +318,7 @@ def main() -> None:
     by_run = {_identity(each): each for each in [*read_csv(), *new]}
     results = [by_run[run] for run in sorted(by_run)]
     write_csv(results)
-    print(tables(results))
+    print(folds(results))
 
 
 if __name__ == "__main__":
