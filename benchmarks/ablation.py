@@ -26,17 +26,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gradcomp as lgc
 from benchmarks import report, results
-from benchmarks.methods import forward_backward
+from benchmarks.methods import RECIPE, forward_backward
 from benchmarks.results import Setting, cross_validated, spread
-from lightning_gradcomp.app.classifier import build_optimizer
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.data.shared import RankSampler
-from lightning_gradcomp.app.models import build
-from lightning_gradcomp.app.options.training import SGD
+from lightning_gradcomp.app.models import resnet18
+from lightning_gradcomp.app.scheduler import WarmupCosine
 
 CSV = Path(__file__).parents[1] / "docs" / "data" / "ablation.csv"
 EPOCHS, BATCH = 10, 64
-OPTIONS = SGD(lr=0.02, weight_decay=5e-3, decay_all=True, warmup_steps=20, momentum=0.9, nesterov=False)
 CLIP_NORM = 5.0
 """About half of the norms of a dense run's average gradients, which fall from 35 to 5 in the first two epochs."""
 
@@ -83,13 +81,14 @@ CLIPPED = CASES[:4]
 def train(case: str, clip_norm: float | None, fold: int) -> Run:
     """One run, on each of the ranks: the accuracy of rank 0's batch-norm statistics, as in the recipes."""
     torch.manual_seed(fold)  # the same weights on every rank
-    model = build("resnet18", channels=CHANNELS, classes=CLASSES, size=8)
+    model = resnet18(channels=CHANNELS, classes=CLASSES, size=8)
     rank, world = dist.get_rank(), dist.get_world_size()
     images, val = digits(fold)
     sampler = RankSampler(images, world, rank, seed=fold, skip=0)
     loader = DataLoader(images, BATCH // world, sampler=sampler, drop_last=True)
     steps = len(loader)
-    optimizer, schedule = build_optimizer(OPTIONS, model, OPTIONS.peak(BATCH), OPTIONS.warmup(steps), EPOCHS * steps)
+    optimizer = RECIPE(model.parameters())
+    schedule = WarmupCosine()(optimizer, steps, EPOCHS)
     averager = lgc.GradientAverager(model, compressor(case, clip_norm), optimizer=optimizer, steps_per_epoch=steps)
     sent = dense = 0
     for epoch in range(EPOCHS):

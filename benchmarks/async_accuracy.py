@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, product
 from pathlib import Path
@@ -41,12 +41,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from benchmarks import report
+from benchmarks.methods import RECIPE
 from benchmarks.methods import compressor as by_name
-from lightning_gradcomp.app.classifier import build_optimizer
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.data.shared import RankSampler
-from lightning_gradcomp.app.models import build
-from lightning_gradcomp.app.options.training import SGD
+from lightning_gradcomp.app.models import resnet18
+from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.averaging.averager import GradientAverager
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.server import built
@@ -55,7 +55,7 @@ from lightning_gradcomp.parameter_server.worker import Worker
 from tests.threads import run_ranks
 
 WORKERS, BATCH, EPOCHS = 4, 64, 10
-OPTIONS = SGD(lr=0.02, weight_decay=5e-3, decay_all=True, warmup_steps=20, momentum=0.9, nesterov=False)
+LR, MOMENTUM = RECIPE.keywords["lr"], RECIPE.keywords["momentum"]
 GOAL = 0.98
 
 
@@ -76,7 +76,7 @@ class SmallResNet(ResNet):
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": partial(build, "resnet18", channels=CHANNELS, classes=CLASSES, size=8),
+    "resnet18": partial(resnet18, channels=CHANNELS, classes=CLASSES, size=8),
     "small": SmallResNet,
 }
 
@@ -103,7 +103,7 @@ class Case:
     staleness: float | None = math.inf
     age: int | None = None
     compensate: float | None = None
-    momentum: float = OPTIONS.momentum
+    momentum: float = MOMENTUM
 
 
 class Compensated(ServerShard):
@@ -167,10 +167,9 @@ class Training:
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
         """The recipe's, and what sets its learning rates by the number of pushes so far."""
-        options = replace(OPTIONS, momentum=self.case.momentum)
-        peak = OPTIONS.peak(BATCH) * (1 - options.momentum) / (1 - OPTIONS.momentum)
-        optimizer, schedule = build_optimizer(options, model, peak, 20, EPOCHS * self.epoch // WORKERS)
-        [factor, *_] = schedule.lr_lambdas
+        momentum = self.case.momentum
+        optimizer = RECIPE(model.parameters(), lr=LR * (1 - momentum) / (1 - MOMENTUM), momentum=momentum)
+        [factor] = WarmupCosine()(optimizer, self.epoch // WORKERS, EPOCHS).lr_lambdas
 
         def rates(pushes: int) -> None:
             for group in optimizer.param_groups:
@@ -291,7 +290,7 @@ def cases(table: str) -> list[Case]:
         pairs = product(DENSITIES.items(), AGES)
         return [Case(f"{density}, {age} pushes old", push, age=age) for (density, push), age in pairs]
     found = []
-    for age, momentum in product(AGES[1:], (OPTIONS.momentum, 0.0)):
+    for age, momentum in product(AGES[1:], (MOMENTUM, 0.0)):
         name, options = f"{age} pushes old, momentum {momentum}", {"age": age, "momentum": momentum}
         found += [Case(name, "none", **options), Case(f"{name}, compensated", "none", compensate=2.0, **options)]
     return found

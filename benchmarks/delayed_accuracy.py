@@ -20,21 +20,28 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset
 
 from benchmarks import report
-from benchmarks.methods import compressor
+from benchmarks.methods import RECIPE, compressor
 from lightning_gradcomp import DelayedStrategy
 from lightning_gradcomp.app.classifier import Classifier
-from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
-from lightning_gradcomp.app.data.shared import SharedImages
-from lightning_gradcomp.app.data.source import Source
-from lightning_gradcomp.app.models import build
-from lightning_gradcomp.app.options.training import SGD
-from lightning_gradcomp.app.processes import hide_known_messages
+from lightning_gradcomp.app.data import Digits
+from lightning_gradcomp.app.data.shared import Pair
+from lightning_gradcomp.app.messages import hide_messages
+from lightning_gradcomp.app.models import resnet18
+from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.plugin import CommunicationMonitor
 
 EPOCHS = 10
+
+
+class LongEpoch(Digits):
+    """The digits, so many times that an epoch is all of the recipe's."""
+
+    def load(self) -> Pair:
+        train, val = super().load()
+        return ConcatDataset(EPOCHS * [train]), val
 
 
 def strategy(case: str) -> DelayedStrategy | str:
@@ -53,12 +60,9 @@ def strategy(case: str) -> DelayedStrategy | str:
 def accuracy(case: str, seed: int) -> dict[str, float]:
     """Train and validate; rank-local costs."""
     L.seed_everything(seed, workers=True, verbose=False)
-    train, val = digits()
-    longer = TensorDataset(*(tensor.repeat(EPOCHS, *[1] * (tensor.dim() - 1)) for tensor in train.tensors))
-    source = Source(CHANNELS, 8, CLASSES, lambda: (longer, val), images=len(longer))
-    data = SharedImages(source, batch_size=64, ranks=dist.get_world_size(), seed=seed)
-    options = SGD(lr=0.02, weight_decay=5e-3, decay_all=True, warmup_steps=20, momentum=0.9, nesterov=False)
-    classifier = Classifier(build("resnet18", channels=CHANNELS, classes=CLASSES), options)
+    data = LongEpoch(seed=seed)
+    model = resnet18(channels=data.channels, classes=data.classes, size=data.size)
+    classifier = Classifier(model, data.classes, RECIPE, WarmupCosine())
     monitor = CommunicationMonitor()
     trainer = L.Trainer(
         strategy=strategy(case),
@@ -89,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file to which a line of JSON is added for each run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    hide_known_messages()
+    hide_messages()
     dist.init_process_group("gloo")
     results: dict[str, list[float]] = {case: [] for case in arguments.cases.split(",")}
     for seed in arguments.seeds.split(","):

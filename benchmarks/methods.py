@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 import torch
 import torchvision
@@ -12,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.app.models import build
+from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging import Stats
 from lightning_gradcomp.plugin.buffers import spare_buffers
 from lightning_gradcomp.plugin.ddp_hook import DDPHook
@@ -35,7 +36,9 @@ def forward_backward(model: torch.nn.Module, images: torch.Tensor, labels: torch
 def network(name: str) -> torch.nn.Module:
     """`torchvision.resnet18`, with ImageNet's stem, or `resnet18`, the recipes', with one for small images."""
     source, _, model = name.rpartition(".")
-    return torchvision.models.get_model(model, num_classes=10) if source else build(name, channels=3, classes=10)
+    if source:
+        return torchvision.models.get_model(model, num_classes=10)
+    return NETWORKS[name](channels=3, classes=10, size=32)
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -49,6 +52,9 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+RECIPE = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=5e-3, fused=True)
+"""The optimizer of recipe=digits."""
 
 
 def stepper(method: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Step:

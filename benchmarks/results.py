@@ -22,11 +22,13 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+import lightning_gradcomp as lgc
 from benchmarks import report
-from lightning_gradcomp.app.compose import checked, register, shipped
-from lightning_gradcomp.app.run_folder import values_of
+from lightning_gradcomp.app.compose import register, shipped
 from lightning_gradcomp.app.sizes import human
+from lightning_gradcomp.app.summary import short
 
 Key = tuple[str, str]
 """Network and method."""
@@ -39,7 +41,7 @@ ORDER += ("sparseloco",)
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "small Swin, AdamW"}
 RECIPES = {"resnet18": "digits", "resnet50": "digits_resnet50", "swin_mini": "digits_swin"}
 """Network -> its recipe. SparseLoCo's compressor has the options of recipe=digits_sparseloco with all of them."""
-LABELLED = ("compressor", "sparsity_warmup", "optimizer")
+LABELLED = ("compressor", "optimizer")
 """Groups of the config whose options a method's label names where they are not the recipe's."""
 CSV = Path(__file__).parents[1] / "docs" / "data" / "results.csv"
 
@@ -89,24 +91,37 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
 def key(summary: dict[str, Any]) -> Key:
     """Of a run. Rounds are methods of their own: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0"."""
     config = summary["config"]
-    model, compressor, strategy = config["model"]["name"], config["compressor"]["name"], config["strategy"]
+    model, compressor, strategy = short(config["model"]["_target_"]), compressor_of(config), config["strategy"]
     recipe = usual(RECIPES[model], compressor)
     method = compressor
-    if strategy["name"] == "dga":
+    if short(strategy["_target_"]) == "DelayedStrategy":
         kind = "dga" if compressor == "none" else f"dga:{compressor}"
-        if strategy.get("error_decay") is not None:
+        if strategy["error_decay"] is not None:
             kind = "sparseloco"
             recipe = recipe | {"compressor": usual("digits_sparseloco", compressor)["compressor"]}
         method = f"{kind} K={strategy['period']} D={strategy['delay']}"
     return model, " ".join([method, *differing(config, recipe)])
 
 
+def compressor_of(config: dict[str, Any]) -> str:
+    """Its name, such as "dgc"."""
+    [name] = [entry.name for entry in lgc.entries() if entry.cls.__name__ == short(config["compressor"]["_target_"])]
+    return name
+
+
 @cache
 def usual(recipe: str, compressor: str) -> dict[str, Any]:
-    """The config of a recipe with this compressor, as it stands in a run's summary."""
+    """The config of a recipe as it stands in a run's summary; with this compressor, unless the recipe has one."""
+    config = composed(f"recipe={recipe}")
+    return config if compressor_of(config) == compressor else composed(f"recipe={recipe}", f"compressor={compressor}")
+
+
+def composed(*words: str) -> dict[str, Any]:
+    """The config of a run, as it stands in its summary."""
     register()
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        return values_of(checked(compose("train", [f"recipe={recipe}", f"compressor={compressor}"])))
+        found: Any = OmegaConf.to_container(compose("train", list(words)))
+        return found
 
 
 def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
@@ -115,6 +130,9 @@ def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
         for option, value in config[group].items():
             if value != recipe[group].get(option, value):
                 yield f"{option}={value}" if group == "compressor" else f"{group}.{option}={value}"
+    for option, value in config["callbacks"].get("sparsity_warmup", {}).items():
+        if option != "_target_":
+            yield f"sparsity_warmup.{option}={value}"
 
 
 def place(method: str) -> tuple[int, int, str]:

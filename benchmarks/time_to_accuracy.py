@@ -21,22 +21,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from unittest.mock import patch
+from typing import Any
 
+import hydra
 import lightning as L
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.strategies import DDPStrategy
 from matplotlib.axes import Axes
+from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
 from benchmarks.methods import with_hook
-from lightning_gradcomp.app import run_folder
-from lightning_gradcomp.app import trainer as app_trainer
-from lightning_gradcomp.app.compose import checked, register, shipped
-from lightning_gradcomp.app.processes import hide_known_messages
-from lightning_gradcomp.app.train import build
+from lightning_gradcomp.app import compose
+from lightning_gradcomp.app.messages import hide_messages
+from lightning_gradcomp.plugin import CommunicationMonitor
 
 HOOKS = ("ddp", "fp16_hook", "powersgd_hook", "no_exchange")
 DENSE_STEPS = 22
@@ -49,7 +48,7 @@ Curve = list[tuple[float, float]]
 class HookStrategy(DDPStrategy):
     """Lightning's DDPStrategy with one of torch's hooks, which Lightning would register on a GPU alone."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, **_: Any) -> None:  # others: the compressor of the config
         super().__init__()
         self._method = method
 
@@ -72,35 +71,32 @@ class Clock(L.Callback):
 
 def train(folder: Path) -> None:
     """One rank of the run that config.yaml in `folder` describes; rank 0 writes curve.json."""
-    hide_known_messages()
-    run = run_folder.load(folder)
-    L.seed_everything(run.seed, workers=True, verbose=False)
-    hook, clock = (folder / "hook").read_text(), Clock()
-    if hook:
-        with patch.object(app_trainer, "strategy", lambda run, shared: HookStrategy(hook)):
-            parts = build(run, folder)
-        parts.trainer.callbacks.remove(parts.monitor)  # which is for the strategies of lightning_gradcomp
-    else:
-        parts = build(run, folder)
-    parts.trainer.callbacks.append(clock)
-    parts.trainer.strategy._process_group_backend = "gloo"  # the nodes share this machine's GPU; NCCL would refuse that
-    parts.trainer.fit(parts.classifier, parts.data)
-    if parts.trainer.is_global_zero:
+    hide_messages()
+    compose.register()
+    config: Any = OmegaConf.load(folder / "config.yaml")
+    run, clock = compose.build(config), Clock()
+    trainer: Any = run.trainer
+    if "method" in config.strategy:  # CommunicationMonitor is for the strategies of lightning_gradcomp
+        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, CommunicationMonitor)]
+    trainer.callbacks.append(clock)
+    trainer.strategy._process_group_backend = "gloo"  # the nodes share this machine's GPU; NCCL would refuse that
+    trainer.fit(run.task, run.data)
+    if trainer.is_global_zero:
         (folder / "curve.json").write_text(json.dumps(clock.curve))
 
 
 def curve(method: str, seed: int, link: list[str]) -> tuple[Curve, int]:
     """Run a recipe over the link. What it was, and the bytes that all nodes have sent."""
     name, _, more = method.partition(":")
-    hook = name if name in HOOKS else ""
-    name = "none" if hook else name
-    overrides = [f"compressor={name}", f"seed={seed}", "trainer.enable_progress_bar=false", "trainer.devices=1"]
-    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        config = compose("train", [*overrides, *(word for word in more.split(";") if word)])
-    config.trainer.num_nodes = int(link[1])
+    overrides = [f"compressor={'none' if name in HOOKS else name}", f"seed={seed}", "trainer.enable_progress_bar=false"]
+    compose.register()
+    with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
+        config = hydra.compose("train", [*overrides, *(word for word in more.split(";") if word)])
+    if name in HOOKS:
+        config.strategy = {"_target_": "benchmarks.time_to_accuracy.HookStrategy", "method": name}
     with tempfile.TemporaryDirectory() as folder:
-        run_folder.save(checked(config), Path(folder))
-        Path(folder, "hook").write_text(hook)
+        config.folder = folder
+        OmegaConf.save(config, Path(folder, "config.yaml"))
         command = [sys.executable, "-m", "benchmarks.link", *link, "--", sys.executable, "-m", __spec__.name]
         done = subprocess.run([*command, "--train", folder], stdout=subprocess.PIPE, text=True)
         sent = re.findall(r"node \d+ sent ([\d,]+) bytes", done.stdout)
@@ -143,7 +139,6 @@ def main() -> None:
     if arguments.train:
         train(arguments.train)
         return
-    register()
     link = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("rate-mbit", "delay-ms")]
     link = ["--nodes", str(arguments.nodes), *link]
     curves: dict[str, list[Curve]] = {method: [] for method in arguments.methods.split(",")}

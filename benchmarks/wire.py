@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from math import lgamma, log
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from matplotlib.axes import Axes
 
 import lightning_gradcomp as lgc
 from benchmarks import report
-from lightning_gradcomp.app.models import build
+from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
@@ -28,7 +29,7 @@ from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count, count_each
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "ResNet-18, 32x32, 10 classes": lambda: build("resnet18", channels=3, classes=10),
+    "ResNet-18, 32x32, 10 classes": partial(resnet18, channels=3, classes=10),
     "ResNet-50, 224x224, 1,000 classes": torchvision.models.resnet50,
     "Swin-T, 224x224, 1,000 classes": torchvision.models.swin_t,
 }

@@ -1,7 +1,6 @@
 """Gradient compression for PyTorch Lightning. Importing this registers the strategies: `Trainer(strategy="dgc")`."""
 
-import os
-
+from lightning_gradcomp.averaging import GradientAverager, Stats, load_sharded_state, save_sharded_state
 from lightning_gradcomp.compressors import (
     BF16,
     DGC,
@@ -24,25 +23,21 @@ from lightning_gradcomp.compressors.kernels.topk import topk
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.sparseloco import SPARSELOCO
 from lightning_gradcomp.compressors.state import Residual, State
+from lightning_gradcomp.local_sgd.averager import DelayedAverager
+from lightning_gradcomp.local_sgd.elastic import ElasticAverager
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
+from lightning_gradcomp.parameter_server.averager import AsyncAverager
+from lightning_gradcomp.parameter_server.server import ParameterServer
+from lightning_gradcomp.plugin import (
+    AsyncStrategy,
+    CommunicationMonitor,
+    CompressedDDPStrategy,
+    CompressedFabricStrategy,
+    CompressedHSDPStrategy,
+    DelayedStrategy,
+    SparsityWarmup,
+)
 from lightning_gradcomp.registry import entries, load_entry_points, register
-
-# gradcomp_command.py sets this variable while it imports the package, in the process that composes and checks a run.
-if "GRADCOMP_WITHOUT_LIGHTNING" not in os.environ:
-    from lightning_gradcomp.averaging import GradientAverager, Stats, load_sharded_state, save_sharded_state
-    from lightning_gradcomp.local_sgd.averager import DelayedAverager
-    from lightning_gradcomp.local_sgd.elastic import ElasticAverager
-    from lightning_gradcomp.parameter_server.averager import AsyncAverager
-    from lightning_gradcomp.parameter_server.server import ParameterServer
-    from lightning_gradcomp.plugin import (
-        AsyncStrategy,
-        CommunicationMonitor,
-        CompressedDDPStrategy,
-        CompressedFabricStrategy,
-        CompressedHSDPStrategy,
-        DelayedStrategy,
-        SparsityWarmup,
-    )
 
 __all__ = [
     "BF16",

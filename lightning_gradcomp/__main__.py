@@ -1,5 +1,6 @@
-"""`python -m lightning_gradcomp` is the command `gradcomp`, with the seconds that importing Lightning takes."""
+"""`python -m lightning_gradcomp` is the command `gradcomp`."""
 
-from gradcomp_command import main
+from lightning_gradcomp.app.train import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,25 +1,26 @@
-"""Image classification as a LightningModule, with torch's optimizers, a linear warm-up and a cosine schedule.
-
-It is independent of compression.
-"""
+"""Image classification as a LightningModule. It is independent of compression."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.shared import SharedImages
-from lightning_gradcomp.app.data.transforms import Mix
-from lightning_gradcomp.app.options.training import SGD, Optimizer
+from lightning_gradcomp.app.scheduler import WarmupCosine
+from lightning_gradcomp.app.sharding import blocks
 
 Batch = list[torch.Tensor]
 """Images (batch, channels, height, width) and labels int64 (batch)."""
+
+POSITIONS = "relative_position_bias_table"
+"""Of Swin's attention: two-dimensional, but no weight of a linear layer."""
 
 
 class Classifier(L.LightningModule):
@@ -27,10 +28,13 @@ class Classifier(L.LightningModule):
 
     Args:
         model: images -> logits.
-        optimizer: its options.
-        mix: applied to a training batch before the forward pass: MixUp or CutMix.
-        label_smoothing: of the training loss.
-        channels_last: memory format of the images.
+        classes: their number.
+        optimizer: makes a torch optimizer of parameter groups.
+        scheduler: of its learning rate.
+        augment: MixUp, CutMix and label smoothing of training batches.
+        decay_all: False: no weight decay for biases, norm weights and Swin's position biases.
+        channels_last: memory format of images and weights.
+        compile: torch.compile of the network; of each block, if it is sharded.
     """
 
     correct: int = 0
@@ -41,26 +45,44 @@ class Classifier(L.LightningModule):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
-        mix: Mix | None = None,
-        label_smoothing: float = 0.0,
+        classes: int,
+        optimizer: partial[torch.optim.Optimizer],
+        scheduler: WarmupCosine,
+        augment: Augment = Augment(),  # noqa: B008 - frozen
+        decay_all: bool = True,
         channels_last: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.options, self.mix, self.label_smoothing = optimizer, mix, label_smoothing
-        self.channels_last = channels_last
+        self.model = model.to(memory_format=torch.channels_last) if channels_last else model
+        self.optimizer, self.scheduler, self.decay_all = optimizer, scheduler, decay_all
+        self.mix, self.label_smoothing = augment.mixer(classes), augment.label_smoothing
+        self.channels_last, self.compiled = channels_last, compile
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        if mesh is None:
+            if self.compiled and self.trainer.state.fn == "fit":
+                self.model.compile()
+            return
+        if isinstance(self.model, FSDPModule):
+            return  # Lightning calls this again for another fit
+        own = list(blocks(self.model))
+        if self.compiled:
+            # Blocks of one class are one function to dynamo, with a graph for each of them to train and to validate.
+            config = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, 2 * len(own))
+            for module in own or [self.model]:
+                module.compile()
+        for module in [*own, self.model]:
+            fully_shard(module, mesh=mesh["shard"])
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.model(images.to(memory_format=torch.channels_last) if self.channels_last else images)
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """The mean over a training batch."""
-        images, labels = self.mix(*batch) if self.mix else batch
-        return nn.functional.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
-
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        loss = self.loss(batch)
+        images, labels = self.mix(*batch) if self.mix else batch
+        loss = nn.functional.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
@@ -90,49 +112,19 @@ class Classifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         data = self.trainer.datamodule  # pyrefly: ignore[missing-attribute] - the Trainer's, of Lightning's connector
         assert isinstance(data, SharedImages)
-        images = data.batch_size * self.trainer.accumulate_grad_batches
-        peak, warmup = self.options.peak(images), self.options.warmup(data.epoch_steps)
-        options = self.options
-        if self.trainer.precision == "16-mixed":  # Lightning would not clip then
-            options = replace(options, fused=False)
-        optimizer, schedule = build_optimizer(options, self, peak, warmup, data.optimizer_steps)
+        make = self.optimizer
+        sharded_sgd = isinstance(self.model, FSDPModule) and make.func is torch.optim.SGD
+        if self.trainer.precision == "16-mixed" or sharded_sgd:  # Lightning would not clip; torch has no such kernel
+            make = partial(make, fused=False)
+        optimizer = make(self.parameter_groups())
+        schedule = self.scheduler(optimizer, data.epoch_steps, self.trainer.max_epochs or 1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-
-POSITIONS = "relative_position_bias_table"
-"""Of Swin's attention: two-dimensional, but no weight of a linear layer."""
-
-
-def warmup_cosine(step: int, warmup_steps: int, total_steps: int, end: float = 0.0) -> float:
-    """The factor of the peak learning rate at `step` (from 0): up to 1 in `warmup_steps`, then a cosine to `end`.
-
-    >>> [round(warmup_cosine(step, 2, 6), 3) for step in range(7)]
-    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    cosine = (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps))) / 2
-    return end + (1 - end) * cosine
-
-
-def parameter_groups(options: Optimizer, module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The parameters of `module` as groups of an optimizer: with weight decay, and without."""
-    decayed, without = [], []
-    for name, parameter in module.named_parameters():
-        decays = options.decay_all or (parameter.dim() > 1 and not name.endswith(POSITIONS))
-        (decayed if decays else without).append(parameter)
-    found = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": without, "weight_decay": 0.0}]
-    return [group for group in found if group["params"]]
-
-
-def build_optimizer(
-    options: Optimizer, module: torch.nn.Module, peak: float, warmup_steps: int, total_steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """The optimizer that `options` describe, and its schedule over `total_steps` optimizer steps: up to `peak`."""
-    if isinstance(options, SGD):
-        rest = {"momentum": options.momentum, "nesterov": options.nesterov}
-        optimizer = torch.optim.SGD(parameter_groups(options, module), lr=peak, fused=options.fused, **rest)
-    else:
-        optimizer = torch.optim.AdamW(parameter_groups(options, module), lr=peak, fused=options.fused)
-    factor = lambda step: warmup_cosine(step, warmup_steps, total_steps, options.end)  # noqa: E731
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """All parameters; those without weight decay in a group of their own."""
+        groups: tuple[list[Any], list[Any]] = ([], [])
+        for name, parameter in self.named_parameters():
+            without = not self.decay_all and (parameter.dim() <= 1 or name.endswith(POSITIONS))
+            groups[without].append(parameter)
+        every = ({"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0})
+        return [group for group in every if group["params"]]

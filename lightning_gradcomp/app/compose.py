@@ -1,100 +1,159 @@
-"""Hydra's side of a run: the YAML files, the choices of each group, and a checked `Run` from a composed config."""
+"""From files in conf/ and recipes/ to the objects of a run."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning as L
 from hydra.core.config_store import ConfigStore
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from torch import nn
 
-from lightning_gradcomp.app.config import Run, classes
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.app import sharding
+from lightning_gradcomp.app.callbacks import SaveOnSigterm, SeedEachStep
+from lightning_gradcomp.app.classifier import Classifier
+from lightning_gradcomp.app.data import SharedImages, Synthetic
+from lightning_gradcomp.app.ranks import Ranks, place
+from lightning_gradcomp.averaging.mesh import mesh_shape
+from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.plugin import CommunicationMonitor, CompressedHSDPStrategy
 from lightning_gradcomp.registry import entries
 
 PACKAGE = Path(__file__).resolve().parents[1]
+LAST = Path("checkpoints") / "last.ckpt"
+DRY_BATCH = 2
+"""Images a rank and step in a dry run."""
 
 
-def shipped(folder: str, package: Path = PACKAGE) -> Path:
+def shipped(folder: str) -> Path:
     """`conf` or `recipes`: beside the package in a checkout, inside it in a wheel."""
-    return (package.parent if (package.parent / "pyproject.toml").exists() else package) / folder
+    return (PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").exists() else PACKAGE) / folder
 
 
 def register() -> None:
-    """Store in Hydra what conf/ lacks: the types, the compressors (the dataclass is the config), the recipes."""
+    """Gives Hydra what is not in conf/: the recipes, the compressors of other packages, one resolver."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=Run)
-    for group, choices_of_it in classes().items():
-        within = group if group == "compressor" else f"hydra/schema/{group}"  # hydra/...: what Hydra's help leaves out
-        for name, cls in choices_of_it.items():
-            store.store(group=within, name=name, node=cls)
     for path in shipped("recipes").glob("*.yaml"):
-        _register_recipe(store, path)
+        store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
+    for entry in entries():
+        if not (shipped("conf") / "compressor" / f"{entry.name}.yaml").exists():
+            target = {"_target_": f"{entry.cls.__module__}.{entry.cls.__qualname__}"}
+            store.store(group="compressor", name=entry.name, node=target)
+    OmegaConf.register_new_resolver("per_256", per_256, replace=True)
 
 
-def _register_recipe(store: ConfigStore, path: Path) -> None:
-    """Store a recipe, and its options for each group under the choice that they are for.
-
-    conf/train.yaml merges `hydra/recipe/GROUP/RECIPE-CHOICE` where the composed run has that choice: so the options of
-    a recipe don't apply to another choice that the command line makes.
-    """
-    recipe: Any = OmegaConf.to_container(OmegaConf.load(path))
-    chosen = chosen_by(recipe)
-    for group in [name for name, value in recipe.items() if isinstance(value, dict)]:
-        options = recipe.pop(group)
-        store.store(group=f"hydra/recipe/{group}", name=f"{path.stem}-{chosen[group]}", node=options, package="_group_")
-    store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
+def per_256(lr: float, *, _root_: DictConfig) -> float:
+    """`lr`, which is for 256 images, for those of an optimizer step (Goyal et al. 2017, arXiv 1706.02677)."""
+    return float(lr) * _root_.data.batch_size * _root_.trainer.accumulate_grad_batches / 256
 
 
-def chosen_by(recipe: dict[str, Any]) -> dict[str, str]:
-    """Group -> the choice that the content of a recipe makes."""
-    return {key.removeprefix("override /"): choice for entry in recipe["defaults"] for key, choice in entry.items()}
+def use_own_compressor(config: DictConfig, words: list[str]) -> None:
+    """Moves the compressor of a strategy that has its own, such as strategy=powersgd, to `config.compressor`.
 
-
-def default_choices(recipe: str | None) -> dict[str, str]:
-    """Group -> the choice that a recipe makes, else conf/train.yaml; nothing where there is no such recipe."""
-    main: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "train.yaml"))
-    found = {group: name for entry in main["defaults"] if isinstance(entry, dict) for group, name in entry.items()}
-    path = shipped("recipes") / f"{recipe or found['recipe']}.yaml"
-    content: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.exists() else None
-    return found | chosen_by(content) if content else {}
-
-
-def choices() -> dict[str, list[str]]:
-    """Group -> names to choose from. A folder of the user's own (--config-dir) may add to them."""
-    found = {path.name: [option.stem for option in path.glob("*.yaml")] for path in shipped("conf").iterdir()}
-    found["compressor"] = [entry.name for entry in entries()]
-    found["recipe"] = [path.stem for path in shipped("recipes").glob("*.yaml")]
-    return {group: sorted(names) for group, names in sorted(found.items()) if names}
-
-
-def checked(config: DictConfig) -> Run:
-    """The run that `config` describes.
+    Args:
+        words: the overrides of the command line.
 
     Raises:
-        ValueError: an option that is unknown (Hydra lets `+group.option=1` pass), missing, or refused by its class.
+        ValueError: they name a compressor, too.
     """
-    _refuse_extra("", config)
+    if OmegaConf.is_interpolation(config.strategy, "compressor"):
+        return
+    if given := [word for word in words if word.startswith("compressor")]:
+        [strategy] = [word for word in words if word.startswith("strategy=")]
+        raise refusal(f"compressor with {strategy}", given[0], "strategy.compressor.OPTION=..., or strategy=ddp")
+    config.compressor, config.strategy.compressor = config.strategy.compressor, "${compressor}"
+
+
+class Run(NamedTuple):
+    """The objects of a run."""
+
+    task: Classifier
+    data: SharedImages
+    trainer: L.Trainer
+    ranks: Ranks
+
+
+def build(config: DictConfig) -> Run:
+    """Instantiates a composed config.
+
+    Raises:
+        ValueError: an option that its class, Lightning or this machine refuses.
+    """
+    ranks = place(config.trainer.accelerator, config.trainer.devices, config.trainer.num_nodes)
+    _check_numbers(config)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    data = instantiate(config.data, _convert_="all")
+    if config.dry_run:
+        sizes = {"size": data.size, "classes": data.classes, "channels": data.channels}
+        batch = DRY_BATCH * ranks.world
+        data = Synthetic(batch, images=2 * batch, seed=config.seed, **sizes)
+    else:
+        data.check()
+    data.check_batch(ranks.world)
+    model = instantiate(config.model, _convert_="all")
+    if not isinstance(model, nn.Module):
+        model = model(channels=data.channels, classes=data.classes, size=data.size)
+    task = instantiate(config.task, _convert_="all")(model=model, classes=data.classes)
     try:
-        for field in fields(Run):
-            if isinstance(node := config[field.name], DictConfig):
-                _refuse_extra(f"{field.name}.", node)
-        run = OmegaConf.to_object(config)
-    except MissingMandatoryValue as error:
-        raise refusal(str(error.full_key), None, "a value of yours: there is no default") from error
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    assert isinstance(run, Run)
-    return run
+        task.optimizer(task.parameter_groups())
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"optimizer: {error}") from error
+    strategy = _strategy(config, ranks)
+    if isinstance(strategy, CompressedHSDPStrategy):
+        shape = mesh_shape(config.strategy.replicate, config.strategy.shard, ranks.nodes, ranks.per_node)
+        sharding.check(task, strategy.compressor, shape[1])
+    return Run(task, data, _trainer(config, ranks, strategy), ranks)
 
 
-def _refuse_extra(prefix: str, node: DictConfig) -> None:
-    cls = OmegaConf.get_type(node)
-    assert cls is not None  # Run and its groups are dataclasses
-    allowed = [field.name for field in fields(cls)]
-    values: Any = OmegaConf.to_container(node)
-    for option in values:
-        if option not in allowed:
-            raise refusal(f"{prefix}{option}", values[option], ", ".join(allowed) or "none: it has no options")
+def _check_numbers(config: DictConfig) -> None:
+    """ValueError for numbers that Lightning takes, and of which the schedule of the learning rate can't be made."""
+    if not is_whole(config.seed) or not 0 <= config.seed < 2**32:
+        raise refusal("seed", config.seed, f"a whole number from 0 to {2**32 - 1}")
+    for option in ("max_epochs", "accumulate_grad_batches", "limit_train_batches"):
+        got = config.trainer[option]
+        is_all = option.startswith("limit") and got is None
+        if not is_all and (not is_whole(got) or got < 1):
+            raise refusal(f"trainer.{option}", got, "a whole number from 1")
+
+
+def _strategy(config: DictConfig, ranks: Ranks) -> ParallelStrategy:
+    """With the devices of ranks that share GPUs."""
+    options: dict[str, Any] = {}
+    if shared := ranks.shared_gpus:
+        if config.strategy._target_.endswith(CompressedHSDPStrategy.__name__):
+            few = len(set(shared))
+            raise refusal("trainer.devices with strategy=hsdp", ranks.per_node, f"up to {few}, one for each GPU")
+        options = {"parallel_devices": shared, "process_group_backend": "gloo"}
+    compressor = instantiate(config.compressor, _convert_="all")
+    if config.dry_run and hasattr(compressor, "warmup_steps"):
+        compressor = instantiate(config.compressor, warmup_steps=0, _convert_="all")
+    return instantiate(config.strategy, compressor=compressor, _convert_="all", **options)
+
+
+def _trainer(config: DictConfig, ranks: Ranks, strategy: ParallelStrategy) -> L.Trainer:
+    keeps = not (config.dry_run or config.evaluate)
+    options: dict[str, Any] = {"enable_checkpointing": keeps}
+    callbacks = list(instantiate(config.callbacks, _convert_="all").values())
+    callbacks += [SeedEachStep(config.seed), CommunicationMonitor()]
+    if "ema" in config.callbacks and isinstance(strategy, CompressedHSDPStrategy):
+        raise refusal("callbacks with strategy=hsdp", "ema", "others: Lightning's moving average keeps whole weights")
+    if keeps:
+        callbacks.append(SaveOnSigterm(Path(config.folder) / LAST))
+        options["logger"] = list(instantiate(config.logger, _convert_="all").values())
+    else:
+        callbacks = [each for each in callbacks if not isinstance(each, L.pytorch.callbacks.Checkpoint)]
+        options["logger"] = False
+    if config.dry_run:
+        options |= {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "accumulate_grad_batches": 1}
+    gpus = len(set(ranks.shared_gpus))
+    return instantiate(config.trainer, _partial_=True, _convert_="all")(
+        accelerator=ranks.accelerator,
+        devices=gpus or ranks.per_node,  # Lightning takes no more than there are GPUs; the strategy has the ranks
+        num_nodes=ranks.nodes,
+        strategy=strategy,
+        callbacks=callbacks,
+        **options,
+    )

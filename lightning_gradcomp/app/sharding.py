@@ -1,21 +1,19 @@
-"""strategy=hsdp: which modules of a network are sharded by themselves."""
+"""strategy=hsdp: which modules of a network are sharded by themselves, and whether a compressor takes the shards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_gradcomp.app.classifier import Classifier
-from lightning_gradcomp.app.options.training import SGD
 from lightning_gradcomp.averaging.fsdp import Sharding
 from lightning_gradcomp.averaging.gradients import check_shards
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
+
+if TYPE_CHECKING:
+    from lightning_gradcomp.app.classifier import Classifier
 
 LISTS = (nn.Sequential, nn.ModuleList)
 
@@ -32,36 +30,10 @@ def blocks(network: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-class ShardedClassifier(Classifier):
-    """A `Classifier` whose blocks, and all the rest of its network, are sharded among the ranks of a replica.
-
-    Args:
-        compiled: torch.compile of each block; of the whole network where there are no blocks.
-    """
-
-    def __init__(self, *args: Any, compiled: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.compiled = compiled
-        if isinstance(self.options, SGD):  # torch can't run its fused kernel on shards
-            self.options = replace(self.options, fused=False)
-
-    def configure_model(self) -> None:
-        if isinstance(self.model, FSDPModule):
-            return  # Lightning calls this again for another fit
-        assert self.device_mesh is not None
-        mesh, own = self.device_mesh["shard"], list(blocks(self.model))
-        if self.compiled:
-            # Blocks of one class are one function to dynamo, with a graph for each of them to train and to validate.
-            config = torch._dynamo.config
-            config.recompile_limit = max(config.recompile_limit, 2 * len(own))
-            for module in own or [self.model]:
-                module.compile()
-        for module in [*own, self.model]:
-            fully_shard(module, mesh=mesh)
-
-
 def check(module: Classifier, compressor: Compressor, shards: int) -> None:
     """ValueError for a model that can't be divided into so many shards, or whose shards the compressor can't take."""
+    if module.channels_last:
+        raise refusal("task.channels_last with strategy=hsdp", True, "false: FSDP2 does not take such weights")
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     for name, shape in shapes.items():
         if not shape:

@@ -5,88 +5,102 @@ from __future__ import annotations
 import json
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_gradcomp.app.classifier import Classifier
-from lightning_gradcomp.app.config import Run
-from lightning_gradcomp.app.env import processor, versions
-from lightning_gradcomp.app.run_folder import values_of
+from lightning_gradcomp.app.compose import Run
 from lightning_gradcomp.app.sizes import human
 
-DRY = "random images (dry run)"
+PACKAGES = ("torch", "lightning", "torchvision", "numpy")
 
 
-def collect(
-    run: Run, trainer: L.Trainer, classifier: Classifier, communication: dict[str, Any], seconds: float
-) -> dict[str, Any]:
+def processor() -> str:
+    """The name of this machine's processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.processor() or platform.machine()
+
+
+def collect(config: DictConfig, run: Run, communication: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Result, costs, options and hardware of a finished run, as plain values. `seconds`: wall time of the fit."""
-    best = trainer.checkpoint_callback  # the first of the two; there is none in a dry run
-    score = best.best_model_score if isinstance(best, ModelCheckpoint) else None
+    trainer = run.trainer
+    best = [made for made in trainer.checkpoint_callbacks if isinstance(made, ModelCheckpoint) and made.monitor]
+    score = best[0].best_model_score if best else None
+    cuda = trainer.strategy.root_device.type == "cuda"
     devices: Any = trainer.strategy.parallel_devices  # pyrefly: ignore[missing-attribute] - every strategy here has it
     return {
-        "val_acc": classifier.correct / classifier.images,
-        "val_correct": classifier.correct,
-        "val_images": classifier.images,
+        **evaluation(config, run),
         "best_val_acc": None if score is None else score.item(),
         "epochs": trainer.current_epoch,
         "wall_seconds": seconds,
         "communication": communication,
-        "config": values_of(run),
-        "device": torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU",
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
         "processor": processor(),
-        "devices_per_node": trainer.num_devices,
+        "devices_per_node": len(devices),
         "gpus_per_node": len({device for device in devices if device.type == "cuda"}),
         "nodes": trainer.num_nodes,
         "cpu_cores": os.cpu_count(),
         "threads_per_process": torch.get_num_threads(),
         "python": platform.python_version(),
-        "packages": versions(),
+        "packages": {name: version(name) for name in PACKAGES},
     }
 
 
+def evaluation(config: DictConfig, run: Run) -> dict[str, Any]:
+    """The accuracy of the last validation, and the options."""
+    task = run.task
+    counts = {"val_correct": task.correct, "val_images": task.images}
+    return {"val_acc": task.correct / task.images, **counts, "config": OmegaConf.to_container(config)}
+
+
 def write(result: dict[str, Any], folder: Path) -> None:
-    """Write summary.json."""
-    (folder / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+    """Writes summary.json, or evaluation.json, and prints it as a table."""
+    name = "evaluation.json" if result["config"]["evaluate"] else "summary.json"
+    (folder / name).write_text(json.dumps(result, indent=2) + "\n")
+    print(_evaluated(result) if result["config"]["evaluate"] else table(result, folder))
 
 
-def write_evaluation(run: Run, classifier: Classifier, folder: Path) -> None:
-    """Write evaluation.json."""
-    counts = {"val_correct": classifier.correct, "val_images": classifier.images}
-    content = {"val_acc": classifier.correct / classifier.images, **counts, "ckpt": run.ckpt, "packages": versions()}
-    (folder / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
-def accuracy(correct: int, images: int) -> str:
+def accuracy(result: dict[str, Any]) -> str:
     """As in `98.06% (353 of 360 images)`."""
-    return f"{correct / images:.2%} ({correct} of {images} images)"
+    return f"{result['val_acc']:.2%} ({result['val_correct']} of {result['val_images']} images)"
+
+
+def _evaluated(result: dict[str, Any]) -> str:
+    return f"\nvalidation accuracy {accuracy(result)} of {result['config']['ckpt']}"
 
 
 def table(result: dict[str, Any], folder: Path) -> str:
     """Lines to print: accuracy, bytes, time, files."""
     config, communication = result["config"], result["communication"]
     epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] > 1)}"
-    model = config["model"]["target"] or config["model"]["name"]
-    title = (
-        f"{model} on {DRY if config['dry_run'] else config['data']['name']}, "
-        f"compressor {config['compressor']['name']}, "
-        f"{epochs} in {result['wall_seconds']:.0f} s on {result['device']}"
-    )
-    phases = communication["milliseconds"]
-    rows = {
-        "validation accuracy": accuracy(result["val_correct"], result["val_images"]),
-        **_sent(communication),
-        **_sharing(result["gpus_per_node"], result["devices_per_node"]),
-        "time per step": f"{sum(phases.values()):.0f} ms: "
+    model, data, compressor = (short(config[group]["_target_"]) for group in ("model", "data", "compressor"))
+    if config["dry_run"]:
+        data = "random images (dry run)"
+    title = f"{model} on {data}, {compressor}, {epochs} in {result['wall_seconds']:.0f} s on {result['device']}"
+    phases, gpus, ranks = communication["milliseconds"], result["gpus_per_node"], result["devices_per_node"]
+    rows = {"validation accuracy": accuracy(result), **_sent(communication)}
+    if 0 < gpus < ranks:
+        rows["GPUs a node"] = f"{gpus}, shared by {ranks} processes, which exchange over gloo"
+    rows["time per step"] = (
+        f"{sum(phases.values()):.0f} ms: "
         + ", ".join(f"{name} {ms:.{0 if ms >= 100 else 1}f}" for name, ms in phases.items())
-        + " (median)",
-        "files": f"{folder}{os.sep}",
-    }
+        + " (median)"
+    )
+    rows["files"] = f"{folder}{os.sep}"
     return "\n".join(["", title, *(f"  {name:<21}{text}" for name, text in rows.items())])
+
+
+def short(target: str) -> str:
+    """The name of a class or function."""
+    return target.rpartition(".")[2]
 
 
 def _sent(communication: dict[str, Any]) -> dict[str, str]:
@@ -104,8 +118,3 @@ def _sent(communication: dict[str, Any]) -> dict[str, str]:
     ranks = f"{world * shards} processes, between {world} replicas" if shards else f"{world} processes"
     each = f"{human(last['bytes_sent'])} by each of {ranks} ({communication['topology']})"
     return {"sent per step": f"{each}; uncompressed {last['ratio']:.0f}x as much", **in_all}
-
-
-def _sharing(gpus: int, ranks: int) -> dict[str, str]:
-    """A row, if ranks share GPUs."""
-    return {"GPUs a node": f"{gpus}, shared by {ranks} processes, which exchange over gloo"} if 0 < gpus < ranks else {}

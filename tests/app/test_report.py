@@ -1,289 +1,158 @@
 """`gradcomp report` on folders that the tests write themselves, in the real format, with made-up numbers."""
 
-import csv
 import json
-from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 
 from lightning_gradcomp.app import report
-from lightning_gradcomp.app.report.figures import draw
-from lightning_gradcomp.app.report.groups import grouped
-from lightning_gradcomp.app.report.page import page
-from lightning_gradcomp.app.report.runs import RESIDUAL, SENT, SPARSITY, TIME, VALIDATED, find
-
-DENSE = 1000
-"""Bytes that a dense step of the made-up network sends."""
-
-
-def config(compressor="dgc", *, seed=0, strategy="ddp", ckpt=None, trainer=(), **options):
-    """What config.yaml holds, as far as a report looks at it."""
-    return {
-        "seed": seed,
-        "topology": "all_gather",
-        "inside": None,
-        "ckpt": ckpt,
-        "model": {"name": "resnet18"},
-        "data": {"name": "digits", "batch_size": 64},
-        "compressor": {"name": compressor, **options},
-        "strategy": {"name": strategy},
-        "optimizer": {"name": "sgd", "lr": 0.02},
-        "trainer": {"max_epochs": 2, "devices": "auto", "log_every_n_steps": 1, **dict(trainer)},
-        "logger": {"name": "csv"},
-    }
+from lightning_gradcomp.app.report import MEGABYTES, STEPS, find, grouped
 
 
 def write_run(
-    folder: Path, accuracies=(0.5, 0.9), *, world=2, sent=10, first=0, spent=0, residual=True, ended=True, **options
-):
-    """A run of two steps an epoch, of which the first is dense, with a validation after each epoch."""
+    folder, accuracies=(0.5, 0.9), *, compressor="DGC", strategy="CompressedDDPStrategy", world=2, first=0, spent=0,
+    ended=True, seed=0, ckpt=None, optimizer="SGD", lr=0.02, devices="auto", **options,
+):  # fmt: skip
+    """A run of two steps an epoch that send 1 MB each, with a validation after each epoch."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config(**options)))
-    rows, total = [], spent
-    for epoch, accuracy in enumerate(accuracies):
-        for step in (first + 2 * epoch, first + 2 * epoch + 1):
-            now = sent if step else DENSE
-            total += now
-            row = {"step": step, SENT: total, TIME: 10.0 * (step + 1), "comm/bytes_sent": now}
-            row |= {f"comm/ratio_N{world}": DENSE / now, SPARSITY: 1 - now / DENSE}
-            row |= {f"time/{phase}_ms": 5.0 * (step + 1) for phase in ("compute", "compress", "exchange", "decompress")}
-            rows.append(row | ({RESIDUAL: 2.0 + step} if residual and step else {}))
-        rows.append({"step": step, SENT: total, TIME: 10.0 * (step + 1) + 1, VALIDATED: accuracy})
-    with (folder / "metrics.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, sorted({name for row in rows for name in row}))
-        writer.writeheader()
-        writer.writerows(rows)
+    config = {
+        "seed": seed,
+        "ckpt": ckpt,
+        "folder": str(folder),
+        "model": {"_target_": "lightning_gradcomp.app.models.resnet18"},
+        "data": {"_target_": "lightning_gradcomp.app.data.Digits", "seed": "${seed}"},
+        "compressor": {"_target_": f"lightning_gradcomp.{compressor}", **options},
+        "strategy": {"_target_": f"lightning_gradcomp.{strategy}", "compressor": "${compressor}"},
+        "optimizer": {"_target_": f"torch.optim.{optimizer}", "lr": lr, "betas": [0.9, 0.999]},
+        "trainer": {"_target_": "lightning.Trainer", "devices": devices},
+        "logger": {"csv": {"_target_": "lightning.pytorch.loggers.CSVLogger", "name": str(seed)}},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    rows = []
+    for step in range(first, first + 2 * len(accuracies)):
+        so_far = {"step": step, "comm/total_bytes_sent": 1e6 * (spent + step - first + 1), "time/total_s": step + 1.0}
+        rows.append({**so_far, "train_loss": 1 / (step + 1)})
+        if step % 2:
+            rows.append({**so_far, "val_acc": accuracies[(step - first) // 2]})
+    pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
     if ended:
-        ratios = {"totals": {"ratio": 2 * len(accuracies) * DENSE / total}, "last_step": {"ratio": DENSE / sent}}
-        medians = {"compute": 40.0, "compress": 3.0, "exchange": 2.0, "decompress": 1.5}
-        communication = {"topology": "all_gather", **ratios, "milliseconds": medians}
-        machine = {
-            "device": "CPU",
-            "devices_per_node": world,
-            "gpus_per_node": 0,
-            "nodes": 1,
-            "cpu_cores": 2,
-            "processor": "AMD EPYC",
-            "threads_per_process": 1,
+        cost = {
+            "world_size": world,
+            "topology": "all_gather",
+            "milliseconds": {"compute": 40.0, "exchange": 2.5 + seed},
         }
-        versions = {"python": "3.11.7", "packages": {"torch": "2.15.0", "lightning": None}}
-        (folder / "summary.json").write_text(json.dumps({"communication": communication, **machine, **versions}))
+        cost["totals"] = {"bytes_sent": 2e6 * len(accuracies), "ratio": 123.4}
+        machine = {"device": "CPU", "processor": "AMD EPYC", "cpu_cores": 2, "nodes": 1, "devices_per_node": world}
+        summary = {"val_acc": accuracies[-1], "epochs": len(accuracies), "communication": cost, **machine}
+        (folder / "summary.json").write_text(json.dumps({**summary, "packages": {"torch": "2.15.0"}}))
     return folder
 
 
-def page_of(*folders):
-    """The page alone, which takes a tenth of the time of its files."""
-    runs, left_out = find(list(folders))
-    groups = grouped(runs)
-    return page(groups, draw(groups), left_out)
-
-
-def labels(folder):
-    return [group.label for group in grouped(find([folder])[0])]
-
-
-def row_of(text, label):
-    """The table's row of a group: column -> cell."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    [cells] = [line for line in lines if line[0] == label]
+def row_of(text, method):
+    """The table's row of a method: column -> cell."""
+    lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    [cells] = [line for line in lines if line[0] == method]
     return dict(zip(lines[0], cells, strict=True))
 
 
-def test_seeds_are_one_line_with_a_band(tmp_path):
-    write_run(tmp_path / "0", (0.5, 0.8), seed=0)
-    write_run(tmp_path / "1", (0.7, 0.9), seed=1)
-    write_run(tmp_path / "2", compressor="none")
-    dgc, none = grouped(find([tmp_path])[0])
-    curve = dgc.curve(SENT, VALIDATED)
-    assert np.allclose(curve.x, [1010, 1030])
-    assert np.allclose(curve.y, [0.6, 0.85]) and np.allclose(curve.low, [0.5, 0.8])
-    assert np.allclose(curve.high, [0.7, 0.9])
-    assert (len(dgc.runs), len(none.runs)) == (2, 1)
+def test_the_page_of_a_sweep(tmp_path):
+    write_run(tmp_path / "sweep" / "0", (0.5, 0.8))
+    write_run(tmp_path / "sweep" / "1", (0.7, 0.9), seed=1)
+    write_run(tmp_path / "sweep" / "2", compressor="NoCompression")
+    text = report.write([tmp_path / "sweep"], tmp_path / "out").read_text()
+    assert text.startswith("# resnet18 on Digits: 2 configurations")
+    row = row_of(text, "DGC")
+    assert (row["runs (seeds)"], row["N"], row["topology"]) == ("2 (0, 1)", "2", "all_gather")
+    assert row["accuracy, %"] == "85.00 ± 7.07"
+    assert (row["sent by a rank"], row["ratio"], row["ms a step"]) == ("4 MB", "123", "43 ± 1")
+    assert row_of(text, "NoCompression")["accuracy, %"] == "90.00"
+    assert "CPU, 2 cores of AMD EPYC; 1 node with 2 ranks" in text and "torch 2.15.0" in text
+    for name in ("accuracy", "loss"):
+        assert f"(figures/{name}.png)" in text and (tmp_path / "out" / "figures" / f"{name}.png").exists()
 
 
-def test_a_band_has_the_steps_that_all_runs_have(tmp_path):
-    write_run(tmp_path / "0", (0.5, 0.8), seed=0)
+def test_a_group_s_curve_has_the_mean_at_the_steps_that_all_seeds_have(tmp_path):
+    write_run(tmp_path / "0", (0.5, 0.8))
     write_run(tmp_path / "1", (0.7, 0.9, 0.95), seed=1)
-    [group] = grouped(find([tmp_path])[0])
-    assert np.allclose(group.curve(TIME, VALIDATED).y, [0.6, 0.85])
+    [group] = grouped(find([tmp_path]))
+    points = group.curve(MEGABYTES, "val_acc")
+    assert np.allclose(points[MEGABYTES], [2, 4]) and np.allclose(points["mean"], [0.6, 0.85])
+    assert np.allclose(points["sd"], np.array([0.2, 0.1]) / 2**0.5)
 
 
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        ([{"seed": 0}, {"seed": 3}], ["dgc"]),
-        ([{"trainer": {"enable_progress_bar": True}}, {}], ["dgc"]),
-        ([{"sparsity": 0.99}, {"sparsity": 0.999}, {"compressor": "none"}],
-         ["dgc sparsity=0.99", "dgc sparsity=0.999", "none"]),
-        ([{"world": 2}, {"world": 4, "trainer": {"devices": 4}}], ["dgc N=2", "dgc N=4"]),
-        ([{"compressor": "none"}, {"compressor": "none", "strategy": "dga"}], ["none", "dga none"]),
-        ([{"ended": False}, {"seed": 1}], ["dgc seed=0 (not finished)", "dgc"]),
+        ([{"seed": 0}, {"seed": 3}], ["DGC"]),
+        ([{"sparsity": 0.99}, {"sparsity": 0.999}, {"compressor": "OneBit"}],
+         ["DGC compressor.sparsity=0.99", "DGC compressor.sparsity=0.999", "OneBit"]),
+        ([{"exclude": ["fc.*"], "clip_norm": None}, {"exclude": [], "clip_norm": 1.0}],
+         ["DGC compressor.exclude=[fc.*] compressor.clip_norm=null",
+          "DGC compressor.exclude=[] compressor.clip_norm=1.0"]),
+        ([{}, {"optimizer": "AdamW", "lr": 0.001}], ["DGC optimizer=SGD", "DGC optimizer=AdamW"]),
+        ([{"world": 2}, {"world": 4, "devices": 4}], ["DGC N=2", "DGC N=4"]),
+        ([{}, {"strategy": "DelayedStrategy"}], ["DGC", "DGC DelayedStrategy"]),
     ],
 )  # fmt: skip
-def test_labels_say_in_what_groups_differ(tmp_path, runs, expected):
+def test_a_label_says_in_what_a_group_differs(tmp_path, runs, expected):
     for number, options in enumerate(runs):
         write_run(tmp_path / str(number), **options)
-    assert labels(tmp_path) == expected
+    assert [group.label for group in grouped(find([tmp_path]))] == expected
 
 
-def test_the_page_and_its_table(tmp_path):
-    for seed, accuracies in enumerate([(0.5, 0.8), (0.95, 0.9)]):
-        write_run(tmp_path / str(seed), accuracies, seed=seed)
-    write_run(tmp_path / "2", compressor="terngrad", sent=50, residual=False)
-    text = page_of(tmp_path)
-    row = row_of(text, "dgc")
-    assert (row["runs (seeds)"], row["N"], row["best"]) == ("2 (0, 1)", "2", "95.00 %")
-    assert row["validation accuracy"] == "85.00 ± 7.07 %"
-    assert (row["bytes sent by a rank"], row["time"]) == ("1.03 kB", "41 s")
-    assert (row["ratio, whole run"], row["ratio, last step"]) == ("3.88 (N=2)", "100 (N=2)")
-    assert row["ms a step"] == "46.5 = 40 + 3 + 2 + 1.5"
-    assert row_of(text, "terngrad")["validation accuracy"] == "90.00 %"
-    assert "Residual, relative to the gradient, terngrad: has no residual." in text
-    assert "CPU, 2 cores of AMD EPYC, 1 node with 2 processes of 1 thread\n" in text
-    assert "Python 3.11.7, torch 2.15.0" in text
-    assert "dgc (n = 2)" in text
-
-
-def test_the_page_says_that_ranks_share_a_gpu(tmp_path):
-    file = write_run(tmp_path / "0") / "summary.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "NVIDIA H100", "gpus_per_node": 1}))
-    assert "1 node with 2 processes of 1 thread, which share 1 GPU\n" in page_of(tmp_path)
-
-
-def test_the_files_of_twelve_groups(tmp_path):
-    for number in range(12):
-        write_run(tmp_path / "runs" / str(number), sparsity=number / 100, sent=10 + number)
-    path = report.write([tmp_path / "runs"], tmp_path / "out")
-    text, folder = path.read_text(), tmp_path / "out" / "figures"
-    names = ("accuracy_over_bytes", "accuracy_over_time", "step_time", "ratio_and_density", "residual")
-    assert {file.name for file in folder.iterdir()} == {f"{name}.{form}" for name in names for form in ("png", "svg")}
-    assert all(f"(figures/{name}.png)" in text for name in names)
-    svg = {name: (folder / f"{name}.svg").read_text() for name in names}
-    assert all(f"dgc sparsity={number / 100}" in each for each in svg.values() for number in range(12))
-    assert "gradient bytes sent by one rank" in svg["accuracy_over_bytes"]
-    assert "wall time since the fit began (s)" in svg["accuracy_over_time"]
-    assert "(N=2)" in svg["ratio_and_density"] and "decompress" in svg["step_time"]
-
-
-def test_a_run_that_goes_on_has_the_rows_before_its_first_step(tmp_path):
+def test_a_resumed_run_has_the_rows_of_those_before_it(tmp_path, capsys):
     first = write_run(tmp_path / "a", (0.3, 0.4, 0.99), ended=False)
-    checkpoint = str(first / "checkpoints" / "last.ckpt")
-    second = write_run(tmp_path / "b", (0.6, 0.7), first=4, spent=1030, ckpt=checkpoint, ended=False)
-    third = write_run(tmp_path / "c", (0.8,), first=8, spent=1070, ckpt=str(second / "checkpoints" / "last.ckpt"))
-    [run], left_out = find([tmp_path])  # the runs that it goes on from are in it, and not beside it
-    assert run.folder == third.resolve() and left_out == {}
-    steps, accuracies = run.at("step", VALIDATED)
-    assert np.allclose(steps, [1, 3, 5, 7, 9]) and np.allclose(accuracies, [0.3, 0.4, 0.6, 0.7, 0.8])
-    assert np.all(np.diff(run.at(SENT)[0]) >= 0)
+    second = write_run(
+        tmp_path / "b", (0.6, 0.7), first=4, spent=4, ended=False, ckpt=str(first / "checkpoints" / "last.ckpt")
+    )
+    write_run(tmp_path / "c", (0.8,), first=8, spent=8, ckpt=str(second / "checkpoints" / "last.ckpt"))
+    [group] = grouped(find([tmp_path]))
+    points = group.curve(STEPS, "val_acc")
+    assert points[STEPS].tolist() == [2, 4, 6, 8, 10] and np.allclose(points["mean"], [0.3, 0.4, 0.6, 0.7, 0.8])
+    text = report.write([tmp_path], tmp_path / "out").read_text()
+    assert f"`{tmp_path / 'c'}`, resumed from `{second}`, resumed from `{first}`" in text
+    assert capsys.readouterr().err == ""  # none of them is left out
 
 
-def test_an_earlier_run_that_is_gone_is_told(tmp_path):
-    write_run(tmp_path / "b", first=4, ckpt=str(tmp_path / "gone" / "checkpoints" / "last.ckpt"))
-    text = page_of(tmp_path / "b")
-    assert "resumes" in text and "gone`, which does not exist any more" in text
+def test_a_run_that_has_not_ended_is_left_out(tmp_path, capsys):
+    for number in range(11):
+        write_run(tmp_path / str(number), ended=number != 1, seed=number)
+    assert [run.options["seed"] for run in find([tmp_path])] == [0, *range(2, 11)]
+    assert capsys.readouterr().err.endswith(f"it has not ended: {tmp_path / '1'}\n")
 
 
-def test_an_interrupted_run_is_shown_as_that(tmp_path):
-    text = page_of(write_run(tmp_path / "0", ended=False, world=4))
-    row = row_of(text, "dgc seed=0 (not finished)")
-    assert (row["ratio, whole run"], row["ratio, last step"]) == ("3.88 (N=4)", "100 (N=4)")
-    assert row["ms a step"] == "50 = 12.5 + 12.5 + 12.5 + 12.5"  # of the rows that there are
-    assert "is not finished: without summary.json" in text
-
-
-def test_one_process_sends_nothing(tmp_path):
-    text = page_of(write_run(tmp_path / "0", world=1))
-    assert "bytes sent, dgc: sends nothing: N=1." in text
-    assert "figures/accuracy_over_bytes.png" not in text
+def test_one_process_sends_nothing_and_an_option_may_hold_any_sign(tmp_path):
+    write_run(tmp_path / "0", world=1, options="$a|b$")
+    write_run(tmp_path / "1", world=1, options="c")
+    text = report.write([tmp_path], tmp_path / "out").read_text()
+    assert "`compressor.options=$a\\|b$`" in text
 
 
 def test_where_the_report_goes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "draw", lambda groups: [])
+    monkeypatch.setattr(report, "draw", lambda *_: None)
     write_run(tmp_path / "sweep" / "0")
     write_run(tmp_path / "sweep" / "1", seed=1)
-    assert report.main(["sweep/0"]) == 0 and report.main(["sweep"]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "sweep" / "0" / "report.md"), "report/report.md"]
-    assert (tmp_path / "report" / "report.md").exists()
+    assert report.main(["sweep/0"]) == report.main(["sweep"]) == report.main(["sweep", "--out", "other"]) == 0
+    assert capsys.readouterr().out.split() == [f"{tmp_path}/sweep/0/report.md", "report/report.md", "other/report.md"]
+    assert (tmp_path / "other" / "report.md").exists()
 
 
-def test_what_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    write_run(tmp_path / "begun", (), ended=False)
-    for words, sentence in {
-        (): "RUN: got 'nothing', allowed: RUN",
-        ("--fast",): "argument: got '--fast', allowed: RUN",
-        (str(tmp_path / "gone"),): "RUN: got '.*gone', allowed: a folder that exists",
-        (str(tmp_path / "empty"),): "RUN: got '.*empty', allowed: a folder with config.yaml and metrics.csv",
-        (str(tmp_path / "begun"),): "RUN: got '.*begun', allowed: a run that has completed its first validation",
-    }.items():
-        with pytest.raises(ValueError, match=sentence):
-            report.main(list(words))
-
-
-def test_a_run_without_validation_among_others_is_left_out(tmp_path):
-    write_run(tmp_path / "0")
-    write_run(tmp_path / "1", (), seed=1, ended=False)
-    assert "1` is left out: it has no validation yet." in page_of(tmp_path)
-
-
-def break_run(folder, how):
-    """Damage one of the files of a run, or its reference to another."""
-    values = yaml.safe_load((folder / "config.yaml").read_text())
-    contents = {
-        "metrics": ("metrics.csv", "step,val_acc\n1,high\n"),
-        "columns": ("metrics.csv", "epoch,val_acc\n1,0.5\n"),
-        "summary": ("summary.json", '{"communication": {'),
-        "entries": ("summary.json", "[]"),
-        "config": ("config.yaml", "seed: [1\n"),
-        "empty": ("config.yaml", ""),
-        "itself": ("config.yaml", yaml.safe_dump({**values, "ckpt": str(folder.parent / "b" / "checkpoints" / "x")})),
-    }
-    name, text = contents[how]
-    (folder / name).write_text(text)
-    return name
-
-
-@pytest.mark.parametrize("how", ["metrics", "columns", "summary", "entries", "config", "empty", "itself"])
-def test_a_broken_run_is_named_and_left_out(tmp_path, how):
-    write_run(tmp_path / "good", seed=5)
-    broken = write_run(tmp_path / "a")
-    if how == "itself":  # two runs that name each other
-        write_run(tmp_path / "b", ckpt=str(broken / "checkpoints" / "last.ckpt"))
-    name = break_run(broken, how)
-    runs, left_out = find([tmp_path])
-    assert [run.folder.name for run in runs] == ["good"]
-    assert set(left_out) == ({broken, tmp_path / "b"} if how == "itself" else {broken})
-    assert left_out[broken].startswith(str((tmp_path / "b" if how == "itself" else broken) / name))
-    assert f"`{broken}` is left out: {broken.parent}" in page_of(tmp_path)
-    with pytest.raises(ValueError, match=f"{name}"):
-        find([broken])
-
-
-def test_names_from_a_config_are_escaped(tmp_path):
-    write_run(tmp_path / "0", compressor="evil|x\n<script>$a_{", seed="[a](b)")
-    write_run(tmp_path / "1", compressor="_none")
-    text = report.write([tmp_path], tmp_path / "out").read_text()
-    assert "| evil\\|x &lt;script&gt;$a_{ | 1 (\\[a\\](b)) |" in text and "<script>" not in text
-    svg = (tmp_path / "out" / "figures" / "step_time.svg").read_text()
-    assert "$a_{" in svg
-
-
-def test_secrets_of_a_logger_are_not_in_a_report(tmp_path):
-    for seed, password in enumerate(("hunter1", "hunter2")):
-        folder = write_run(tmp_path / str(seed), seed=seed)
-        values = yaml.safe_load((folder / "config.yaml").read_text())
-        values["logger"] = {"name": "mlflow", "tracking_uri": f"https://user:{password}@host"}
-        values["data"]["dir"] = f"https://user:{password}@host"
-        (folder / "config.yaml").write_text(yaml.safe_dump(values))
-    text = page_of(tmp_path)
-    assert "hunter" not in text and "user" not in text
-
-
-def test_a_report_that_cannot_be_written_is_refused(tmp_path):
-    write_run(tmp_path / "0")
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"^--out: got '.*file', allowed: a folder that can be written: .*file"):
-        report.write([tmp_path / "0"], tmp_path / "file")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "gradcomp report: got 'nothing', allowed: RUN"),
+        (["good", "--fast"], "gradcomp report: got '--fast', allowed: RUN"),
+        (["gone"], "RUN: got 'gone', allowed: a folder that exists"),
+        (["begun"], r"RUN: got 'begun', allowed: a run that has ended: its folder has metrics.csv .* and summary.json"),
+        (["broken"], r"broken can't be read: JSONDecodeError"),
+    ],
+)
+def test_what_is_refused(tmp_path, monkeypatch, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "begun", ended=False)
+    (write_run(tmp_path / "broken") / "summary.json").write_text("{")
+    with pytest.raises(ValueError, match=sentence):
+        report.main(words)

@@ -1,13 +1,9 @@
 """The tables of runs: methods paired with dense by fold and seed."""
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from benchmarks import results
-from lightning_gradcomp.app.compose import checked, register, shipped
-from lightning_gradcomp.app.run_folder import values_of
-
-register()
+from benchmarks.results import composed
 
 
 def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichlet=None, machine="one"):
@@ -26,12 +22,6 @@ def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichle
         machine=machine,
         dirichlet=dirichlet,
     )
-
-
-def config_of(*overrides):
-    """As it stands in a run's summary."""
-    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        return values_of(checked(compose("train", list(overrides))))
 
 
 def test_a_difference_is_that_of_pairs_and_has_student_s_interval():
@@ -60,7 +50,7 @@ def test_a_fold_that_was_run_on_two_machines_is_one_pair():
 )
 def test_a_machine_is_that_of_the_arithmetic(device, machine):
     cost = {"world_size": 8, "bytes_sent": 1, "dense_bytes": 10, "last_step": {"ratio": 10.0}, "steps": 220}
-    summary = {"communication": cost, "config": config_of("recipe=digits"), "val_correct": 9, "val_images": 10}
+    summary = {"communication": cost, "config": composed("recipe=digits"), "val_correct": 9, "val_images": 10}
     summary |= {"device": device, "cpu_cores": 2, "processor": "AMD EPYC", "packages": {"torch": "2.14.1"}}
     assert results.result(summary).machine == machine
 
@@ -107,7 +97,11 @@ def test_runs_with_images_of_their_own_are_not_beside_others():
         ("recipe=digits_swin compressor.dense_values=fp32", "dgc dense_values=fp32"),
         ("recipe=digits compressor=twobit compressor.warmup_epochs=3", "twobit warmup_epochs=3"),
         ("recipe=digits_resnet50 optimizer.lr=0.005", "dgc optimizer.lr=0.005"),
-        ("recipe=digits sparsity_warmup=linear", "dgc sparsity_warmup.schedule=linear"),
+        (
+            "recipe=digits callbacks=[default,sparsity_warmup] callbacks.sparsity_warmup.schedule=linear",
+            "dgc sparsity_warmup.schedule=linear sparsity_warmup.periods=4 sparsity_warmup.by=epoch "
+            "sparsity_warmup.dense=0",
+        ),
         ("recipe=digits_dga", "dga K=8 D=8"),
         ("recipe=digits strategy=dga compressor=onebit strategy.period=15 strategy.delay=0", "dga:onebit K=15 D=0"),
         ("recipe=digits_sparseloco", "sparseloco K=8 D=0"),
@@ -115,7 +109,7 @@ def test_runs_with_images_of_their_own_are_not_beside_others():
     ],
 )
 def test_a_method_is_its_name_its_rounds_and_what_is_not_the_recipe_s(overrides, method):
-    assert results.key({"config": config_of(*overrides.split())})[1] == method
+    assert results.key({"config": composed(*overrides.split())})[1] == method
 
 
 def test_a_table_has_methods_in_their_order_and_longer_rounds_later():

@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 
 from torchvision.datasets import CIFAR10 as Images
 
-from lightning_gradcomp.app.data.missing import CIFAR10_FOLDER, missing
-from lightning_gradcomp.app.data.source import Pair, Source
-from lightning_gradcomp.app.data.transforms import to_train, to_validate
-from lightning_gradcomp.app.options.data import CIFAR10, Augment
+from lightning_gradcomp.app.data.augment import Augment
+from lightning_gradcomp.app.data.files import Files
+from lightning_gradcomp.app.data.shared import Pair
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images, by channel
-SIZE, CLASSES, IMAGES = 32, 10, 50_000
+FOLDER = "cifar-10-batches-py"
+"""torchvision's, and the archive's."""
 
 
-def cifar10(options: CIFAR10, augment: Augment) -> Source:
-    """50,000 images to train with, and the 10,000 of the test set to validate with; 3x32x32."""
-    root = Path(options.dir).expanduser()
+class CIFAR10(Files):
+    """50,000 images to train with, and the 10,000 of the test set to validate with; 3x32x32.
 
-    def download() -> None:
-        if options.download:
+    Args:
+        batch_size: images a step, over all ranks together.
+        dir: holds, or will hold, cifar-10-batches-py/.
+        workers: decoding processes a rank.
+        prefetch: batches that each of them decodes ahead.
+        download: rank 0 downloads the files if they are missing.
+        augment: of the training images.
+        seed: of the order of the images.
+    """
+
+    name, classes = "CIFAR-10", 10
+    how_to_get = "Get it with data.download=true, or unpack cifar-10-python.tar.gz of www.cs.toronto.edu/~kriz there"
+
+    def __init__(
+        self,
+        batch_size: int = 256,
+        dir: str = "data",
+        workers: int = 2,
+        prefetch: int = 2,
+        download: bool = True,
+        augment: Augment = Augment(),  # noqa: B008 - frozen
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, dir, 32, workers, prefetch, augment, seed)
+        self.download = download
+
+    def check(self) -> None:
+        if not (self.download or (self.root / FOLDER).is_dir()):
+            raise self.missing(f"there is no folder {FOLDER}")
+
+    def prepare_data(self) -> None:
+        """Runs on rank 0 alone, while the others wait."""
+        if self.download:
             try:
                 with redirect_stdout(sys.stderr):  # the text of the progress bar
-                    Images(str(root), download=True)
+                    Images(str(self.root), download=True)
             except (OSError, RuntimeError) as error:  # no network, a full disk; a damaged file
-                raise missing(options, f"the download failed: {error}") from error
+                raise self.missing(f"the download failed: {error}") from error
 
-    def load() -> Pair:
+    def load(self) -> Pair:
         try:
-            train = Images(str(root), train=True, transform=to_train(augment, SIZE, MEAN, STD))
-            return train, Images(str(root), train=False, transform=to_validate(augment, SIZE, MEAN, STD))
+            train = Images(str(self.root), train=True, transform=self.augment.to_train(self.size, MEAN, STD))
+            val = Images(str(self.root), train=False, transform=self.augment.to_validate(self.size, MEAN, STD))
         except RuntimeError as error:  # missing, such as on a node that doesn't share rank 0's disk; or damaged
-            raise missing(options, f"files are missing or damaged in {CIFAR10_FOLDER}") from error
-
-    workers, prefetch = options.workers, options.prefetch
-    return Source(3, SIZE, CLASSES, load, images=IMAGES, prepare=download, workers=workers, prefetch=prefetch)
+            raise self.missing(f"files are missing or damaged in {FOLDER}") from error
+        return train, val

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import StratifiedKFold, train_test_split
 from torch.utils.data import TensorDataset
 
-from lightning_gradcomp.app.data.source import Source
+from lightning_gradcomp.app.data.augment import Augment
+from lightning_gradcomp.app.data.shared import Pair, SharedImages
+from lightning_gradcomp.errors import refusal
 
 CHANNELS = 1
 CLASSES = 10
-IMAGES = 1437
 VALIDATION = 360
 FOLDS = 5
 SPLIT_SEED = 0  # a constant: runs with different seeds are validated on the same images
@@ -26,9 +27,6 @@ def digits(fold: int | None = None) -> tuple[TensorDataset, TensorDataset]:
         fold: 0 to 4: that part of a five-fold cross-validation, in which every image is one to validate with once. The
             last three have 359, and 1,438 to train with.
     """
-    from sklearn.datasets import load_digits  # takes seconds to import, which no other data needs
-    from sklearn.model_selection import StratifiedKFold, train_test_split
-
     pixels, labels = load_digits(return_X_y=True)
     if fold is None:
         parts = train_test_split(pixels, labels, test_size=VALIDATION, stratify=labels, random_state=SPLIT_SEED)
@@ -42,6 +40,35 @@ def digits(fold: int | None = None) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset((train - mean) / std, train_labels), TensorDataset((val - mean) / std, val_labels)
 
 
-def source(fold: int | None = None, dirichlet: float | None = None) -> Source:
-    """The digits."""
-    return Source(CHANNELS, 8, CLASSES, partial(digits, fold), images=IMAGES, dirichlet=dirichlet)
+class Digits(SharedImages):
+    """The digits.
+
+    Args:
+        batch_size: images a step, over all ranks together.
+        fold: 0 to 4: of a cross-validation. None: one fixed split.
+        dirichlet: each rank has its own images, unequal by class; the smaller the more. None: all have all.
+        augment: MixUp, CutMix and label smoothing; the images are not transformed.
+        seed: of the order of the images.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+
+    name, channels, classes, size = "digits", CHANNELS, CLASSES, 8
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        fold: int | None = None,
+        dirichlet: float | None = None,
+        augment: Augment = Augment(),  # noqa: B008 - frozen
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, augment, seed, dirichlet=dirichlet)
+        augment.check_in_memory("data=digits")
+        if fold not in (None, *range(FOLDS)):
+            raise refusal("data.fold", fold, f"null, or a whole number from 0 to {FOLDS - 1}")
+        self.fold = fold
+
+    def load(self) -> Pair:
+        return digits(self.fold)

@@ -8,26 +8,75 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets import ImageFolder as Images
 
-from lightning_gradcomp.app.data.missing import MissingData, class_folders, missing
-from lightning_gradcomp.app.data.source import Pair, Source
-from lightning_gradcomp.app.data.transforms import to_train, to_validate
-from lightning_gradcomp.app.options.data import Augment, ImageFolder
+from lightning_gradcomp.app.data.augment import Augment
+from lightning_gradcomp.app.data.files import Files, MissingData
+from lightning_gradcomp.app.data.shared import Pair
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, by channel, as in torchvision's recipes
 
 
-def folders(options: ImageFolder, augment: Augment) -> Source:
-    """dir/train/<class>/* and dir/val/<class>/* as 3 x size x size pixels; classes by the names of their folders."""
-    root, size = Path(options.dir).expanduser(), options.size
+class ImageFolder(Files):
+    """dir/train/<class>/* and dir/val/<class>/*, of any size, as 3 x size x size pixels; classes by folder name."""
 
-    def load() -> Pair:
+    name = "images"
+    how_to_get = (
+        "Put images into train/<class>/ and val/<class>/, the same classes in both, or name another folder "
+        "with data.dir=..."
+    )
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        dir: str = "data/pictures",
+        size: int = 224,
+        workers: int = 2,
+        prefetch: int = 2,
+        augment: Augment = Augment(),  # noqa: B008 - frozen
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, dir, size, workers, prefetch, augment, seed)
+        self.classes = len(class_folders(self.root / "train")) or 1000  # of a dry run without the images
+
+    def check(self) -> None:
+        train, val = (class_folders(self.root / part) for part in ("train", "val"))
+        if not train or not val:
+            where = " and ".join(part for part, found in (("train/", train), ("val/", val)) if not found)
+            raise self.missing(f"no folders of classes in {where}")
+        if different := set(train) ^ set(val):
+            some = ", ".join(sorted(different)[:3])
+            raise self.missing(f"train/ and val/ have different classes ({len(different)}, such as {some})")
+        if len(train) == 1:
+            raise self.missing(f"one class alone, {train[0]}")
+        for folder in (self.root / part / name for part in ("train", "val") for name in train):
+            if not any(path.is_file() for path in folder.rglob("*")):
+                raise self.missing(f"no image in {folder.relative_to(self.root)}")
+
+    def load(self) -> Pair:
         try:
-            train = Images(str(root / "train"), to_train(augment, size, MEAN, STD), loader=read)
-            return train, Images(str(root / "val"), to_validate(augment, size, MEAN, STD), loader=read)
-        except FileNotFoundError as error:  # a class without an image, such as on a node that has a disk of its own
-            raise missing(options, str(error)) from error
+            train = Images(str(self.root / "train"), self.augment.to_train(self.size, MEAN, STD), loader=read)
+            return train, Images(str(self.root / "val"), self.augment.to_validate(self.size, MEAN, STD), loader=read)
+        except FileNotFoundError as error:  # a class without an image, such as on a node that has its own disk
+            raise self.missing(str(error)) from error
 
-    return Source(3, size, len(class_folders(root / "train")), load, workers=options.workers, prefetch=options.prefetch)
+
+class ImageNet(ImageFolder):
+    """ILSVRC 2012: 1,000 classes."""
+
+    name = "ImageNet"
+    how_to_get = (
+        "Get it from image-net.org (ILSVRC 2012, after registration), and sort the images by class into "
+        "train/n01440764/*.JPEG ... and val/n01440764/*.JPEG ..."
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.classes != 1000:
+            raise self.missing(f"{self.classes} classes, not 1,000")
+
+
+def class_folders(root: Path) -> list[str]:
+    """Names of the folders in `root`, which are classes; none if there is no `root`."""
+    return sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
 
 
 def read(path: str) -> Image.Image:

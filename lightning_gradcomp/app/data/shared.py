@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
-from lightning_gradcomp.app.data.source import Source
-from lightning_gradcomp.app.options.data import check_batch
 from lightning_gradcomp.compressors.kernels.rng import seed_of
 from lightning_gradcomp.errors import refusal
 
@@ -43,40 +42,80 @@ class RankSampler(DistributedSampler[int]):
         return iter(order[skip:])
 
 
+Pair = tuple[Dataset[Any], Dataset[Any]]
+"""Images to train with, and to validate with: float (channels, height, width) and an int each."""
+
+
 class SharedImages(L.LightningDataModule):
-    """The images of `source`, `batch_size` a training step over all `ranks` together.
+    """Images by class, `batch_size` a training step over all ranks together. Subclasses say which.
+
+    Args:
+        batch_size: images a step, over all ranks together, before accumulation.
+        augment: of the training images.
+        seed: of the order of the images.
+        workers: decoding processes a rank.
+        prefetch: batches that each of them decodes ahead.
+        dirichlet: concentration; each rank has its own images, the smaller the more unequal. None: all have all.
 
     Raises:
-        ValueError: a batch size that the ranks can't share, at once where the number of images is known, else in
-            `setup`; in `setup` to fit, a Dirichlet split that leaves a rank without a batch.
+        ValueError: an option out of its range; in `setup`, a batch size that the ranks can't share, or a Dirichlet
+            split that leaves a rank without a batch.
     """
 
+    name: str | None
+    channels: int
+    classes: int
+    size: int
+    """Height and width of an image in pixels."""
     train: Dataset[Any]
     val: Dataset[Any]
-    own: list[np.ndarray]  # the images of each rank, where the source has a `dirichlet`
+    own: list[np.ndarray]  # the images of each rank, with `dirichlet`
 
-    def __init__(self, source: Source, *, batch_size: int, ranks: int, seed: int, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        augment: Augment = Augment(),  # noqa: B008 - frozen
+        seed: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+        dirichlet: float | None = None,
+    ) -> None:
         super().__init__()
-        self.repeats = repeats
         self.prepare_data_per_node = False  # nodes may share a disk, which two must not write to at once
-        self.source, self.batch_size, self.ranks, self.seed = source, batch_size, ranks, seed
-        check_batch(batch_size, ranks, source.images)
-        self.rank_batch = batch_size // ranks
+        for option, got, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("prefetch", prefetch, 1)):
+            if type(got) is not int or got < least:
+                raise refusal(f"data.{option}", got, f"a whole number from {least}")
+        if dirichlet is not None and not dirichlet >= 0.01:
+            raise refusal("data.dirichlet", dirichlet, "null, or 0.01 and more")
+        self.batch_size, self.augment, self.seed = batch_size, augment, seed
+        self.workers, self.prefetch, self.dirichlet = workers, prefetch, dirichlet
 
-    def prepare_data(self) -> None:
-        """Runs on rank 0 alone, while the others wait."""
-        self.source.prepare()
+    def load(self) -> Pair:
+        """Reads the images, or finds their files; on every rank."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """ValueError if files are missing, before any rank starts."""
+
+    def check_batch(self, ranks: int, images: int | None = None) -> None:
+        """ValueError for a batch that so many ranks can't share, or that `images` don't fill."""
+        least = 2 * ranks  # batch norm needs two images
+        if self.batch_size % ranks or not least <= self.batch_size <= (images or self.batch_size):
+            most = f"{least} to {images}" if images else f"{least} or more"
+            raise refusal("data.batch_size", self.batch_size, f"a multiple of {ranks} (ranks), {most}")
 
     def setup(self, stage: str) -> None:
         """Runs on every rank."""
-        self.train, self.val = self.source.load()
-        count = len(self.train)  # pyrefly: ignore[bad-argument-type] - every data set here has a length
-        check_batch(self.batch_size, self.ranks, count)
-        if (images := len(self.val)) < self.ranks:  # pyrefly: ignore[bad-argument-type]
-            raise refusal("images to validate with", images, f"one for each of {self.ranks} ranks")
-        if stage == "fit" and (alpha := self.source.dirichlet) is not None:
+        assert self.trainer is not None
+        ranks = self.trainer.world_size
+        self.train, self.val = self.load()
+        self.check_batch(ranks, len(self.train))  # pyrefly: ignore[bad-argument-type] - every data set here has one
+        self.rank_batch = self.batch_size // ranks
+        if (images := len(self.val)) < ranks:  # pyrefly: ignore[bad-argument-type]
+            raise refusal("images to validate with", images, f"one for each of {ranks} ranks")
+        if stage == "fit" and self.dirichlet is not None:
             assert isinstance(self.train, TensorDataset)
-            self.own = dirichlet_split(self.train.tensors[1], self.ranks, alpha, self.rank_batch, self.seed)
+            self.own = dirichlet_split(self.train.tensors[1], ranks, self.dirichlet, self.rank_batch, self.seed)
 
     @property
     def epoch_steps(self) -> int:
@@ -103,9 +142,9 @@ class SharedImages(L.LightningDataModule):
         done = 0 if progress.is_last_batch else progress.current.processed
         skip = done * self.rank_batch
         sampler: RankSampler | OwnImages = RankSampler(
-            self.train, ranks, rank, seed=self.seed, skip=skip, repeats=self.repeats
+            self.train, ranks, rank, seed=self.seed, skip=skip, repeats=self.augment.repeats
         )
-        if self.source.dirichlet is not None:
+        if self.dirichlet is not None:
             length = len(self.train) // self.batch_size * self.rank_batch  # pyrefly: ignore[bad-argument-type]
             sampler = OwnImages(self.own[rank], length, seed=self.seed, skip=skip)
         sampler.set_epoch(self.trainer.current_epoch)  # Lightning does it too late for workers that prefetch
@@ -122,12 +161,12 @@ class SharedImages(L.LightningDataModule):
         return self._loader(self.val, batch_sampler=[own[batch::batches] for batch in range(batches)])
 
     def _loader(self, images: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        workers, (rank, _) = self.source.workers, self._rank_and_world()
+        workers, (rank, _) = self.workers, self._rank_and_world()
         return DataLoader(
             images,
             num_workers=workers,
             persistent_workers=workers > 0,
-            prefetch_factor=self.source.prefetch if workers else None,
+            prefetch_factor=self.prefetch if workers else None,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(seed_of(self.seed, rank)),  # of the workers' augmentation
             **options,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_gradcomp.app.data.source import Source
+from lightning_gradcomp.app.data.augment import Augment
+from lightning_gradcomp.app.data.shared import Pair, SharedImages
+from lightning_gradcomp.errors import refusal
 
 DIFFERENT = 64
 """Images that are drawn; the others are copies of them, so that any number fits into memory."""
@@ -25,13 +27,44 @@ class Repeated(TensorDataset):
         return self.images
 
 
-def synthetic(channels: int, size: int, classes: int, images: int, val_images: int) -> Source:
-    """Normal pixels with labels at random: `images` to train with, `val_images` to validate with."""
+class Synthetic(SharedImages):
+    """Normal pixels with labels at random, equal on all ranks.
 
-    def load() -> tuple[Repeated, Repeated]:
-        generator = torch.Generator().manual_seed(0)  # equal on all ranks
-        pixels = torch.randn(DIFFERENT, channels, size, size, generator=generator, dtype=torch.float32)
-        labels = torch.randint(classes, (DIFFERENT,), generator=generator)
-        return Repeated(images, pixels, labels), Repeated(val_images, pixels, labels)
+    Args:
+        batch_size: images a step, over all ranks together; and images to validate with.
+        size: pixels a side.
+        classes: number of classes.
+        images: in an epoch.
+        channels: of an image.
+        augment: MixUp, CutMix and label smoothing; the images are not transformed.
+        seed: of the order of the images.
 
-    return Source(channels, size, classes, load, images=images)
+    Raises:
+        ValueError: an option out of its range.
+    """
+
+    name = "synthetic"
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        size: int = 224,
+        classes: int = 1000,
+        images: int = 1280,
+        channels: int = 3,
+        augment: Augment = Augment(),  # noqa: B008 - frozen
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, augment, seed)
+        augment.check_in_memory("data=synthetic")
+        for option, got, least in (("size", size, 8), ("classes", classes, 2), ("images", images, 1)):
+            if type(got) is not int or got < least:
+                raise refusal(f"data.{option}", got, f"a whole number from {least}")
+        self.size, self.classes, self.images, self.channels = size, classes, images, channels
+
+    def load(self) -> Pair:
+        generator = torch.Generator().manual_seed(0)
+        shape = (DIFFERENT, self.channels, self.size, self.size)
+        pixels = torch.randn(shape, generator=generator, dtype=torch.float32)
+        labels = torch.randint(self.classes, (DIFFERENT,), generator=generator)
+        return Repeated(self.images, pixels, labels), Repeated(self.batch_size, pixels, labels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torchvision
 from torch import nn
 
-from lightning_gradcomp.app.options.data import SMALL
+from lightning_gradcomp.app.data.augment import SMALL
 
 
 def resnet(name: str, *, channels: int, classes: int, size: int = 32) -> nn.Module:

@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 from torchvision.models import SwinTransformer
 
-from lightning_gradcomp.app.options.data import SMALL
+from lightning_gradcomp.app.data.augment import SMALL
 from lightning_gradcomp.errors import refusal
 
 

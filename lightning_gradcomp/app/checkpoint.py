@@ -1,0 +1,70 @@
+"""Which checkpoint a run resumes from or validates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_gradcomp.errors import refusal
+
+
+def resolve(config: DictConfig, folder: Path, is_alone: bool) -> str | None:
+    """The path of `config.ckpt`, for a run that writes to `folder`.
+
+    Args:
+        is_alone: False for a job of a sweep and under torchrun or SLURM, where "last" is not the same for all.
+
+    Raises:
+        ValueError: there is no such checkpoint, or this run can't continue that one.
+    """
+    given = config.ckpt
+    if config.evaluate and given is None:
+        raise refusal("ckpt with evaluate=true", None, "best, last, a run's folder, or a .ckpt file")
+    if config.dry_run and given is not None:
+        raise refusal("ckpt with dry_run=true", given, "null: a dry run starts from nothing")
+    if given is None:
+        return None
+    if given in ("last", "best"):
+        if not is_alone:
+            raise refusal("ckpt", given, "the path of a checkpoint, in a sweep and under torchrun or SLURM")
+        path = _newest(given, folder)
+    else:
+        path = Path(str(given)).expanduser()
+        if path.is_dir() and not _is_distributed(path):  # a run's folder
+            path = path / "checkpoints" / ("best.ckpt" if config.evaluate else "last.ckpt")
+    if not path.exists():
+        raise refusal("ckpt", given, "last, best, the folder of a run that has saved a checkpoint, or a .ckpt file")
+    if path.name == "best.ckpt" and not config.evaluate:
+        raise refusal("ckpt", str(path), "last.ckpt, to resume from: best.ckpt holds weights alone, for evaluate=true")
+    if _is_distributed(path) and "HSDP" not in config.strategy._target_:
+        allowed = "a file, which strategy=hsdp writes with strategy.save_distributed_checkpoint=false"
+        raise refusal("ckpt without strategy=hsdp", f"{path}, a distributed checkpoint", allowed)
+    earlier = path.resolve().parents[1] / "config.yaml"
+    if earlier.exists():
+        _check_same(OmegaConf.load(earlier), config)
+    return str(path.resolve())
+
+
+def _newest(name: str, folder: Path) -> Path:
+    """The newest checkpoint of the runs beside `folder`."""
+    file = f"checkpoints/{name}.ckpt"
+    found = [*folder.parent.glob(f"*/{file}"), *folder.parent.glob(f"*/*/{file}")]  # of runs, of sweeps' jobs
+    if not found:
+        raise refusal("ckpt", name, f"the path of a checkpoint: no run in {folder.parent} has saved one yet")
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def _is_distributed(path: Path) -> bool:
+    return (path / ".metadata").is_file()
+
+
+def _check_same(earlier: Any, config: Any) -> None:
+    """ValueError if the run of a checkpoint had another model, other data or another optimizer."""
+    for group in ("model", "data") if config.evaluate else ("model", "data", "optimizer"):
+        if (got := config[group]._target_) != earlier[group]._target_:
+            raise refusal(group, got, f"{earlier[group]._target_}, as in ckpt's run")
+    fold = earlier.data.get("fold")
+    if (got := config.data.get("fold")) != fold:  # images to validate with that the earlier run has trained on
+        raise refusal("data.fold", got, f"{'null' if fold is None else fold}, as in ckpt's run")

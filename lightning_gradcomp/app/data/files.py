@@ -1,0 +1,52 @@
+"""Data sets whose images are files, and the error for files that are missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from lightning_gradcomp.app.data.augment import Augment
+from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.errors import Refused
+
+MEANWHILE = "Meanwhile: gradcomp recipe=digits needs none, and dry_run=true checks everything but the data"
+
+
+class MissingData(Refused):
+    """Files that are missing, or can't be used."""
+
+
+class Files(SharedImages):
+    """Images in files beneath a folder.
+
+    Args:
+        batch_size: images a step, over all ranks together.
+        dir: the folder.
+        size: pixels a side of what the network gets.
+        workers: decoding processes a rank, 0 to decode in the rank itself.
+        prefetch: batches that each of them decodes ahead.
+        augment: of the training images.
+        seed: of the order of the images.
+    """
+
+    channels = 3
+    how_to_get: ClassVar[str]
+
+    def __init__(
+        self,
+        batch_size: int,
+        dir: str,
+        size: int,
+        workers: int = 2,
+        prefetch: int = 2,
+        augment: Augment = Augment(),  # noqa: B008 - frozen
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, augment, seed, workers, prefetch)
+        augment.check_size(size)
+        self.root, self.size = Path(dir).expanduser(), size
+
+    def missing(self, why: str) -> MissingData:
+        """The error for files that can't be used: why, where they were looked for, how to get them."""
+        where = f"Looked in {self.root.resolve()} (data.dir, or the environment's GRADCOMP_DATA)"
+        return MissingData(f"{self.name}: {why}. {where}. {self.how_to_get}. {MEANWHILE}.")

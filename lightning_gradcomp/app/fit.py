@@ -1,0 +1,70 @@
+"""What every rank of a run does."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import OmegaConf
+
+from lightning_gradcomp.app import compose, summary
+from lightning_gradcomp.app.messages import hide_messages
+from lightning_gradcomp.app.ranks import STOPPED
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin import CommunicationMonitor
+
+
+def fit(yaml: str) -> dict[str, Any]:
+    """Trains, or validates, the composed config `yaml`. Returns the result, which rank 0 has written to its folder.
+
+    Raises:
+        ValueError: an option that is refused once the ranks know each other.
+    """
+    hide_messages()
+    config: Any = OmegaConf.create(yaml)
+    compose.register()
+    run = compose.build(config)
+    _interrupt_is_sigterm()
+    folder, trainer = Path(config.folder), run.trainer
+    if config.evaluate:
+        trainer.validate(run.task, run.data, ckpt_path=config.ckpt, verbose=False)
+        result = summary.evaluation(config, run)
+    else:
+        start = time.perf_counter()
+        try:
+            trainer.fit(run.task, run.data, ckpt_path=config.ckpt)
+        except SIGTERMException:
+            if trainer.is_global_zero:
+                print(f"\nstopped after step {trainer.global_step}; to resume: the same words, and ckpt={folder}")
+            sys.exit(STOPPED)
+        seconds = time.perf_counter() - start
+        if not run.task.images:  # stopped at the last step, before its validation
+            done = f"more: {config.ckpt} has completed all steps; evaluate=true validates it"
+            raise refusal("trainer.max_epochs", trainer.max_epochs, done)
+        if trainer.checkpoint_callbacks:
+            trainer.save_checkpoint(folder / compose.LAST, weights_only=False)
+        callbacks: Any = trainer.callbacks  # pyrefly: ignore[missing-attribute] - of Lightning's connector
+        [monitor] = [each for each in callbacks if isinstance(each, CommunicationMonitor)]
+        result = summary.collect(config, run, monitor.summary(), seconds)
+    if trainer.is_global_zero:
+        summary.write(result, folder)
+    dist.destroy_process_group()
+    return result
+
+
+def _interrupt_is_sigterm() -> None:
+    """Treats a Ctrl-C, which a terminal sends to every process, as a SIGTERM, which ends all ranks after the same step.
+
+    Lightning's handler would end each rank at once.
+    """
+
+    def once(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, once)

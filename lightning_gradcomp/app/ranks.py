@@ -1,0 +1,151 @@
+"""How many ranks a run has, who starts them, and on which devices they compute."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lightning_gradcomp.errors import Refused, refusal
+
+FEWEST = 2
+"""Ranks on one machine, unless told otherwise: one compresses nothing."""
+
+STOPPED = 143
+"""The shell's exit code for a SIGTERM, and that of a rank that has saved a checkpoint after one."""
+
+REFUSALS = (Refused, MisconfigurationException)
+"""What a rank raises for an option that it does not take once the ranks know each other."""
+
+
+class Ranks(NamedTuple):
+    """Where a run computes."""
+
+    accelerator: str  # "cuda" or "cpu"
+    per_node: int
+    nodes: int
+    launched: bool  # torchrun or SLURM has started the ranks
+
+    @property
+    def world(self) -> int:
+        """Their number."""
+        return self.per_node * self.nodes
+
+    @property
+    def shared_gpus(self) -> list[torch.device]:
+        """The GPU of each rank of a node that has fewer GPUs than ranks, in turn; otherwise empty.
+
+        Such ranks exchange over gloo: NCCL allows one rank a GPU.
+        """
+        gpus = torch.cuda.device_count()
+        if self.accelerator == "cpu" or self.per_node <= gpus:
+            return []
+        return [torch.device("cuda", rank % gpus) for rank in range(self.per_node)]
+
+
+def place(accelerator: str, devices: int | str, num_nodes: int | str) -> Ranks:
+    """What the Trainer's options of these names come to here: "auto" is one rank for each GPU, two at least.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none; numbers that differ from those of torchrun or SLURM; several
+            nodes without either.
+    """
+    if accelerator not in ("auto", "cpu", "cuda"):
+        raise refusal("trainer.accelerator", accelerator, "auto, cpu, cuda")
+    for option, given in (("devices", devices), ("num_nodes", num_nodes)):
+        if given != "auto" and (type(given) is not int or not 1 <= given <= 65536):
+            raise refusal(f"trainer.{option}", given, "auto, or a whole number from 1")
+    gpus = 0 if accelerator == "cpu" else torch.cuda.device_count()
+    if accelerator == "cuda" and not gpus:
+        raise refusal("trainer.accelerator", accelerator, "auto, cpu: there is no GPU here")
+    there = launched()
+    per_node, nodes = there or (max(gpus, FEWEST), 1)
+    if there is None and num_nodes not in ("auto", 1):
+        raise refusal("trainer.num_nodes", num_nodes, "1; under torchrun or SLURM more")
+    for option, given, started in (("devices", devices, per_node), ("num_nodes", num_nodes, nodes)):
+        if there and given not in ("auto", started):
+            raise refusal(f"trainer.{option}", given, f"auto, or the {started} that torchrun or SLURM has started")
+    return Ranks("cuda" if gpus else "cpu", per_node if devices == "auto" else int(devices), nodes, there is not None)
+
+
+def launched() -> tuple[int, int] | None:
+    """(ranks on this node, nodes) that torchrun or SLURM has started; None if this process has to start them."""
+    if TorchElasticEnvironment.detect():
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return local, int(os.environ["WORLD_SIZE"]) // local
+    if SLURMEnvironment.detect():
+        nodes = int(os.environ.get("SLURM_NNODES", 1))
+        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
+    return None
+
+
+def is_rank_zero() -> bool:
+    """True in the process of rank 0, and in one that starts the ranks."""
+    return all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "SLURM_PROCID"))
+
+
+class RankFailed(Exception):
+    """A rank failed. The message says which one, and why."""
+
+
+def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
+    """`run(*arguments)` in each of `ranks` fresh processes of this machine. Returns what rank 0 returned.
+
+    If one fails, the others are ended. A SIGTERM and a Ctrl-C are passed on to all ranks, which end together; a second
+    one kills them.
+
+    Raises:
+        RankFailed: a rank failed. Its traceback was printed, unless it refused an option.
+        SystemExit: a signal asked this process or a rank to stop, and all ranks have ended.
+    """
+    received: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        for child in multiprocessing.active_children():
+            child.kill() if received else child.terminate()
+        received.append(number)
+
+    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).disabled = True  # RankFailed says it, shorter
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the agent would kill the ranks 30 s after a signal
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = threads or str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id="gradcomp", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn",
+    )  # fmt: skip
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        result = elastic_launch(config, run)(*arguments)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if received or failure.exitcode == STOPPED:
+            sys.exit(128 + received[0] if received else STOPPED)  # ends a sweep too
+        raise RankFailed(_reason(rank, failure)) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+    return result
+
+
+def _reason(rank: int, failure: Any) -> str:
+    """What a failed rank said. Prints its traceback, if that is of any use."""
+    if not isinstance(failure.message, dict):  # a signal, or an exit code
+        return f"rank {rank} ended with {failure.message if failure.exitcode < 0 else f'exit code {failure.exitcode}'}"
+    kind, _, said = failure.message["message"].partition(": ")
+    if kind in [cls.__name__ for cls in (*REFUSALS, *Refused.__subclasses__())]:
+        return said
+    print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+    return f"rank {rank} failed: {kind}: {said}"

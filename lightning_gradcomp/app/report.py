@@ -1,0 +1,325 @@
+"""`gradcomp report`: a page with a table and figures on one run or several, from the files in their folders."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+from omegaconf import OmegaConf
+
+from lightning_gradcomp.app.sizes import digits, human
+from lightning_gradcomp.errors import refusal
+
+OPTIONS = "RUN..., folders of runs or of sweeps; --out FOLDER"
+STEPS, MEGABYTES, SECONDS = "optimizer steps", "MB of gradients sent by a rank", "seconds"
+FIGURES = {"accuracy": ("val_acc", "validation accuracy"), "loss": ("train_loss", "training loss")}
+"""Name of a figure -> its column of metrics.csv, and what the axis says."""
+
+IGNORED = ("seed", "folder", "ckpt", "trainer.devices", "trainer.num_nodes", "trainer.log_every_n_steps")
+IGNORED += ("trainer.enable_progress_bar",)
+"""Options that make no other group of runs, as those of the logger; the number of ranks does, however it came about."""
+
+HEAD = ("method", "options", "runs (seeds)", "N", "accuracy, %", "sent by a rank", "ratio", "topology", "ms a step")
+NOTES = """\
+Accuracy is that of the last validation. Groups of several runs show mean ± standard deviation; so do the bands in the
+figures. Bytes are those of the gradients that left rank 0. The ratio is what an uncompressed ring all-reduce of N ranks
+would have sent in the whole run, over what was sent. Milliseconds are the sum of each phase's median."""
+
+
+def main(words: list[str]) -> int:
+    """Writes the report that `words` ask for, and prints where it is.
+
+    Raises:
+        ValueError: unknown words, a folder that is missing, or one without a run that has ended.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gradcomp report", description="Writes report.md with figures on one run, or compares several."
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="a run's folder, or one with runs beneath it")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="default: the run's folder; ./report for several")
+    given, rest = parser.parse_known_args(words)
+    if rest or not given.runs:
+        raise refusal("gradcomp report", " ".join(rest) or "nothing", OPTIONS)
+    print(write(given.runs, given.out))
+    return 0
+
+
+def write(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Writes report.md, and figures/*.png beside it, on all runs in `folders` and beneath them.
+
+    Args:
+        out: the report's folder. Default: that of the run, or ./report for several.
+
+    Returns:
+        The path of report.md.
+
+    Raises:
+        ValueError: a folder that is missing or without a run that has ended; a file that can't be read.
+        OSError: the report can't be written.
+    """
+    runs = find(folders)
+    out = out or (runs[0].folder if len(runs) == 1 else Path("report"))
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    groups, names = grouped(runs), []
+    for name, (column, title) in FIGURES.items():
+        if figure := draw(groups, column, title):
+            figure.savefig(out / "figures" / f"{name}.png", dpi=150)
+            names.append(name)
+    path = out / "report.md"
+    path.write_text(page(groups, names))
+    return path
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended.
+
+    Args:
+        earlier: the folders of the runs that it resumed, the latest first.
+        options: of config.yaml, named as on the command line.
+        summary: summary.json.
+        metrics: metrics.csv, after the rows of the runs that it resumed.
+    """
+
+    folder: Path
+    earlier: list[Path]
+    options: dict[str, Any]
+    summary: dict[str, Any]
+    metrics: pd.DataFrame
+
+    @property
+    def cost(self) -> dict[str, Any]:
+        """What CommunicationMonitor has counted."""
+        return self.summary["communication"]
+
+    @property
+    def world(self) -> int:
+        """N."""
+        return self.cost["world_size"]
+
+    @property
+    def key(self) -> str:
+        """The same for runs that differ only in the seed."""
+        options = {name: value for name, value in self.options.items() if tells(name)}
+        return json.dumps([self.world, options], sort_keys=True, default=str)
+
+    def name(self, part: str) -> str:
+        """The class or function of a part of the config, such as `DGC`; of torchvision's and timm's models the name."""
+        return self.options.get(f"{part}.name") or self.options[f"{part}._target_"].rpartition(".")[2]
+
+
+def find(folders: Iterable[Path]) -> list[Run]:
+    """All runs in `folders` and beneath them that have ended; names the others on stderr.
+
+    Raises:
+        ValueError: a folder that is missing, no run that has ended, or a file that can't be read.
+    """
+    found: dict[Path, Run | None] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise refusal("RUN", str(folder), "a folder that exists")
+        for path in sorted(folder.resolve().rglob("metrics.csv"), key=_by_number):
+            found[path.parent] = read(path.parent) if (path.parent / "summary.json").exists() else None
+    runs = [run for run in found.values() if run]
+    if not runs:
+        allowed = "a run that has ended: its folder has metrics.csv (logger=csv) and summary.json"
+        raise refusal("RUN", ", ".join(map(str, folders)), allowed)
+    for folder in found.keys() - {each for run in runs for each in (run.folder, *run.earlier)}:
+        print(f"gradcomp: left out of the report, since it has not ended: {folder}", file=sys.stderr)
+    return runs
+
+
+def _by_number(path: Path) -> list[int | str]:
+    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", str(path))]  # 10 comes after 9
+
+
+def read(folder: Path) -> Run:
+    """The run in `folder`, which has ended.
+
+    Raises:
+        ValueError: a file that can't be read.
+    """
+    try:
+        options = _options(folder)
+        summary = json.loads((folder / "summary.json").read_text())
+        metrics, earlier = _metrics(folder), []
+        ckpt = options["ckpt"]
+        while ckpt and (Path(ckpt).parents[1] / "metrics.csv").exists():
+            earlier.append(before := Path(ckpt).parents[1])
+            rows = _metrics(before)
+            metrics = pd.concat([rows[rows["step"] < metrics["step"].min()], metrics])
+            ckpt = _options(before)["ckpt"]
+        return Run(folder, earlier, options, summary, metrics)
+    except Exception as error:
+        raise ValueError(f"{folder} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    return dict(_flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
+
+
+def _metrics(folder: Path) -> pd.DataFrame:
+    rows = pd.read_csv(folder / "metrics.csv")
+    axes = {STEPS: rows["step"] + 1, MEGABYTES: rows["comm/total_bytes_sent"] / 1e6, SECONDS: rows["time/total_s"]}
+    return rows.assign(**axes)
+
+
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def tells(option: str) -> bool:
+    """True for an option that may change the result."""
+    return option not in IGNORED and not option.startswith("logger.")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in the seed: a row of the table, a line in the figures.
+
+    Args:
+        method: the classes of compressor and strategy.
+        options: those that the other groups have otherwise, as on the command line.
+    """
+
+    runs: list[Run]
+    method: str
+    options: list[str]
+
+    @property
+    def label(self) -> str:
+        """Method and options."""
+        return " ".join([self.method, *self.options])
+
+    def curve(self, x: str, y: str) -> pd.DataFrame:
+        """Columns x, mean and sd of y, at the steps that all runs have."""
+        rows = pd.concat([run.metrics.reindex(columns=["step", x, y]).dropna() for run in self.runs]).groupby("step")
+        points = pd.DataFrame({x: rows[x].mean(), "mean": rows[y].mean(), "sd": rows[y].std().fillna(0)})
+        return points[rows.size() == len(self.runs)]
+
+
+def grouped(runs: list[Run]) -> list[Group]:
+    """The groups, in the order of their first runs."""
+    by_key: dict[str, list[Run]] = {}
+    for run in runs:
+        by_key.setdefault(run.key, []).append(run)
+    firsts = [each[0] for each in by_key.values()]
+    several_worlds = len({run.world for run in firsts}) > 1
+    groups = []
+    for each in by_key.values():
+        strategy = each[0].name("strategy")
+        method = each[0].name("compressor") + (f" {strategy}" if strategy != "CompressedDDPStrategy" else "")
+        words = list(_differing(each[0].options, [run.options for run in firsts]))
+        groups.append(Group(each, method, words + [f"N={each[0].world}"] * several_worlds))
+    return groups
+
+
+def _differing(own: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[str]:
+    """The options that differ from those of runs with the same class in this place."""
+    for name, value in own.items():
+        place, _, leaf = name.rpartition(".")
+        kind = f"{place}._target_"
+        peers = [other for other in others if leaf == "_target_" or other.get(kind) == own.get(kind)]
+        if not tells(name) or all(other.get(name) == value for other in peers):
+            continue
+        if leaf != "_target_":
+            yield f"{name}={json.dumps(value, separators=(',', ':'), default=str)}".replace('"', "")
+        elif place not in ("compressor", "strategy"):  # which the method names
+            yield f"{place}={value.rpartition('.')[2]}"
+
+
+def draw(groups: list[Group], column: str, title: str) -> Figure | None:
+    """A column of metrics.csv over steps, megabytes and seconds; None if no run has it."""
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    panels = dict(zip((STEPS, MEGABYTES, SECONDS), figure.subplots(1, 3, sharey=True), strict=True))
+    lines = {}
+    for x, axes in panels.items():
+        for number, group in enumerate(groups):
+            points = group.curve(x, column)
+            if points.empty or (x == MEGABYTES and group.runs[0].world == 1):
+                continue
+            colour, style = f"C{number % 10}", ("-", "--", ":", "-.")[number // 10 % 4]
+            [lines[group.label]] = axes.plot(points[x], points["mean"], style, color=colour, marker=".")
+            band = points["mean"] - points["sd"], points["mean"] + points["sd"]
+            axes.fill_between(points[x], *band, color=colour, alpha=0.2, linewidth=0)
+        axes.set_xlabel(x)
+        axes.grid(alpha=0.3)
+    if not lines:
+        return None
+    panels[STEPS].set_ylabel(title)
+    if len(groups) > 1 and panels[MEGABYTES].lines:
+        panels[MEGABYTES].set_xscale("log")
+        panels[MEGABYTES].xaxis.set_major_formatter(LogFormatter())
+        panels[MEGABYTES].xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    columns = max(1, min(len(lines), 150 // (max(map(len, lines)) + 8)))
+    figure.legend(
+        list(lines.values()), [each.replace("$", r"\$") for each in lines], loc="outside lower center", ncols=columns
+    )
+    return figure
+
+
+def page(groups: list[Group], figures: list[str]) -> str:
+    """report.md. `figures`: their names."""
+    runs, places = [run for group in groups for run in group.runs], []
+    subjects = _each(f"{run.name('model')} on {run.name('data')}" for run in runs)
+    parts = [f"# {subjects}: {groups[0].method if len(groups) == 1 else f'{len(groups)} configurations'}"]
+    facts = {
+        "Optimizer": _each(f"{run.name('optimizer')}, {run.summary['epochs']} epochs" for run in runs),
+        "Hardware": _each(map(_hardware, runs)),
+        "Versions": _each(f"{name} {number}" for run in runs for name, number in run.summary["packages"].items()),
+    }
+    parts.append("\n".join(f"- {name}: {fact}" for name, fact in facts.items()))
+    rows = [HEAD, ["---"] * len(HEAD), *map(_row, groups)]
+    parts += ["\n".join(f"| {' | '.join(row)} |" for row in rows), NOTES.replace("\n", " ")]
+    parts += [f"![{FIGURES[name][1]}](figures/{name}.png)" for name in figures]
+    for group in groups:
+        for run in group.runs:
+            places.append(
+                f"- `{group.label}`: {', resumed from '.join(f'`{each}`' for each in (run.folder, *run.earlier))}"
+            )
+    parts.append("Runs:\n\n" + "\n".join(places))
+    return "\n\n".join(parts) + "\n"
+
+
+def _each(words: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(words))
+
+
+def _hardware(run: Run) -> str:
+    device, cores, processor = (run.summary[key] for key in ("device", "cpu_cores", "processor"))
+    nodes, ranks = run.summary["nodes"], run.summary["devices_per_node"]
+    return f"{device}, {cores} cores of {processor}; {nodes} node{'s' * (nodes > 1)} with {ranks} ranks"
+
+
+def _row(group: Group) -> list[str]:
+    runs = group.runs
+    return [
+        group.method,
+        f"`{' '.join(group.options)}`".replace("|", r"\|") if group.options else "",
+        f"{len(runs)} ({', '.join(str(run.options['seed']) for run in runs)})",
+        str(runs[0].world),
+        _spread([100 * run.summary["val_acc"] for run in runs], "{:.2f}"),
+        human(sum(run.cost["totals"]["bytes_sent"] for run in runs) / len(runs)),
+        digits(sum(run.cost["totals"]["ratio"] for run in runs) / len(runs)),
+        _each(run.cost.get("topology", "rounds") for run in runs),
+        _spread([sum(run.cost["milliseconds"].values()) for run in runs], "{:.0f}"),
+    ]
+
+
+def _spread(values: list[float], form: str) -> str:
+    """Mean ± standard deviation, of two or more; of one, what it is."""
+    series = pd.Series(values)
+    return form.format(series.mean()) + (f" ± {form.format(series.std())}" if len(values) > 1 else "")
