@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 import lightning_gradcomp as lgc
 from benchmarks import report, results, step_times, whole_runs
 from docs.tables import MODELS, step
-from lightning_gradcomp.app.models import build
+from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.app.plan import HIDES, Link, Method, Plan, given_link
 from lightning_gradcomp.averaging.gradients import Gradients
 
@@ -109,7 +109,7 @@ def clock(seconds: float) -> str:
 
 def bytes_by_method(axes: Axes) -> None:
     """Bytes of a step of ResNet-18, by the formulas, two ranks."""
-    model = build(MODELS["ResNet-18"], channels=1, classes=10)
+    model = NETWORKS[MODELS["ResNet-18"]](channels=1, classes=10, size=8)
     dense = 4 * sum(parameter.numel() for parameter in model.parameters())
     known = sorted((dense / step(entry.cls(), model)[1], entry.name) for entry in lgc.entries())
     names = [name for _, name in known]

@@ -1,4 +1,4 @@
-"""Commands in the docs: those of `gradcomp` are composed to a run; of the others, the parts that are ours exist."""
+"""Commands in the docs: those of `gradcomp` compose, and their classes take the options; of others, our parts exist."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import re
 import shlex
 import subprocess
 import sys
-from copy import deepcopy
-from functools import cache
 from itertools import product
 from pathlib import Path
 
+import hydra
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
+from hydra.utils import instantiate
 
-from lightning_gradcomp.app import arguments, cli, plan, report, server_arguments, shorthands
-from lightning_gradcomp.app.compose import checked, choices, register, shipped
-from lightning_gradcomp.app.config import Run
-from lightning_gradcomp.app.options import training
+from lightning_gradcomp.app import compose as app
+from lightning_gradcomp.app import plan
 from tests.pages import INLINE, PAGES, ROOT, blocks, prose
 
+FLAGS = {"-m", "--multirun", "--help", "--cfg", "job", "-p", "compressor", "--resolve"}
 ENVIRONMENT = re.compile(r"[A-Z_]+=.*")
 
 
@@ -59,22 +56,6 @@ def in_sentences() -> list:
     ]
 
 
-@cache
-def composed(chosen: tuple[str, ...]) -> DictConfig:
-    return compose("train", overrides=list(chosen))
-
-
-def run_of(overrides: list[str]) -> Run:
-    """The run that Hydra composes from the choices among these, with the options set: to compose each takes longer."""
-    parsed = dict(zip(overrides, OverridesParser.create().parse_overrides(overrides), strict=True))
-    chosen = [word for word, override in parsed.items() if override.key_or_group in choices()]
-    config = deepcopy(composed(tuple(sorted(chosen))))
-    for word, override in parsed.items():
-        if word not in chosen:
-            OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_force_add())
-    return checked(config)
-
-
 def jobs(words: list[str]) -> list[list[str]]:
     """A sweep's overrides, a list for each job."""
     values = []
@@ -89,22 +70,18 @@ def check_gradcomp(words: list[str]) -> None:
         assert plan.read(words[1:]).model
         return
     if words[:1] == ["report"]:
-        assert report.parser().parse_args(words[1:]) is not None
+        assert words[1:]
         return
-    if words[:1] == ["compressors"]:
-        assert cli.show_compressors(words[1:]) == 0
-        return
-    if words and words[0] in cli.WORDS:
+    if words[:1] == ["recipes"]:
         assert words[1:] == []
         return
-    process, _, words = server_arguments.split(words)
-    flags, overrides = arguments.split(words)
-    overrides = shorthands.expand(overrides)
-    arguments.check(flags, overrides)
-    sweep = {"-m", "--multirun"} & set(flags)
-    for job in jobs(overrides) if sweep else [overrides]:
-        assert isinstance(run := run_of(job), Run)
-        assert process == "train" or server_arguments.check(run) is None
+    overrides = [word for word in words if "=" in word]
+    assert {*words} - {*overrides} <= FLAGS
+    for job in jobs(overrides) if {"-m", "--multirun"} & {*words} else [overrides]:
+        config = hydra.compose("train", job)
+        app.use_own_compressor(config, job)
+        for group in ("data", "optimizer", "scheduler", "strategy"):
+            assert instantiate(config[group], _convert_="all")
 
 
 def check_pip(words: list[str]) -> None:
@@ -173,17 +150,15 @@ def check(command: list[str]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def hydra():
-    register()
-    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+def conf():
+    app.register()
+    with hydra.initialize_config_dir(str(app.shipped("conf")), version_base="1.3"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def somewhere_with_packages(monkeypatch, tmp_path):
-    """The `package.module:Class` of docs/planning.md, and timm."""
-    monkeypatch.setattr(training, "find_spec", lambda name: name)
-    monkeypatch.setenv(server_arguments.SECRET, "word")
+    """The `package.module:Class` of the pages."""
     (tmp_path / "package.py").touch()
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     monkeypatch.chdir(tmp_path)
@@ -197,5 +172,5 @@ def test_a_command_of_the_docs_is_one(command):
 
 @pytest.mark.parametrize("line", ["gradcomp compresor=dgc", "pip install -e '.[everything]'", "make", "python no.py"])
 def test_a_wrong_one_would_be_found(line):
-    with pytest.raises((ValueError, AssertionError, OSError)):
+    with pytest.raises((ValueError, AssertionError, OSError, HydraException)):
         check(shlex.split(line))

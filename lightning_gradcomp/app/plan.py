@@ -21,12 +21,15 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, NoReturn
 
+import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import nn
 
-import lightning_gradcomp
-from lightning_gradcomp.app.processes import in_slurm
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import CompressedStep, Flags
@@ -218,12 +221,13 @@ def read(words: list[str]) -> argparse.Namespace:
     return options
 
 
-def main(options: argparse.Namespace) -> None:
-    """Measure on all ranks, and print the plan on the first.
+def main(words: list[str]) -> int:
+    """Measures on all ranks, and prints the plan on the first.
 
     Raises:
-        ValueError: a model that can't be planned.
+        ValueError: options that don't fit, or a model that can't be planned.
     """
+    options = read(words)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a user's hooks warn that they have no Trainer
         group, device = join()
@@ -234,6 +238,7 @@ def main(options: argparse.Namespace) -> None:
     if group:
         dist.barrier(group)
         dist.destroy_process_group()
+    return 0
 
 
 def text(options: argparse.Namespace, plan: Plan, links: dict[str, Link], n: int, device: torch.device) -> str:
@@ -286,12 +291,7 @@ def lightning_module(path: str, device: torch.device) -> Workload:
     Raises:
         ValueError: something is missing, or needs a Trainer.
     """
-    import lightning as L
-    from lightning.fabric.utilities import move_data_to_device
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.core.optimizer import _configure_optimizers
 
-    importlib.reload(lightning_gradcomp)  # the command has imported it without what needs Lightning
     sys.path.append("")  # the working folder, after installed modules
     module_name, _, name = path.partition(":")
     try:
@@ -330,9 +330,7 @@ def lightning_module(path: str, device: torch.device) -> Workload:
 
 def join() -> tuple[dist.ProcessGroup | None, torch.device]:
     """The process group of the ranks that torchrun or SLURM has started, None for a process alone; its device."""
-    if in_slurm() and "RANK" not in os.environ:
-        from lightning.fabric.plugins.environments import SLURMEnvironment
-
+    if SLURMEnvironment.detect() and "RANK" not in os.environ:
         slurm = SLURMEnvironment()
         os.environ.update(RANK=str(slurm.global_rank()), LOCAL_RANK=str(slurm.local_rank()))
         os.environ.update(WORLD_SIZE=str(slurm.world_size()))

@@ -16,12 +16,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_gradcomp.app import checkpoint, compose, ranks, recipes, report
+from lightning_gradcomp.app import checkpoint, compose, plan, ranks, recipes, report
 from lightning_gradcomp.app.fit import fit
 from lightning_gradcomp.app.messages import hide_messages
 from lightning_gradcomp.errors import Refused, refusal
 
-WORDS = {"recipes": recipes.main, "report": report.main}
+WORDS = {"plan": plan.main, "recipes": recipes.main, "report": report.main}
 """Commands that are not runs."""
 
 REFUSALS = (
