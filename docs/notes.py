@@ -23,7 +23,7 @@ from torch import nn
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
-from lightning_gradcomp.app.models import NETWORKS
+from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
@@ -108,7 +108,7 @@ def on_digits() -> Training:
     """The recipes' ResNet-18 after a few steps."""
     torch.manual_seed(0)
     images, labels = digits()[0].tensors
-    training = Training(NETWORKS["resnet18"](channels=CHANNELS, classes=CLASSES, size=8), images, labels)
+    training = Training(resnet18(channels=CHANNELS, classes=CLASSES, size=8), images, labels)
     for _ in training.train(START):
         pass
     return training
