@@ -176,7 +176,7 @@ class Lossy(Compressor, ABC):
         dense_values: format of the uncompressed tensors: "fp32", "bf16", "fp16", "int8" or "int2". The rounding error
             goes into the residual. PowerSGD, which exchanges averages, takes "fp32" only.
         clip_norm: clips each rank's gradient at √N times this norm before it is accumulated (Lin et al. 2018, §3.2).
-            Dense phases clip the average at this norm. None: no clipping.
+            Dense steps clip the average at this norm. None: no clipping.
 
     Raises:
         ValueError: an option out of its range, or both `warmup_steps` and `warmup_epochs`.

@@ -61,7 +61,7 @@ class DGC(Codec):
         values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
             or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
             residual.
-        start_sparsity: sparsity of the first steps. The density then falls to a quarter at a time until it reaches
+        start_sparsity: sparsity of the first steps. Each further level has a quarter of the density, until it reaches
             that of `sparsity`; a level of density ρ lasts 1/ρ steps. A value at or above `sparsity` means no warm-up.
             `None` means 0.9375 with SGD and no warm-up with Adam and AdamW.
         warmup_steps: dense steps before those of `start_sparsity`. `None` means 0.
@@ -69,8 +69,8 @@ class DGC(Codec):
         warmup_epochs: epochs of rising sparsity after the dense ones, one level an epoch (§3.3 of the paper), instead
             of the levels from `start_sparsity`.
         momentum_masking: set the momentum of the sent entries to 0 (momentum factor masking, §3.2 of the paper; SGD
-            only). Turn it off for a large embedding table of which a batch touches few rows: their entries are sent at
-            once, and would never gain momentum.
+            only). Turn it off for a large embedding table if a batch touches few rows: their entries are sent at once,
+            and would never gain momentum.
 
     Raises:
         ValueError: an option out of its range.

@@ -47,11 +47,11 @@ class GradientDropping(Codec):
         values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
             or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
             residual.
-        scope: where the largest entries are sought: among all tensors together (`"global"`), in each tensor
+        scope: where the largest entries are selected: in all tensors together (`"global"`), in each tensor
             (`"tensor"`), or in every 4,096 elements of a tensor (`"chunk"`).
-        mean: what an entry's sum over the ranks is divided by. `"ranks"`: their number; error feedback is exact.
+        mean: the divisor of an entry's sum over the ranks. `"ranks"`: their number; error feedback is exact.
             `"senders"`: the number of ranks that sent the entry, as in SparseLoCo; error feedback is not exact, and
-            topologies with shards raise an error.
+            topologies "two_phase" and "server" raise an error.
         warmup_steps: dense steps before the dropping begins. `None` means 22 (the authors' Marian uses 100).
 
     Raises:

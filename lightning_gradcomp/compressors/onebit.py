@@ -76,7 +76,7 @@ class OneBit(TensorCodec):
         groups: which elements share two values: a unit's fan-in (`"column"`, as in the paper), `group_size`
             consecutive elements (`"block"`) or a whole tensor (`"tensor"`).
         group_size: elements of a block, with `groups="block"`.
-        threshold: where the bit turns: at the group's mean (`"mean"`) or at 0 (`"zero"`, as in the paper).
+        threshold: what decides the bit: the group's mean (`"mean"`) or 0 (`"zero"`, as in the paper).
         error_feedback: add the quantisation error of a step to the next gradient.
         warmup_steps: dense steps before the quantisation begins. `None` means 22 (the paper also begins with
             unquantised data).

@@ -119,7 +119,7 @@ class PowerSGD(Lossy):
         rank: r, the number of columns of the factors. A higher rank is closer to the gradient and sends more. The
             paper uses 1, 2 and 4 over 300 epochs; on short runs rank 2 loses accuracy.
         warm_start: begin each step's power iteration with the Q of the last one; otherwise with a random Q.
-        min_compression: a matrix travels uncompressed unless its factors are more than this many times smaller.
+        min_compression: a matrix is compressed only if its factors are more than this many times smaller.
         warmup_steps: dense steps before the compression begins. `None` means 22 (the paper has none, but raises the
             learning rate over five epochs; torch's hook waits for 1,000 steps).
 

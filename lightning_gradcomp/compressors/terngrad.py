@@ -142,9 +142,9 @@ class TernGrad(Lossy):
     Source: Wen et al., NeurIPS 2017, arXiv 1705.07878.
 
     Args:
-        clip_sigma: standard deviations at which each tensor's gradient is clipped first; 0 turns clipping off.
+        clip_sigma: number of standard deviations at which each tensor's gradient is clipped; 0 turns clipping off.
         share_scaler: use the largest s of all ranks for each tensor, found in one small all-reduce a step.
-        error_feedback: add what clipping and rounding changed to the next gradient.
+        error_feedback: add the error of clipping and rounding to the next gradient.
         dense_last_layer: send the model's last matrix uncompressed, as the authors' code does by default.
         seed: seed of the random draws, from 0 to 2^32 - 1.
         warmup_steps: dense steps before the quantisation begins. `None` means 22 (the paper has none).

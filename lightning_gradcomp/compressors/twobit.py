@@ -80,8 +80,8 @@ class TwoBit(TensorCodec):
 
     Args:
         threshold: t. `"auto"` takes, for each tensor at each step, the t that leaves the smallest residual. A number
-            is MXNet's rule, in units of the gradient. MXNet's default of 0.5 suits gradients summed over a batch, not
-            PyTorch's means.
+            is a fixed t in units of the gradient, as in MXNet. MXNet's default of 0.5 suits gradients summed over a
+            batch, not PyTorch's means.
         error_feedback: add the quantisation error of a step to the next gradient.
         warmup_steps: dense steps before the quantisation begins. `None` means 22 (MXNet has none, and loses accuracy).
 

@@ -57,20 +57,20 @@ class CompressedDDPStrategy(BaseStrategy):
 
     Args:
         compressor: a compressor, or its name.
-        topology: who sends what to whom. "auto": the fastest of dense steps, "all_gather" and "two_phase" in a trial
-            during the first steps; the choice depends on the clock, so name another one if runs must repeat to the
-            bit. "all_gather": payloads go to every rank. "two_phase": each rank averages a part and sends the mean on,
-            compressed again; for many ranks. "server": the same with dense means. Or a name of MXNet's kvstore:
-            "device", "dist_sync", "dist_sync_device".
+        topology: how payloads travel. "auto": a trial in the first steps chooses the fastest of dense steps,
+            "all_gather" and "two_phase"; this depends on the clock, so name a topology if runs must be bit-identical.
+            "all_gather": every rank receives all payloads. "two_phase": each rank averages a part and sends the mean
+            on, compressed again; for many ranks. "server": the same with dense means. MXNet's kvstore names "device",
+            "dist_sync" and "dist_sync_device" also work.
         inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average their
-            gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" if
-            several nodes have several ranks each.
+            gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is
+            "dense" if several nodes have several ranks each.
         residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
         checkpoint_state: how a checkpoint saves the residuals. "gather": all of them, in the checkpoint. "sidecar": a
             file per rank in a folder next to the checkpoint. "auto": "gather" on one node up to 1 GiB, otherwise
             "sidecar". "mean": one copy of their mean; a resumed run is then not exact. "drop": none.
-        timeout: how long a rank waits for the others before it raises an error. Raise it if one rank has more to do
-            alone, such as preparing data.
+        timeout: how long a rank waits for the others before it raises an error. Increase it if one rank works alone,
+            for example to prepare data.
         verify_replicas_every_n_steps: compares a checksum of every parameter, and of every buffer except running
             statistics, across the ranks at this interval; also detects every write into local weights.
         local_weights: computes gradients at the shared weights minus this rank's own unsent steps, if the compressor
