@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 import lightning_gradcomp as lgc
 from benchmarks import step_times
 from docs.tables import MODELS, step
-from lightning_gradcomp.app.models import build
+from lightning_gradcomp.app.models import NETWORKS
 
 FOLDER = Path(__file__).with_name("pictures")
 GREY, BLUE, ORANGE, GREEN = "#747b84", "#337ab7", "#b8691c", "#3a8450"
@@ -36,7 +36,7 @@ STYLE = {
 
 def bytes_by_method(axes: Axes) -> None:
     """Bytes of a step of ResNet-18, by the formulas, two ranks."""
-    model = build(MODELS["ResNet-18"], channels=1, classes=10)
+    model = NETWORKS[MODELS["ResNet-18"]](channels=1, classes=10, size=8)
     dense = 4 * sum(parameter.numel() for parameter in model.parameters())
     known = sorted((dense / step(entry.cls(), model)[1], entry.name) for entry in lgc.entries())
     names = [name for _, name in known]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.app.models import build
+from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
@@ -71,7 +71,7 @@ def step(compressor: lgc.Compressor, model: torch.nn.Module) -> tuple[float, flo
 
 def by_ratio() -> Iterator[tuple[Any, list[tuple[float, float, list[str]]]]]:
     """Every registered compressor with its step for each of MODELS, the fewest bytes first."""
-    models = [build(name, channels=1, classes=10) for name in MODELS.values()]
+    models = [NETWORKS[name](channels=1, classes=10, size=8) for name in MODELS.values()]
     found = [(entry, [step(entry.cls(), model) for model in models]) for entry in lgc.entries()]
     yield from sorted(found, key=lambda each: -each[1][0][1])
 
