@@ -1,6 +1,9 @@
 """The complete scripts in docs/examples/ train, side by side, in processes of their own."""
 
+import contextlib
 import re
+import socket
+import time
 
 from tests.pages import DOCS
 from tests.processes import Forked, start_world
@@ -14,7 +17,7 @@ def test_the_examples_train_as_they_stand():
     worlds = {"lightning_digits.py": 2, "pytorch_digits.py": 2, "hsdp_digits.py": 4}
     started = {name: start_world(world, str(EXAMPLES / name), EPOCHS) for name, world in worlds.items()}
     started["fabric_digits.py"] = [Forked(str(EXAMPLES / "fabric_digits.py"), EPOCHS)]  # by Fabric's own launcher
-    assert {*started, "two_machines.py"} == {path.name for path in EXAMPLES.glob("*.py")}
+    assert {*started, "two_machines.py", "parameter_server.py"} == {path.name for path in EXAMPLES.glob("*.py")}
     for name, ranks in started.items():
         for done in [rank.end() for rank in ranks]:
             assert done.returncode == 0, f"{name}\n{done.stdout}"
@@ -24,6 +27,22 @@ def test_the_examples_train_as_they_stand():
         assert int(ratio) > 5, name
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) < 65
+
+
+def test_a_server_and_two_workers_train():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        host, port = probe.getsockname()
+    script, words, secret = str(EXAMPLES / "parameter_server.py"), (f"{host}:{port}", "4"), {"SECRET": "word"}
+    server = Forked(script, "server", *words, env=secret)
+    while server.process.is_alive():
+        with contextlib.suppress(OSError), socket.create_connection((host, port)):
+            break
+        time.sleep(0.1)
+    workers = [Forked(script, "worker", *words, env=secret) for _ in range(2)]
+    for process in (*workers, server):
+        assert process.end().returncode == 0, process.output
+    accuracies = re.findall(r"accuracy ([\d.]+)%, ratio of the last step \d\d", "".join(w.output for w in workers))
+    assert len(accuracies) == 2 and all(float(accuracy) > 50 for accuracy in accuracies)
 
 
 def test_the_script_for_two_machines_trains_by_strategy():

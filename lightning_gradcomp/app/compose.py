@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import lightning as L
 from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import ParallelStrategy
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from lightning_gradcomp.app import sharding
@@ -59,12 +60,12 @@ def use_own_compressor(config: DictConfig, words: list[str]) -> None:
     Raises:
         ValueError: they name a compressor, too.
     """
-    if OmegaConf.is_interpolation(config.strategy, "compressor"):
+    if "compressor" not in config.strategy:
         return
     if given := [word for word in words if word.startswith("compressor")]:
-        [strategy] = [word for word in words if word.startswith("strategy=")]
-        raise refusal(f"compressor with {strategy}", given[0], "strategy.compressor.OPTION=..., or strategy=ddp")
-    config.compressor, config.strategy.compressor = config.strategy.compressor, "${compressor}"
+        raise refusal("compressor with a strategy of its own", given[0], "strategy.compressor.OPTION, or strategy=ddp")
+    with open_dict(config):
+        config.compressor = config.strategy.pop("compressor")
 
 
 class Run(NamedTuple):
@@ -129,8 +130,8 @@ def _strategy(config: DictConfig, ranks: Ranks) -> ParallelStrategy:
         options = {"parallel_devices": shared, "process_group_backend": "gloo"}
     compressor = instantiate(config.compressor, _convert_="all")
     if config.dry_run and hasattr(compressor, "warmup_steps"):
-        compressor = instantiate(config.compressor, warmup_steps=0, _convert_="all")
-    return instantiate(config.strategy, compressor=compressor, _convert_="all", **options)
+        compressor = replace(compressor, warmup_steps=0, warmup_epochs=None)
+    return instantiate(config.strategy, _partial_=True, _convert_="all")(compressor=compressor, **options)
 
 
 def _trainer(config: DictConfig, ranks: Ranks, strategy: ParallelStrategy) -> L.Trainer:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,6 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
 
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).disabled = True  # RankFailed says it, shorter
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the agent would kill the ranks 30 s after a signal
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = threads or str(max(1, len(os.sched_getaffinity(0)) // ranks))
     config = LaunchConfig(
@@ -126,7 +126,8 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
     )  # fmt: skip
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        result = elastic_launch(config, run)(*arguments)[0]
+        with ThreadPoolExecutor(1) as thread:  # in the main thread, torch's signal handlers would replace `stop`
+            result = thread.submit(elastic_launch(config, run), *arguments).result()[0]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if received or failure.exitcode == STOPPED:

@@ -1,4 +1,4 @@
-"""The real command in a process of its own, with everything it starts ended after `timeout` seconds at the latest."""
+"""The real command in a process group of its own, which ends after `timeout` seconds at the latest."""
 
 import os
 import signal
@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+GRADCOMP = ("-m", "lightning_gradcomp")
 
 
-def gradcomp(folder: Path, *arguments: str, timeout: float = 60, package: Path = ROOT, **environment: str):
-    """Run `gradcomp *arguments` in `folder`, with the package from `package`."""
+def gradcomp(folder: Path, *words: str, launcher=GRADCOMP, timeout: float = 120, package=ROOT, **environment: str):
+    """Runs `python -m lightning_gradcomp WORDS` in `folder`, with the package from `package`."""
     process = subprocess.Popen(
-        [sys.executable, str(package / "gradcomp_command.py"), *arguments],
+        [sys.executable, *launcher, *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(package), **environment},
         stdout=subprocess.PIPE,

@@ -1,45 +1,56 @@
-"""`gradcomp` in the process of the tests, where a training process is not needed."""
+"""`gradcomp` in the process of the tests: it composes and checks runs, and starts no rank."""
 
-import json
 import sys
-from pathlib import Path
 
+import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
 
-import gradcomp_command
-from lightning_gradcomp.app import processes, report, run_folder
+from lightning_gradcomp.app import compose, ranks, train
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
-    """Runs `gradcomp WORDS` in this process and in `tmp_path`, with a training that only writes its files.
-
-    Returns the exit code, and what each training process would have read: (folder, run with secrets).
-    """
-    trained = []
-
-    def train(process, folder, *address, environment):
-        with monkeypatch.context() as patched:
-            for name, value in environment.items():
-                patched.setenv(name, value)
-            trained.append((Path(folder), run_folder.load(Path(folder))))
-        (Path(folder) / "metrics.csv").touch()
-        (Path(folder) / "summary.json").write_text(json.dumps({"val_acc": 0.5}))
-        return 0
-
+def command(tmp_path, monkeypatch, capsys):
+    """Runs `gradcomp WORDS` in `tmp_path`. Returns the exit code, what it printed, and the config of each run that
+    would have started."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processes, "run", train)
-    monkeypatch.setattr(report, "write", lambda folders: folders[0] / "report.md")
+    started = []
+
+    def start(number, run, yaml):
+        started.append(OmegaConf.create(yaml))
+        return {"val_acc": 0.5}
+
+    monkeypatch.setattr(ranks, "start", start)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored afterwards, with what seeds the runs
 
     def gradcomp(*words):
-        trained.clear()
+        started.clear()
         GlobalHydra.instance().clear()
         monkeypatch.setattr(sys, "argv", ["gradcomp", *words])
+        code = 0
         try:
-            gradcomp_command.main()
+            train.main()
         except SystemExit as ended:
-            return ended.code, list(trained)
-        return 0, list(trained)
+            code = ended.code
+        printed = capsys.readouterr()
+        text = printed.out + printed.err + (code if isinstance(code, str) else "")
+        return (1 if isinstance(code, str) else code or 0), text, list(started)
 
     return gradcomp
+
+
+def composed(*words: str) -> DictConfig:
+    """The config that Hydra composes."""
+    compose.register()
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
+        config = hydra.compose("train", overrides=["trainer.accelerator=cpu", *words])
+    config.folder = "the-folder-of-the-run"
+    compose.use_own_compressor(config, list(words))
+    return config
+
+
+def built(*words: str) -> compose.Run:
+    """The objects of a composed run."""
+    return compose.build(composed(*words))

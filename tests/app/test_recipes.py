@@ -1,31 +1,49 @@
-"""The table of recipes says what the recipes do."""
+"""Every recipe builds, and holds the hyper-parameters of the reference that it names."""
 
 import subprocess
 
 import pytest
+import torch
 
+import lightning_gradcomp as lgc
 from lightning_gradcomp.app import recipes
-from lightning_gradcomp.app.compose import choices, shipped
-from lightning_gradcomp.app.config import name_of
-from tests.app.test_compose import run_of
-from tests.pages import rows
+from lightning_gradcomp.app.compose import shipped
+from tests.app.conftest import built, composed
 
-ROWS = {row[0]: dict(zip(recipes.HEAD, row, strict=True)) for row in recipes.rows()}
+RECIPES = sorted(path.stem for path in shipped("recipes").glob("*.yaml"))
 
 
-def test_every_recipe_has_a_row():
-    assert sorted(ROWS) == choices()["recipe"]
-    table = recipes.table()
-    assert all(name in table for name in ROWS) and max(map(len, table.splitlines())) < 220
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_builds_and_takes_another_compressor(recipe):
+    config = composed(f"recipe={recipe}")
+    run = built(f"recipe={recipe}", "dry_run=true")
+    assert type(run.task.model).__name__.lower().startswith(config.model._target_.rpartition(".")[2][:4])
+    assert type(run.trainer.strategy.compressor).__name__ == config.compressor._target_.rpartition(".")[2]
+    other = built(f"recipe={recipe}", "compressor=none", "dry_run=true")
+    assert other.trainer.strategy.compressor == lgc.NoCompression()
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_what_the_recipe_composes_to(name):
-    row, run = ROWS[name], run_of(f"recipe={name}")
-    assert row["model"] == run.model.name
-    for group in ("compressor", "strategy"):
-        assert row[group] == name_of(group, getattr(run, group))
-    assert row["data"] == name_of("data", run.data)
+def test_without_words_it_is_the_digits_recipe():
+    assert composed() == composed("recipe=digits")
+    assert built().trainer.strategy.compressor == lgc.DGC()
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "expected"),
+    [
+        (["recipe=digits_swin", "trainer.max_epochs=3"], "trainer.max_epochs", 3),
+        (["recipe=digits_swin", "data=synthetic", "data.batch_size=64"], "data.batch_size", 64),
+        (["recipe=swin_t_cifar10", "model=resnet18"], "model._target_", "lightning_gradcomp.app.models.resnet18"),
+        (["recipe=swin_t_cifar10", "compressor=powersgd"], "compressor.rank", 4),
+        (["recipe=digits_dga", "strategy=dga", "strategy.period=2"], "strategy.period", 2),
+        (["~recipe"], "optimizer.weight_decay", 5e-4),
+    ],
+)
+def test_the_command_line_decides_over_the_recipe(words, option, expected):
+    value = composed(*words)
+    for name in option.split("."):
+        value = value[name]
+    assert value == expected
 
 
 RESNET = {  # pytorch/vision, references/classification/train.py: the defaults, with which ResNets were trained
@@ -46,14 +64,14 @@ SWIN = {  # the same, README.md: torchrun --nproc_per_node=8 train.py --model sw
     ("name", "reference"), [("resnet18_imagenet", RESNET), ("resnet50_imagenet", RESNET), ("swin_t_imagenet", SWIN)]
 )
 def test_a_recipe_has_the_reference_s_hyper_parameters(name, reference):
-    run = run_of(f"recipe={name}")
+    run = composed(f"recipe={name}")
     optimizer, augment, trainer = run.optimizer, run.augment, run.trainer
     assert reference == {
         "--epochs": trainer.max_epochs,
-        "--lr for 256": optimizer.peak(256),
-        "--momentum": getattr(optimizer, "momentum", None),
+        "--lr for 256": optimizer.lr * 256 / run.data.batch_size,
+        "--momentum": optimizer.get("momentum"),
         "--weight-decay": optimizer.weight_decay,
-        "--norm-weight-decay": optimizer.weight_decay if optimizer.decay_all else 0.0,
+        "--norm-weight-decay": optimizer.weight_decay if run.task.decay_all else 0.0,
         "--label-smoothing": augment.label_smoothing,
         "--mixup-alpha": augment.mixup,
         "--cutmix-alpha": augment.cutmix,
@@ -67,32 +85,46 @@ def test_a_recipe_has_the_reference_s_hyper_parameters(name, reference):
 
 
 def test_swins_schedule_and_average_are_the_reference_s():
-    run = run_of("recipe=swin_t_imagenet")
-    assert run.data.batch_size == 8 * 128 and run.optimizer.warmup_epochs == 20
-    assert run.optimizer.end * run.optimizer.peak(1024) == pytest.approx(1e-5)  # --lr-min
-    images_and_epochs = 1024 * run.trainer.ema_every_n_steps / run.trainer.max_epochs
-    assert run.trainer.ema_decay == pytest.approx(1 - (1 - 0.99998) * images_and_epochs, abs=1e-5)
+    run = composed("recipe=swin_t_imagenet")
+    assert run.data.batch_size == 8 * 128 and run.scheduler.warmup_epochs == 20
+    assert run.scheduler.end * run.optimizer.lr == pytest.approx(1e-5)  # --lr-min
+    images_and_epochs = 1024 * run.callbacks.ema.update_every_n_steps / run.trainer.max_epochs
+    assert run.callbacks.ema.decay == pytest.approx(1 - (1 - 0.99998) * images_and_epochs, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row["measured"] != "yes"])
-def test_a_recipe_says_what_it_leaves_out(name):
-    assert "# Left out" in (shipped("recipes") / f"{name}.yaml").read_text()
+@pytest.mark.parametrize("batch_size", [64, 1024])
+def test_an_imagenet_recipe_is_the_same_with_other_batches(batch_size):
+    run = composed("recipe=resnet50_imagenet", f"data.batch_size={batch_size}")
+    assert run.optimizer.lr == pytest.approx(0.1 * batch_size / 256)
+    accumulated = composed("recipe=resnet50_imagenet", "trainer.accumulate_grad_batches=3")
+    assert accumulated.optimizer.lr == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_what_nobody_has_run_says_so(name):
+def test_swin_s_biases_and_norms_do_not_decay():
+    task = built("recipe=swin_t_cifar10", "dry_run=true").task
+    optimizer = task.optimizer(task.parameter_groups())
+    assert isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
+    decayed, without = optimizer.param_groups
+    assert (decayed["weight_decay"], without["weight_decay"]) == (0.05, 0.0)
+    names = {id(parameter): name for name, parameter in task.named_parameters()}
+    left = [names[id(parameter)] for parameter in without["params"]]
+    assert all("bias" in name or "norm" in name or parameter.dim() == 1
+               for name, parameter in zip(left, without["params"], strict=True))  # fmt: skip
+    assert any("relative_position_bias_table" in name for name in left)
+
+
+def test_the_list_names_every_recipe(capsys):
+    recipes.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == RECIPES and max(map(len, lines)) < 200
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_nobody_has_run_says_so_and_what_it_leaves_out(name):
     text = (shipped("recipes") / f"{name}.yaml").read_text()
-    assert ROWS[name]["measured"] == ("not by us" if "not measured by us" in text else "yes")
-    assert ROWS[name]["measured"] == "not by us" or ROWS[name]["data"] == "digits"  # other data we never had
-
-
-def test_the_docs_have_the_same_table():
-    table = {cells[0].strip("`"): cells for cells in rows("docs/command_line.md", "## Recipes")}
-    assert sorted(table) == sorted(ROWS)
-    for name, row in ROWS.items():
-        _, _, compressor, _, measured = table[name]
-        assert compressor == f"`{row['compressor']}`"
-        assert (measured == "yes") == (row["measured"] == "yes")
+    assert "# Result: " in text
+    if "digits" not in name:  # other data were never there
+        assert "not measured by us" in text and "# Left out" in text
 
 
 def test_the_scripts_for_two_nodes_check_their_input(tmp_path):

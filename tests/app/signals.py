@@ -1,0 +1,28 @@
+"""A callback for a run under test: at one step it sends a signal."""
+
+import os
+import signal
+
+from lightning import Callback
+
+
+class Send(Callback):
+    """Sends signal `name` before step `step`.
+
+    Args:
+        step: optimizer steps before it.
+        name: such as "SIGINT".
+        to: "group" (as a Ctrl-C in a terminal) or "parent" (as `timeout` and batch systems), by rank 0; or "rank": to
+            itself, by rank 1.
+    """
+
+    def __init__(self, step: int, name: str, to: str) -> None:
+        self.step, self.number, self.to = step, getattr(signal, name), to
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step != self.step or trainer.global_rank != (self.to == "rank"):
+            return
+        if self.to == "group":
+            os.killpg(os.getpgrp(), self.number)
+        else:
+            os.kill(os.getpid() if self.to == "rank" else os.getppid(), self.number)
