@@ -139,7 +139,7 @@ CHECKS = {
     "torchft_lighthouse": check_lighthouse,
     "torchrun": check_torchrun,
     "sbatch": check_file,
-    **dict.fromkeys((".", "cd", "git", "pytest", "ruff", "pyrefly"), check_nothing),
+    **dict.fromkeys((".", "cd", "export", "git", "pytest", "ruff", "pyrefly"), check_nothing),
 }
 
 
