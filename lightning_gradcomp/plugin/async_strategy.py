@@ -49,16 +49,15 @@ class AsyncStrategy(BaseStrategy):
     all, and options found with DDP are nearly right.
 
     Args:
-        compressor: of the pushes: DGC, GradientDropping, OneBit or TwoBit, which need SGD; or `"none"`, `"fp16"` or
-            `"bf16"`, which take any optimizer. There is no warm-up: every push is compressed.
-        staleness: S, how many steps a rank may be ahead of the slowest before it waits; `math.inf`: it never waits.
-            With a number, a rank that is always slow makes the others wait.
-        max_staleness: servers drop a push whose weights are more than this many pushes old; its rank keeps it for a
-            later one. `None`: no push is dropped.
+        compressor: compresses the pushes. DGC, GradientDropping, OneBit and TwoBit need SGD; `"none"`, `"fp16"` and
+            `"bf16"` take any optimizer. There is no warm-up: every push is compressed.
+        staleness: S, how many steps a rank may be ahead of the slowest before it waits. `math.inf`: it never waits.
+        max_staleness: servers drop a push whose weights are more than this many pushes old; its rank keeps the update
+            for a later push. `None`: no push is dropped.
         rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1.
-        pull: compressor of what the servers send back. `None`: whole weights in fp32.
-        checkpoint_state: where a checkpoint keeps each rank's residual: `"auto"`, `"gather"`, `"sidecar"` or `"drop"`,
-            as in `CompressedDDPStrategy`.
+        pull: compresses what the servers send back. `None`: whole weights in fp32.
+        checkpoint_state: where a checkpoint keeps each rank's residual, as in `CompressedDDPStrategy` but without
+            `"mean"`.
         timeout: how long a rank waits for the others before it raises an error.
         options: arguments with which `DDPStrategy` starts and connects processes.
 

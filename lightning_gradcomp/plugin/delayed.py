@@ -42,23 +42,23 @@ class DelayedStrategy(BaseStrategy):
         Trainer(strategy=DelayedStrategy(period=8, delay=8), devices=2)
 
     Args:
-        compressor: how the update of a round is compressed: a compressor, or its name.
-        period: K, the number of steps in a round. With `delay="auto"` the smallest K.
+        compressor: a compressor for the update of each round, or its name.
+        period: K, the number of steps in a round. With `delay="auto"`, the smallest K.
         delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. With 0, ranks wait
-            at the end of each round. `"auto"` measures the first rounds and chooses as many steps as hide the exchange;
-            such runs do not repeat bit-identically.
-        outer: an outer optimizer that steps on the mean update of each round, such as `Nesterov()`, which with
-            `delay=0` is DiLoCo. `None`: the mean update is added to the weights.
-        stale_only: apply averages only, not a rank's own steps. Weights are then the same on all ranks at every step,
-            but every update is late. With momentum it did not train in our tests.
-        pending_share: share of its own update that a rank has in its weights until the average arrives, 0 to 1. `None`:
-            half with Adam and AdamW, whose updates are mostly a rank's own noise, else 1.
-        participation: share of the ranks whose steps count in a round, above 0 and up to 1, drawn anew for each round.
-            The other ranks compute in vain: they make no optimizer steps and receive the average.
-        error_decay: `None`: a drain sends the residuals, uncompressed. A number from 0 to 1: the residuals stay with
-            the ranks and are multiplied by it once a round, as in SparseLoCo.
-        checkpoint_state: with `error_decay`, where a checkpoint keeps each rank's moments and residual: `"auto"`,
-            `"gather"`, `"sidecar"`, `"mean"` or `"drop"`, as in `CompressedDDPStrategy`.
+            at the end of each round. `"auto"` measures the first rounds and chooses D; such runs do not repeat
+            bit-identically.
+        outer: an outer optimizer that steps on the mean update of each round, such as `Nesterov()`. `None`: the mean
+            update is added to the weights.
+        stale_only: apply averages only, not a rank's own steps. All ranks then have the same weights at every step, but
+            every update is late. With momentum it did not train in our tests.
+        pending_share: share of a rank's own update that stays in its weights until the average arrives, 0 to 1. `None`:
+            half with Adam and AdamW, whose updates are mostly the rank's own noise, else 1.
+        participation: share of the ranks whose steps count in a round, above 0 and up to 1, drawn for each round. The
+            other ranks compute, but make no optimizer steps and receive the average.
+        error_decay: `None`: a drain sends the residuals, uncompressed. A number from 0 to 1: ranks keep their residuals
+            and multiply them by it once a round, as in SparseLoCo.
+        checkpoint_state: with `error_decay`, where a checkpoint keeps each rank's moments and residual, as in
+            `CompressedDDPStrategy`.
         timeout: how long a rank waits for the others before it raises an error.
         options: arguments with which `DDPStrategy` starts and connects processes, such as `process_group_backend`.
 

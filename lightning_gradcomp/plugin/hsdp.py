@@ -72,8 +72,8 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         Trainer(strategy=CompressedHSDPStrategy(compressor="dgc", shard=8), devices=8, num_nodes=4)
 
     Args:
-        compressor: a compressor, or its name. Each rank compresses its own shards, so a scale, a share of elements or a
-            low rank is per shard.
+        compressor: a compressor, or its name. Each rank compresses its own shards, so options such as sparsity or rank
+            apply per shard.
         replicate: number of replicas. "auto": one for every `shard` ranks.
         shard: number of ranks that share a replica. "auto": the ranks of a node, or all ranks divided by `replicate`.
             On one node, with both "auto", nothing is exchanged.
@@ -83,9 +83,9 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             detects every write into local weights.
         local_weights: computes gradients at the shared weights minus this rank's own unsent steps, if the compressor
             owns the momentum. False: at the shared weights, which costs accuracy.
-        save_distributed_checkpoint: True: a checkpoint is a folder into which each rank writes its shards and their
-            residuals; a mesh of any shape can load it. False: one file with whole tensors and the mean residual of the
-            replicas, which `CompressedDDPStrategy` can load too.
+        save_distributed_checkpoint: True: a checkpoint is a folder with each rank's shards and residuals, which a mesh
+            of any shape can load. False: one file with whole tensors and the replicas' mean residual, which
+            `CompressedDDPStrategy` can load too.
         process_group_backend: "nccl" or "gloo", as for `ModelParallelStrategy`. Default: Lightning's choice.
 
     Raises:
