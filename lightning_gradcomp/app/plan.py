@@ -38,7 +38,7 @@ from lightning_gradcomp.averaging.traffic import messages, traffic
 from lightning_gradcomp.averaging.workers import SHORT, SHORT_SUM, Ranks, dense_traffic
 from lightning_gradcomp.compressors import Compressor, Lossy
 from lightning_gradcomp.compressors.adam_step import takes_optimizer
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import Refused, refusal
 from lightning_gradcomp.registry import entries
 
 NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
@@ -177,10 +177,10 @@ LIMITS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with ValueError for wrong options."""
+    """argparse, with Refused for wrong options."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+        raise Refused(message.removeprefix("argument "))
 
 
 def read(words: list[str]) -> argparse.Namespace:
