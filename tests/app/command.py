@@ -23,8 +23,8 @@ def gradcomp(folder: Path, *words: str, launcher=GRADCOMP, timeout: float = 120,
     )
     try:
         output, errors = process.communicate(timeout=timeout)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        raise AssertionError(f"{words} still ran after {timeout} s:\n{output}\n{errors}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

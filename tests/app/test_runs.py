@@ -49,14 +49,14 @@ def runs(tmp_path_factory):
 
     def others():
         start("whole", *RUN)
-        start("sweep", "-m", *TINY, "data.batch_size=32,1438,64")
-        start("strategies", "-m", *TINY, "optimizer=sgd", "dry_run=true", "strategy=ddp,dga,dist_async,hsdp")
+        start("sweep", "-m", *TINY, "dry_run=true", "strategy=dga,dist_async,hsdp,ddp")
 
     def ended():
         start("term", *RUN, send("SIGTERM", "parent", step=2))
         start("killed", *RUN, send("SIGKILL", "rank", step=2))
         secret = "data.seed='${oc.decode:${oc.env:SECRET}}'"
-        start("torchrun", *TINY, secret, launcher=TORCHRUN, SECRET=SECRET)
+        servers = ("strategy=dist_async", "optimizer=sgd")
+        start("torchrun", *TINY, *servers, secret, launcher=TORCHRUN, SECRET=SECRET)
 
     def sharded():
         folder = start("hsdp", *TINY, "strategy=hsdp_2", "trainer.devices=4")
@@ -171,25 +171,17 @@ def test_evaluate_does_not_train(runs):
     assert "validation accuracy" in runs["eval"][1].stdout
 
 
-def test_a_job_that_fails_does_not_end_the_sweep(runs):
+def test_a_sweep_over_strategies_goes_on_after_a_job_that_fails(runs):
     where, done = runs["sweep"]
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "gradcomp: data.batch_size: got 1438, allowed: a multiple of 2 (ranks), 4 to 1437" in done.stderr
+    assert "gradcomp: DGC with dist_async: got 'AdamW', allowed: SGD" in done.stderr  # said by the ranks
     [sweep] = (where / "runs").iterdir()
-    first, failed, last = (sweep / str(job) for job in range(3))
-    assert not (failed / "summary.json").exists()
-    one, two = summary_of(first), summary_of(last)
-    assert (one["config"]["data"]["batch_size"], two["config"]["data"]["batch_size"]) == (32, 64)
-    assert one["threads_per_process"] == two["threads_per_process"]
-
-
-def test_every_strategy_runs_dry(runs):
-    [sweep] = folders(runs, "strategies")
     jobs = [sweep / str(job) for job in range(4)]
-    assert [summary_of(job)["communication"]["steps"] for job in jobs] == [4] * 4
-    for job in jobs:
+    assert [(job / "summary.json").exists() for job in jobs] == [True, False, True, True]
+    for job in (jobs[0], jobs[2], jobs[3]):
+        assert summary_of(job)["communication"]["steps"] == 4
         assert {path.name for path in job.iterdir()} == {"config.yaml", "summary.json", ".hydra"}
-    assert "random images (dry run)" in runs["strategies"][1].stdout
+    assert done.stdout.count("random images (dry run)") == 3
 
 
 def test_a_sigterm_to_the_command_reaches_all_ranks(runs):
