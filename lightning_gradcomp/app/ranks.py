@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -109,12 +110,13 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
         RankFailed: a rank failed. Its traceback was printed, unless it refused an option.
         SystemExit: a signal asked this process or a rank to stop, and all ranks have ended.
     """
-    received: list[int] = []
+    received: list[tuple[int, float]] = []  # signals, and when
 
     def stop(number: int, _: object) -> None:
+        received.append((number, time.monotonic()))
+        is_second = received[-1][1] - received[0][1] > 1  # s; a wrapper such as `timeout` may pass on a first one twice
         for child in multiprocessing.active_children():
-            child.kill() if received else child.terminate()
-        received.append(number)
+            child.kill() if is_second else child.terminate()
 
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).disabled = True  # RankFailed says it, shorter
@@ -131,7 +133,7 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if received or failure.exitcode == STOPPED:
-            sys.exit(128 + received[0] if received else STOPPED)  # ends a sweep too
+            sys.exit(128 + received[0][0] if received else STOPPED)  # ends a sweep too
         raise RankFailed(_reason(rank, failure)) from None
     finally:
         for number, handler in before.items():
