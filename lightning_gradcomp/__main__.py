@@ -1,6 +1,6 @@
 """`python -m lightning_gradcomp` is the command `gradcomp`."""
 
-from lightning_gradcomp.app.train import main
+if __name__ == "__main__":  # the ranks that it starts import this file, too
+    from lightning_gradcomp.app.train import main
 
-if __name__ == "__main__":
     main()

@@ -39,7 +39,7 @@ def runs(tmp_path_factory):
 
     def start(name, *words, folder=None, **options):
         folder = folder or tmp_path_factory.mktemp(name)
-        done[name] = folder, gradcomp(folder, *words, timeout=240, **options)
+        done[name] = folder, gradcomp(folder, *words, timeout=600, **options)
         return folder
 
     def interrupted_and_resumed():
@@ -63,7 +63,7 @@ def runs(tmp_path_factory):
         again = ("strategy=hsdp", "evaluate=true", "ckpt=last", "trainer.limit_val_batches=null")
         start("mesh", *TINY, *again, folder=folder)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(4) as pool:
         for part in [pool.submit(part) for part in (interrupted_and_resumed, others, ended, sharded)]:
             part.result()
     return done
