@@ -130,7 +130,7 @@ class PowerSGD(Lossy):
     card: ClassVar[Card] = Card(
         sends="two thin fp32 factors of each matrix, as averages",
         remembers="a residual, and the Q of the last step",
-        pick="there are many ranks, or Transformers train over 1 Gbit/s",
+        pick="there are many ranks, or a vision Transformer trains over 1 Gbit/s",
         source="[Vogels et al. 2019](https://arxiv.org/abs/1905.13727)",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START
