@@ -20,6 +20,7 @@ def gradcomp(folder: Path, *words: str, launcher=GRADCOMP, timeout: float = 120,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # its process group is then the whole tree
+        preexec_fn=lambda: os.nice(10),  # several at a time, beside tests that wait for less
     )
     try:
         output, errors = process.communicate(timeout=timeout)

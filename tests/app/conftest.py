@@ -22,7 +22,8 @@ def command(tmp_path, monkeypatch, capsys):
         return {"val_acc": 0.5}
 
     monkeypatch.setattr(ranks, "start", start)
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored afterwards, with what seeds the runs
+    for name in ("PL_GLOBAL_SEED", "HYDRA_FULL_ERROR"):  # which the command sets: restored afterwards
+        monkeypatch.setenv(name, "0")
 
     def gradcomp(*words):
         started.clear()
