@@ -1,7 +1,6 @@
 """docs/data/ablation.csv: from plain dropping at 99.9 % to DGC, one part after the other, in five folds of the digits.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 -m benchmarks.ablation     # the runs that the CSV lacks
-    python -m docs.tables                                                    # tables of the pages
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 -m benchmarks.ablation     # the runs that the CSV lacks, and a table
 
 Network, data and optimizer are those of recipe=digits, here in plain PyTorch: ten epochs of 22 steps of 64 images. The
 fold is the seed of weights and order, as in the dense runs of docs/data/results.csv with which they are paired. A
@@ -11,11 +10,10 @@ run takes some 140 seconds of processor time.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gradcomp as lgc
-from benchmarks import report, results
+from benchmarks import records, report, results
 from benchmarks.methods import RECIPE, forward_backward
 from benchmarks.results import Setting, cross_validated, spread
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
@@ -120,31 +118,7 @@ def validate(model: torch.nn.Module, val: TensorDataset) -> int:
 
 def read_csv() -> list[Run]:
     """The runs so far."""
-    if not CSV.exists():
-        return []
-    with CSV.open(newline="") as file:
-        return [
-            Run(
-                case=line["case"],
-                clip_norm=float(line["clip_norm"]) if line["clip_norm"] else None,
-                fold=int(line["fold"]),
-                correct=int(line["correct"]),
-                images=int(line["images"]),
-                ratio=float(line["ratio"]),
-                machine=line["machine"],
-            )
-            for line in csv.DictReader(file)
-        ]
-
-
-def add(run: Run) -> None:
-    """Append a line to the CSV."""
-    head = not CSV.exists()
-    with CSV.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Run)], lineterminator="\n")
-        if head:
-            writer.writeheader()
-        writer.writerow(asdict(run))
+    return records.read(CSV, Run)
 
 
 def grouped(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -166,7 +140,7 @@ def table() -> str:
                 words = f"{spread([run.percent for run in runs])} ({len(runs)})"
                 interval = report.interval([run.percent - beside[run.fold] for run in runs], 1)
                 rows.append([title, words, interval, f"{mean(run.ratio for run in runs):.3g}"])
-    return report.table(HEAD, rows) + "\n"
+    return report.table(HEAD, rows)
 
 
 def main() -> None:
@@ -184,8 +158,10 @@ def main() -> None:
             run = train(*each)
             if dist.get_rank() == 0:
                 print(run, flush=True)
-                add(run)
+                records.write(CSV, [*read_csv(), run])
     dist.barrier()
+    if dist.get_rank() == 0:
+        print(table())
     dist.destroy_process_group()
 
 

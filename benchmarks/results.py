@@ -11,11 +11,10 @@ are not the recipe's are part of the method: "twobit warmup_epochs=3", "dgc opti
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
@@ -25,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lightning_gradcomp as lgc
-from benchmarks import report
+from benchmarks import records, report
 from lightning_gradcomp.app.compose import register, shipped
 from lightning_gradcomp.app.sizes import human
 from lightning_gradcomp.app.summary import short
@@ -165,33 +164,7 @@ def result(summary: dict[str, Any]) -> Result:
 
 def read_csv() -> list[Result]:
     """The lines of all runs so far."""
-    with CSV.open(newline="") as file:
-        return [
-            Result(
-                model=line["model"],
-                method=line["method"],
-                ranks=int(line["ranks"]),
-                fold=int(line["fold"]) if line["fold"] else None,
-                dirichlet=float(line["dirichlet"]) if line["dirichlet"] else None,
-                seed=int(line["seed"]),
-                correct=int(line["correct"]),
-                images=int(line["images"]),
-                bytes_sent=int(line["bytes_sent"]),
-                dense_bytes=int(line["dense_bytes"]),
-                last_ratio=float(line["last_ratio"]),
-                steps=int(line["steps"]),
-                machine=line["machine"],
-            )
-            for line in csv.DictReader(file)
-        ]
-
-
-def write_csv(results: Iterable[Result]) -> None:
-    """Every run as a line."""
-    with CSV.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Result)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, results))
+    return records.read(CSV, Result)
 
 
 def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
@@ -302,7 +275,7 @@ def accuracy() -> str:
                 words = [TITLES[setting.model], setting.ranks, f"`{method.partition(' ')[0]}`"]
                 rows.append([*words, spread(dense), spread(own), interval, f"{ratio(runs)}x"])
     head = ["network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes"]
-    return report.table(head, rows) + "\n"
+    return report.table(head, rows)
 
 
 def _identity(each: Result) -> tuple[str, str, int, int, float, int, int, str]:
@@ -317,7 +290,7 @@ def main() -> None:
     new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
     by_run = {_identity(each): each for each in [*read_csv(), *new]}
     results = [by_run[run] for run in sorted(by_run)]
-    write_csv(results)
+    records.write(CSV, results)
     print(folds(results))
 
 

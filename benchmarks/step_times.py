@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import records, report
 
 CSV = Path(__file__).parents[1] / "docs" / "data" / "step_times.csv"
 COMPUTATION = "compute"
@@ -36,30 +35,13 @@ class StepTime:
 
 def read_csv() -> list[StepTime]:
     """All lines."""
-    with CSV.open(newline="") as file:
-        return [
-            StepTime(
-                rate_mbit=int(line["rate_mbit"]),
-                method=line["method"],
-                ms=float(line["ms"]),
-                compute_ms=float(line["compute_ms"]),
-                bytes_sent=int(line["bytes_sent"]) if line["bytes_sent"] else None,
-                compress_ms=float(line["compress_ms"]) if line["compress_ms"] else None,
-                exchange_ms=float(line["exchange_ms"]) if line["exchange_ms"] else None,
-                decompress_ms=float(line["decompress_ms"]) if line["decompress_ms"] else None,
-                machine=line["machine"],
-            )
-            for line in csv.DictReader(file)
-        ]
+    return records.read(CSV, StepTime)
 
 
 def record(new: Iterable[StepTime]) -> None:
     """Add lines; one replaces an earlier one of the same link and method."""
-    by_method = {(each.rate_mbit, each.method): each for each in [*(read_csv() if CSV.exists() else []), *new]}
-    with CSV.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(StepTime)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(by_method[key]) for key in sorted(by_method))
+    by_method = {(each.rate_mbit, each.method): each for each in [*read_csv(), *new]}
+    records.write(CSV, [by_method[key] for key in sorted(by_method)])
 
 
 def table() -> str:
@@ -68,7 +50,7 @@ def table() -> str:
     rates = sorted({rate for rate, _ in found})
     methods = sorted({method for _, method in found}, key=lambda method: found[1000, method])
     rows = [[title(method), *(f"{found[rate, method]:,.0f}" for rate in rates)] for method in methods]
-    return report.table(["method", *map(link, rates)], rows) + "\n"
+    return report.table(["method", *map(link, rates)], rows)
 
 
 def title(method: str) -> str:

@@ -7,14 +7,13 @@ python -m benchmarks.whole_runs runs/1000/time_to_accuracy.json && python -m doc
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks import report
+from benchmarks import records, report
 from benchmarks.step_times import link
 from lightning_gradcomp.app.sizes import human
 
@@ -44,19 +43,7 @@ class WholeRun:
 
 def read_csv() -> list[WholeRun]:
     """All lines."""
-    with CSV.open(newline="") as file:
-        return [
-            WholeRun(
-                rate_mbit=int(line["rate_mbit"]),
-                method=line["method"],
-                seed=int(line["seed"]),
-                seconds=float(line["seconds"]),
-                accuracy=float(line["accuracy"]),
-                bytes_sent=int(line["bytes_sent"]),
-                machine=line["machine"],
-            )
-            for line in csv.DictReader(file)
-        ]
+    return records.read(CSV, WholeRun)
 
 
 def runs_of(path: Path) -> Iterator[WholeRun]:
@@ -79,11 +66,8 @@ def runs_of(path: Path) -> Iterator[WholeRun]:
 
 def record(new: Iterable[WholeRun]) -> None:
     """Add lines; one replaces an earlier one of the same link, method and seed."""
-    by_run = {(each.rate_mbit, each.method, each.seed): each for each in [*(read_csv() if CSV.exists() else []), *new]}
-    with CSV.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(WholeRun)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(by_run[run]) for run in sorted(by_run))
+    by_run = {(each.rate_mbit, each.method, each.seed): each for each in [*read_csv(), *new]}
+    records.write(CSV, [by_run[run] for run in sorted(by_run)])
 
 
 def seconds(runs: Iterable[WholeRun], method: str, rate_mbit: int) -> float | None:
@@ -115,7 +99,7 @@ def table() -> str:
             ]
         )
     head = ["method", *map(link, rates), "accuracy at the end", "sent by a rank over 1 Gbit/s"]
-    return report.table(head, rows) + "\n"
+    return report.table(head, rows)
 
 
 def main() -> None:

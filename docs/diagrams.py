@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from docs.pictures import BLUE, GREEN, GREY, ORANGE, VIOLET
+from docs.pictures import BLUE, GREEN, GREY, ORANGE, VIOLET, Picture
 
 DATA = Path(__file__).with_name("data")
 WIDTH = 50
@@ -349,7 +349,7 @@ def terminal(axes: Axes) -> None:
         top -= tall + 1
 
 
-PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
+PICTURES: dict[str, Picture] = {
     "step_of_dgc": (step_of_dgc, (5, 2.9)),
     "step": (step, (5, 4.6)),
     "topologies": (topologies, (5, 5.6)),

@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from torch import nn
 
 import lightning_gradcomp as lgc
+from docs.pictures import BLUE, GREEN, GREY, ORANGE, Picture
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.compressors.decoded import Decoded
@@ -484,9 +485,6 @@ IDEAS: dict[str, Callable[[Training], Shown]] = {
 
 # Pictures
 
-GREY, BLUE, ORANGE, GREEN = "#747b84", "#337ab7", "#b8691c", "#3a8450"
-"""As in docs/pictures.py, which draws these too."""
-
 
 def column(name: str, key: str) -> list[float]:
     """A column of a CSV file, in numbers; empty cells are left out."""
@@ -495,7 +493,7 @@ def column(name: str, key: str) -> list[float]:
 
 
 def panels(axes: Axes, rows: int, columns: int = 1, **options: Any) -> Any:
-    """Several axes in the place of one."""
+    """Several axes that replace `axes`."""
     whole = axes.figure
     axes.remove()
     return whole.subplots(rows, columns, **options)
@@ -609,7 +607,7 @@ def signed(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([colors[(values < 0).long()], values.abs().clamp(max=1).unsqueeze(-1)], -1)
 
 
-PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
+PICTURES: dict[str, Picture] = {
     "notes_quantisation": (draw_quantisation, (5, 4)),
     "notes_sparse": (draw_sparse, (5, 3)),
     "notes_momentum": (draw_momentum, (5, 4)),

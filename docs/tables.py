@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import lightning_gradcomp as lgc
-from benchmarks import results, step_times, whole_runs
+from benchmarks import report, results, step_times, whole_runs
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.traffic import traffic
@@ -31,16 +31,11 @@ COLLECTIVES = {"gather": "all-gather", "mean": "all-reduce", "maximum": "all-red
 MODELS = {"ResNet-18": "resnet18", "ResNet-50": "resnet50"}
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
-
-
 def of_csv(name: str) -> str:
     """docs/data/<name>.csv as it is."""
     with (DOCS / "data" / f"{name}.csv").open(newline="") as file:
         head, *rows = csv.reader(file)
-    return markdown(head, rows)
+    return report.table(head, rows)
 
 
 def page_of(name: str) -> str:
@@ -89,7 +84,7 @@ def methods() -> str:
         optimizers = "SGD, Adam, AdamW" if entry.cls.needs_optimizer else "any"
         rows.append([name, card.sends, f"{bits:.2g}", *ratios, " + ".join(collectives), optimizers, card.pick])
     head = ["name", "sends", "bits an element", *MODELS, "collectives", "optimizers", "choose it when"]
-    return markdown(head, rows)
+    return report.table(head, rows)
 
 
 def strategies() -> str:
@@ -98,7 +93,7 @@ def strategies() -> str:
         [f"[`{entry.strategy}`](docs/{page_of(entry.name)})", entry.cls.card.sends, f"{steps[0][1]:.0f}x"]
         for entry, steps in by_ratio()
     ]
-    return markdown(["strategy", "each step sends", "times fewer bytes"], rows)
+    return report.table(["strategy", "each step sends", "times fewer bytes"], rows)
 
 
 ENTRY = re.compile(r"^    (\**\w+): (.*?)(?=^    \**\w+: |\Z)", re.DOTALL | re.MULTILINE)
@@ -141,7 +136,7 @@ def options(name: str) -> str:
     cls = getattr(lgc, name)
     meanings = arguments(cls)
     rows = [[f"`{option}`", written(default), meanings[option]] for option, default in defaults(cls).items()]
-    return markdown(["option", "default", "meaning"], rows)
+    return report.table(["option", "default", "meaning"], rows)
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -158,7 +153,7 @@ TABLES: dict[str, Callable[..., str]] = {
 
 def filled(text: str) -> str:
     """A page with its tables as data and code are today."""
-    return BLOCK.sub(lambda mark: mark[1] + TABLES[mark[2]](*filter(None, [mark[3]])) + mark[4], text)
+    return BLOCK.sub(lambda mark: f"{mark[1]}{TABLES[mark[2]](*filter(None, [mark[3]]))}\n{mark[4]}", text)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,3 @@ def prose(page: str) -> str:
         kept.append("" if inside or fence else line)
         inside ^= bool(fence)
     return "\n".join(kept)
-
-
-def rows(page: str, heading: str) -> list[list[str]]:
-    """The cells of the first table under `heading`, without its head."""
-    section = f"\n{PAGES[page].read_text()}".split(f"\n{heading}\n", 1)[1]
-    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    assert table, f"{page}: no table under {heading}"
-    lines = table[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]

@@ -17,6 +17,7 @@ from matplotlib.ticker import LogFormatter
 from omegaconf import OmegaConf
 
 from lightning_gradcomp.app.sizes import digits, human
+from lightning_gradcomp.app.summary import short
 from lightning_gradcomp.errors import refusal
 
 OPTIONS = "RUN..., folders of runs or of sweeps; --out FOLDER"
@@ -114,7 +115,7 @@ class Run:
 
     def name(self, part: str) -> str:
         """The class or function of a part of the config, such as `DGC`; of torchvision's and timm's models the name."""
-        return self.options.get(f"{part}.name") or self.options[f"{part}._target_"].rpartition(".")[2]
+        return self.options.get(f"{part}.name") or short(self.options[f"{part}._target_"])
 
 
 def find(folders: Iterable[Path]) -> list[Run]:
@@ -238,7 +239,7 @@ def _differing(own: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[st
         if leaf != "_target_":
             yield f"{name}={json.dumps(value, separators=(',', ':'), default=str)}".replace('"', "")
         elif place not in ("compressor", "strategy"):  # which the method names
-            yield f"{place}={value.rpartition('.')[2]}"
+            yield f"{place}={short(value)}"
 
 
 def draw(groups: list[Group], column: str, title: str) -> Figure | None:

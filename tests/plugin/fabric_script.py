@@ -202,7 +202,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 def wrapped_optimizer():
-    """Set up after the first step, in place of the one that it wraps: how far it is from that one."""
+    """Set up after the first step, instead of the one that it wraps: how far it is from that one."""
     results = []
     for wrap in (Wrapped, lambda optimizer: optimizer):
         run = Run("onebit")
