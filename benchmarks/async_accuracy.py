@@ -49,8 +49,8 @@ from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.averaging.averager import GradientAverager
 from lightning_gradcomp.parameter_server.clocks import Clocks
+from lightning_gradcomp.parameter_server.partition import Push, ServerPartition
 from lightning_gradcomp.parameter_server.server import built
-from lightning_gradcomp.parameter_server.shard import Push, ServerShard
 from lightning_gradcomp.parameter_server.worker import Worker
 from tests.threads import run_ranks
 
@@ -106,7 +106,7 @@ class Case:
     momentum: float = MOMENTUM
 
 
-class Compensated(ServerShard):
+class Compensated(ServerPartition):
     """DC-ASGD-a, for uncompressed pushes: g + λ0 / √(MS + 1e-7) · g² · (w - w_pulled), MS = 0.95 MS + 0.05 g²."""
 
     factor: float
@@ -123,7 +123,7 @@ class Compensated(ServerShard):
         return super().push(push, better.view(torch.uint8))
 
 
-def flat(shard: ServerShard) -> torch.Tensor:
+def flat(shard: ServerPartition) -> torch.Tensor:
     """Its weights in fp32, in the order of a push's body."""
     return shard.pull(-1, True).body.view(torch.float32)
 
@@ -206,7 +206,7 @@ class Training:
             pull = None if self.case.pull is None else built(by_name(self.case.pull), optimizer)
             self.workers.append(Worker(model, optimizer, built(by_name(self.case.push), optimizer), pull, 1, WORKERS))
             self.rates.append(rates)
-        worker, kind = self.workers[0], ServerShard if self.case.compensate is None else Compensated
+        worker, kind = self.workers[0], ServerPartition if self.case.compensate is None else Compensated
         names = dict(zip(worker.gradients.names, worker.gradients.parameters, strict=True))
         self.shard = kind(names, worker.parts[0], worker.optimizer, worker.compressor, pull=worker.pull_compressor)
         if isinstance(self.shard, Compensated):

@@ -182,7 +182,7 @@ class Run:
     def loss(self) -> float:
         """Of the server's weights, on all training images."""
         (images, labels), model = digits()[0].tensors, network()
-        model.load_state_dict(self.server.shard.snapshot())
+        model.load_state_dict(self.server.partition.snapshot())
         with torch.no_grad():
             return float(nn.functional.cross_entropy(model(images), labels))
 

@@ -26,10 +26,10 @@ import lightning_gradcomp as lgc
 from benchmarks import report, started
 from benchmarks.methods import compressor
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import CompressedStep, Flags
 from lightning_gradcomp.averaging.topology import Topology
-from lightning_gradcomp.averaging.workers import Ranks
 
 TENSORS = 20
 
@@ -102,7 +102,7 @@ def measure(elements: int, methods: list[str], device: torch.device, steps: int)
         for method, compression in compressions.items():
             models[method].new_gradients()
             stats = Timed(device)
-            final = compression.compressor.at(compression.compressor.final_sparsity)
+            final = compression.compressor.with_sparsity(compression.compressor.final_sparsity)
             average = compression.compressed(final, "all_gather", step, 1.0, stats, Flags())
             average.commit(average.names)
             figures[method] = (1e3 * stats.seconds["compress"], 1e3 * stats.seconds["decompress"])
@@ -133,7 +133,7 @@ def draw(results: dict[str, dict[str, dict[str, float]]]) -> Callable[[Axes], No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    lossy = [entry.name for entry in lgc.entries() if issubclass(entry.cls, lgc.Lossy)]
+    lossy = [entry.name for entry in lgc.entries() if issubclass(entry.cls, lgc.LossyCompressor)]
     parser.add_argument("--methods", default=",".join(lossy))
     parser.add_argument("--elements", default="1000000,11200000,45000000")
     parser.add_argument("--steps", type=int, default=15)

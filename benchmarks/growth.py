@@ -20,8 +20,8 @@ import lightning_gradcomp as lgc
 from benchmarks import report, started
 from benchmarks.methods import compressor, network
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.traffic import traffic
-from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 
 CHOICES = ("all_gather", "two_phase", "server")
 
@@ -29,8 +29,8 @@ CHOICES = ("all_gather", "two_phase", "server")
 def formula(model: torch.nn.Module, method: str, topology: str, world: int) -> int:
     """Bytes that the rank which sends the most would send."""
     how = compressor(method)
-    assert isinstance(how, lgc.Lossy)
-    return traffic(how.at(how.final_sparsity), Gradients(model, how), Ranks(None, world), topology)
+    assert isinstance(how, lgc.LossyCompressor)
+    return traffic(how.with_sparsity(how.final_sparsity), Gradients(model, how), Ranks(None, world), topology)
 
 
 def measured(arguments: argparse.Namespace, world: int) -> dict[str, int]:

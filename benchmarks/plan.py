@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks import methods as named
 from benchmarks import report, step_time
 from lightning_gradcomp.app import plan
-from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.compressors import LossyCompressor
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,9 @@ def modelled(arguments: argparse.Namespace) -> tuple[plan.Link, dict[str, float]
     seconds = {"compute": computation, "ddp": made.step("none", "ring", n, link).seconds}
     for name, compressor in compressors.items():
         for topology in arguments.topologies.split(","):
-            if isinstance(compressor, Lossy) and (topology == "all_gather" or not compressor.not_sharded_because):
+            if isinstance(compressor, LossyCompressor) and (
+                topology == "all_gather" or not compressor.not_partitioned_because
+            ):
                 seconds[f"{name}@{topology}"] = made.step(name, topology, n, link).seconds
     return link, seconds
 

@@ -23,8 +23,8 @@ import lightning_gradcomp as lgc
 from benchmarks import report
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.traffic import traffic
-from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count, count_each
 
@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "Swin-T, 224x224, 1,000 classes": torchvision.models.swin_t,
 }
 BF16 = {"values": "bf16", "dense_values": "bf16"}
-METHODS: dict[str, lgc.Lossy] = {
+METHODS: dict[str, lgc.LossyCompressor] = {
     "dgc": lgc.DGC(),
     "dgc, bf16": lgc.DGC(**BF16),
     "dgc, int8": lgc.DGC(values="int8", dense_values="bf16"),
@@ -63,7 +63,7 @@ def log2_choose(n: int, k: int) -> float:
     return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2)
 
 
-def kept(compressor: lgc.Lossy, gradients: Gradients) -> int:
+def kept(compressor: lgc.LossyCompressor, gradients: Gradients) -> int:
     """How many entries a sparse method sends; 0 for the others."""
     density = 1 - compressor.final_sparsity
     if isinstance(compressor, lgc.DGC):
@@ -71,11 +71,11 @@ def kept(compressor: lgc.Lossy, gradients: Gradients) -> int:
     return count(gradients.layout.n, density) if isinstance(compressor, lgc.GradientDropping) else 0
 
 
-def measure(compressor: lgc.Lossy, model: torch.nn.Module) -> dict[str, float | int | None]:
+def measure(compressor: lgc.LossyCompressor, model: torch.nn.Module) -> dict[str, float | int | None]:
     """Of one step at N=2: bytes, ratio to dense, index bits an entry and their entropy, the bound of the whole step."""
     gradients = Gradients(model, compressor)
     n, dense = gradients.layout.n, dense_traffic(gradients.nbytes, 2)
-    step = traffic(compressor.at(compressor.final_sparsity), gradients, Ranks(None, 2), "all_gather")
+    step = traffic(compressor.with_sparsity(compressor.final_sparsity), gradients, Ranks(None, 2), "all_gather")
     index_bits = entropy = bound = None
     if k := kept(compressor, gradients):
         index_bits, entropy = 8 * index_bytes(n, k) / k, log2_choose(n, k) / k

@@ -21,8 +21,8 @@ import lightning_gradcomp as lgc
 from benchmarks import report, results, step_times, whole_runs
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.traffic import traffic
-from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
 
 DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -55,10 +55,10 @@ def step(compressor: lgc.Compressor, model: torch.nn.Module) -> tuple[float, flo
     """Bits an element of what is compressed, dense traffic over traffic, and the collectives, of one step at N=2."""
     gradients = Gradients(model, compressor)
     dense = dense_traffic(gradients.nbytes, 2)
-    if not isinstance(compressor, lgc.Lossy):
+    if not isinstance(compressor, lgc.LossyCompressor):
         size = compressor.wire_dtype.itemsize
         return 8.0 * size, 4 / size, ["all-reduce"]
-    final = compressor.at(compressor.final_sparsity)
+    final = compressor.with_sparsity(compressor.final_sparsity)
     messages = final.messages(gradients.layout)
     bits = 8 * sum(size for _, size in messages) / gradients.layout.n
     ratio = dense / traffic(final, gradients, Ranks(None, 2), "all_gather")
@@ -114,7 +114,7 @@ def defaults(cls: type) -> dict[str, Any]:
     if not is_dataclass(cls):
         parameters = inspect.signature(cls).parameters.values()
         return {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
-    shared = set() if cls is lgc.Lossy else {field.name for field in fields(lgc.Lossy)}
+    shared = set() if cls is lgc.LossyCompressor else {field.name for field in fields(lgc.LossyCompressor)}
     return {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(cls)

@@ -129,7 +129,7 @@ def test_every_method_has_a_card_and_is_on_its_page():
 STRATEGIES = ("CompressedDDPStrategy", "DelayedStrategy", "AsyncStrategy", "CompressedHSDPStrategy")
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, "Lossy", *(entry.cls.__name__ for entry in lgc.entries())])
+@pytest.mark.parametrize("name", [*STRATEGIES, "LossyCompressor", *(entry.cls.__name__ for entry in lgc.entries())])
 def test_every_option_is_described_and_none_besides(name):
     cls = getattr(lgc, name)
     assert set(tables.defaults(cls)) <= set(tables.arguments(cls))
@@ -161,7 +161,7 @@ def test_the_formulas_of_bytes_are_the_codes(density):
         (lgc.PowerSGD(), factors),
     ]
     for compressor, expected in payloads:
-        assert sum(size for _, size in compressor.at(1 - density).messages(layout)) == expected, compressor
+        assert sum(size for _, size in compressor.with_sparsity(1 - density).messages(layout)) == expected, compressor
 
 
 def test_every_public_name_is_on_the_page_of_the_api():

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from lightning_gradcomp.averaging import workers
+from lightning_gradcomp.averaging import ranks
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """torch 2.14 has renamed it."""
@@ -127,7 +127,7 @@ def subgroups(timeout: float = 60) -> Iterator[None]:
             known[tuple(members)] = _group(own, members.index(group.rank()), len(members), timeout)
         return known[tuple(members)]
 
-    with mock.patch.object(workers, "subgroup", subgroup):
+    with mock.patch.object(ranks, "subgroup", subgroup):
         yield
 
 

@@ -43,7 +43,7 @@ if __name__ == "__main__":
         server = lgc.ParameterServer(model, optimizer, host=host, port=int(port), **SAME)
         server.start()  # threads that step the optimizer at each push
         print(f"serving {pushes} pushes at {server.address}", flush=True)
-        while server.shard.version < pushes:
+        while server.partition.version < pushes:
             time.sleep(0.1)
         server.stop()
         server.join()  # until the workers have left

@@ -18,7 +18,7 @@ from lightning_gradcomp.app.callbacks import SaveOnSigterm, SeedEachStep
 from lightning_gradcomp.app.classifier import Classifier
 from lightning_gradcomp.app.data import SharedImages, Synthetic
 from lightning_gradcomp.app.ranks import Ranks, place
-from lightning_gradcomp.averaging.mesh import mesh_shape
+from lightning_gradcomp.averaging.fsdp.mesh import mesh_shape
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, CompressedHSDPStrategy
 from lightning_gradcomp.registry import entries

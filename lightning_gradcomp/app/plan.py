@@ -31,12 +31,12 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import nn
 
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
+from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM, Ranks, dense_traffic
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import CompressedStep, Flags
-from lightning_gradcomp.averaging.topology import SHARDED, Topology
+from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.averaging.traffic import messages, traffic
-from lightning_gradcomp.averaging.workers import SHORT, SHORT_SUM, Ranks, dense_traffic
-from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.adam_step import takes_optimizer
 from lightning_gradcomp.errors import Refused, refusal
 from lightning_gradcomp.registry import entries
@@ -98,12 +98,12 @@ class Plan(NamedTuple):
     def step(self, name: str, topology: str, n: int, link: Link) -> Step:
         """A step of `n` ranks with method `name`. Uncompressed methods take any topology, and use a ring."""
         compressor, layouts, encode, decode = self.methods[name]
-        if not isinstance(compressor, Lossy):
+        if not isinstance(compressor, LossyCompressor):
             sent = dense_traffic(layouts.nbytes * compressor.wire_dtype.itemsize // 4, n)
             exchange = 2 * (n - 1) * link.latency + sent / link.bandwidth
             exposed = max(0.0, exchange - HIDES * self.backward)
             return Step("ring", sent, encode, self.computation + encode + exposed)
-        final = compressor.at(compressor.final_sparsity)
+        final = compressor.with_sparsity(compressor.final_sparsity)
         parts, sent = messages(final, layouts), traffic(final, layouts, Ranks(None, n), topology)
         gathered = sum(size for how, size in parts if how == "gather")
         waits = sum(hops(how, size, n) for how, size in parts if how != "gather" or topology == "all_gather")
@@ -117,8 +117,8 @@ class Plan(NamedTuple):
     def best(self, name: str, n: int, link: Link) -> Step:
         """A step with method `name` at its fastest topology."""
         compressor = self.methods[name].compressor
-        sharded = isinstance(compressor, Lossy) and not compressor.not_sharded_because
-        steps = [self.step(name, topology, n, link) for topology in ("all_gather", *(SHARDED if sharded else ()))]
+        sharded = isinstance(compressor, LossyCompressor) and not compressor.not_partitioned_because
+        steps = [self.step(name, topology, n, link) for topology in ("all_gather", *(PARTITIONED if sharded else ()))]
         return min(steps, key=lambda step: step.seconds)
 
     def speed_up(self, name: str, n: int, link: Link) -> float:
@@ -391,7 +391,7 @@ def measure_method(compressor: Compressor, workload: Workload, group: dist.Proce
     """What compressing the model's gradients costs, on random numbers; nothing is sent. Leaves other gradients."""
     gradients = Gradients(workload.model, compressor)
     layouts, device = gradients.largest, gradients.device
-    if isinstance(compressor, Lossy) and gradients.compressed:
+    if isinstance(compressor, LossyCompressor) and gradients.compressed:
         adam = takes_optimizer(workload.optimizer)
         alone, of_three = (
             typical(compressed_steps(compressor, gradients, world, adam), group, device) for world in (1, 3)
@@ -417,11 +417,11 @@ class EchoRanks(Ranks):
         return values.clone()
 
 
-def compressed_steps(compressor: Lossy, gradients: Gradients, world: int, adam: bool) -> list[float]:
+def compressed_steps(compressor: LossyCompressor, gradients: Gradients, world: int, adam: bool) -> list[float]:
     """Seconds of a few compressed steps of `world` ranks that send the same."""
     optimizer = (torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9))(gradients.compressed, lr=1e-3)
     step = CompressedStep(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
-    final = compressor.at(compressor.final_sparsity)
+    final = compressor.with_sparsity(compressor.final_sparsity)
     local, times = [torch.randn_like(parameter) for parameter in gradients.parameters], []
     for number in range(1 + REPEATS):
         for parameter, gradient in zip(gradients.parameters, local, strict=True):

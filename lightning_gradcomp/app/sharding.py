@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_gradcomp.averaging.fsdp import Sharding
+from lightning_gradcomp.averaging.fsdp.shards import Sharding
 from lightning_gradcomp.averaging.gradients import check_shards
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal

@@ -26,15 +26,15 @@ from torch import nn
 from lightning_gradcomp.averaging.autotune import CANDIDATES, DENSE, Autotune
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.averaging.fsdp import Shards, check_group, is_sharded, local, reshard
+from lightning_gradcomp.averaging.fsdp.shards import Shards, check_group, is_sharded, local, reshard
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.optimizer_step import OptimizerStep
+from lightning_gradcomp.averaging.ranks import ranks_of
 from lightning_gradcomp.averaging.stats import Stats, norm
 from lightning_gradcomp.averaging.step import Average, CompressedStep, Flags, average_dense
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.traffic import traffic
-from lightning_gradcomp.averaging.workers import ranks_of
-from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
 from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import refusal
@@ -52,7 +52,7 @@ class Decision:
     """
 
     sparsity: float = 0.0
-    compressor: Lossy | None = None
+    compressor: LossyCompressor | None = None
     topology: str = DENSE
 
 
@@ -190,11 +190,11 @@ class GradientAverager:
         self._topologies = [route.name]
         self.autotune: Autotune | None = None
         """With topology="auto": finds out what is quickest."""
-        if isinstance(self.compressor, Lossy):
+        if isinstance(self.compressor, LossyCompressor):
             stepped = self.shards.optimizer if self.shards else optimizer
             self._compressed = CompressedStep(self.compressor, self.gradients, self.ranks, route, stepped)
             if route.name == "auto":
-                sharded = self.ranks.workers > 2 and self.compressor.not_sharded_because is None
+                sharded = self.ranks.workers > 2 and self.compressor.not_partitioned_because is None
                 self._topologies = list(CANDIDATES) if sharded else ["all_gather"]
                 if self.ranks.workers > 1 and self.gradients.compressed:
                     self.autotune = Autotune(process_group, self.gradients.device, self._topologies)
@@ -226,7 +226,10 @@ class GradientAverager:
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
         if not sparsity:
             return Decision()
-        compressor, dense = self._compressed.compressor.at(sparsity), self.ranks.dense_traffic(largest.nbytes)
+        compressor, dense = (
+            self._compressed.compressor.with_sparsity(sparsity),
+            self.ranks.dense_traffic(largest.nbytes),
+        )
         affordable = [name for name in self._topologies if self._traffic(compressor, name) < dense]
         topology = affordable[0] if affordable else DENSE
         if self.autotune:
@@ -551,7 +554,7 @@ class GradientAverager:
         if [*map(id, every)] == [*map(id, self.optimizers)]:
             return
         self.compressor.check_optimizer(optimizer)
-        if isinstance(self.compressor, Lossy):
+        if isinstance(self.compressor, LossyCompressor):
             before, now = self.compressor.remembers(self.optimizer), self.compressor.remembers(optimizer)
             if before is not now:
                 what = f"another optimizer in mid-run with {type(self.compressor).__name__}"
@@ -621,7 +624,7 @@ class GradientAverager:
             if self._compressed:
                 self._compressed.lay_out(self.gradients)
 
-    def _traffic(self, compressor: Lossy, topology: str) -> int:
+    def _traffic(self, compressor: LossyCompressor, topology: str) -> int:
         """Bytes that a step of this compressor sends; known for the latest sparsity."""
         key = topology, getattr(compressor, "sparsity", 0.0), self.gradients
         if self._known_traffic.get(topology, (None, 0))[0] != key:
@@ -651,7 +654,7 @@ class GradientAverager:
         gradients, sparsity = self.gradients, compressed.compressor.final_sparsity
         if not gradients.compressed:
             return "no tensor is large enough to be compressed, all travel dense"
-        final = compressed.compressor.at(sparsity)
+        final = compressed.compressor.with_sparsity(sparsity)
         between = "" if self.ranks.per_worker == 1 else " between nodes"
         sent = [f"{self._traffic(final, name):,} bytes sent{between} a step by {name}" for name in self._topologies]
         listed = " or ".join(sent)

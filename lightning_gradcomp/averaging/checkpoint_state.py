@@ -13,8 +13,8 @@ from lightning_gradcomp.errors import refusal
 
 CHECKPOINT_STATES = ("auto", "gather", "sidecar", "mean", "drop")
 """What may become of the states of all ranks in a checkpoint."""
-SHARD = "shard_residual"
-"""The kind of state of which each owner has a shard: they are added up, which makes one owner's of all."""
+PARTITION = "partition_residual"
+"""The kind of state of which each owner has a partition: they are added up, which makes one owner's of all."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 TYPES: dict[str, Any] = {
@@ -65,8 +65,8 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for kind, parts in last["memory"].items():
             if all_floating(parts):
                 add(total.setdefault(kind, {}), parts)
-    copies = world // last.get("workers", world)  # of a shard, on the ranks of one worker
-    memory = {kind: divided(parts, copies if kind == SHARD else world) for kind, parts in total.items()}
+    copies = world // last.get("workers", world)  # of a partition, on the ranks of one worker
+    memory = {kind: divided(parts, copies if kind == PARTITION else world) for kind, parts in total.items()}
     return {**last, "memory": memory, "workers": 1, "autotune": None}
 
 
@@ -123,8 +123,10 @@ def warn_of_lost_kinds(
 ) -> None:
     """Warn of kinds of state that the compressor, with the options that it has now, does not keep."""
     known = {*gradients.chosen, *gradients.left_dense}
-    # Workers take over what owners remembered where shards are others.
-    lost = [kind for kind, parts in saved.items() if kind != SHARD and set(parts) & known - set(loaded.get(kind, {}))]
+    # Workers take over what owners remembered where partitions are others.
+    lost = [
+        kind for kind, parts in saved.items() if kind != PARTITION and set(parts) & known - set(loaded.get(kind, {}))
+    ]
     if lost:
         warnings.warn(
             f"What the checkpoint keeps as {_some(lost)} is lost: with its options of now, nothing uses it.",

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from lightning_gradcomp.averaging.framing import Frame
+from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.workers import SHORT, Ranks, add
 from lightning_gradcomp.compressors.base import PayloadCodec
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
-from lightning_gradcomp.compressors.layout import Layout, Shard
+from lightning_gradcomp.compressors.layout import Layout, Slice
 
 PARTS = 4
 """In so many parts at most does a payload travel, each of more than `SHORT` bytes on average."""
@@ -39,7 +39,7 @@ class Exchange:
         buffer: returns a buffer for the average of what is compressed, fp32 [n], kept from step to step.
     """
 
-    shards: Sequence[Shard] | None = None
+    partitions: Sequence[Slice] | None = None
     dense_pull = False
 
     def __init__(
@@ -127,12 +127,12 @@ class Exchange:
             return self.ranks.maximum(values)
 
     def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For topologies with shards."""
-        raise NotImplementedError("scatter: topology='all_gather' has no shards")
+        """For topologies with partitions."""
+        raise NotImplementedError("scatter: topology='all_gather' has no partitions")
 
-    def gather_shards(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """For topologies with shards."""
-        raise NotImplementedError("gather_shards: topology='all_gather' has no shards")
+    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """For topologies with partitions."""
+        raise NotImplementedError("gather_partitions: topology='all_gather' has no partitions")
 
     def mean_of_payloads(
         self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
@@ -142,7 +142,7 @@ class Exchange:
         A long payload of tensors that are encoded one by one travels in parts: each while the next one is encoded, and
         the one before it decoded.
         """
-        parts = [Shard(0, layout)]
+        parts = [Slice(0, layout)]
         if codec.tensor_by_tensor:
             parts = layout.parts(min(PARTS, codec.payload_bytes(layout) // SHORT))
         begun: list[tuple[Decoded, Callable[[], list[torch.Tensor]]]] = []
@@ -184,7 +184,7 @@ class Exchange:
         self.stats.bytes_received += sent if received is None else received
 
 
-def _part_of_buffer(part: Shard, buffer: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _part_of_buffer(part: Slice, buffer: Callable[[], torch.Tensor]) -> torch.Tensor:
     return part.of(buffer())
 
 

@@ -20,7 +20,7 @@ from weakref import WeakMethod
 
 import torch
 
-from lightning_gradcomp.averaging.fsdp import local
+from lightning_gradcomp.averaging.fsdp.shards import local
 
 
 class Steps(Protocol):

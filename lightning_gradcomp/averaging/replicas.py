@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_gradcomp.averaging.workers import Ranks, all_gather_single
+from lightning_gradcomp.averaging.ranks import Ranks, all_gather_single
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

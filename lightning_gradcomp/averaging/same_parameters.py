@@ -7,7 +7,7 @@ from zlib import crc32
 
 import torch
 
-from lightning_gradcomp.averaging.workers import Ranks, gather
+from lightning_gradcomp.averaging.ranks import Ranks, gather
 from lightning_gradcomp.errors import refusal
 
 

@@ -16,12 +16,12 @@ from torch import nn
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS, Exchange, all_reduce_mean, read_flags, to_flags
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.local_weights import LocalWeights
-from lightning_gradcomp.averaging.sharded import ShardedExchange
+from lightning_gradcomp.averaging.memory import Memory
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.topology import Topology
-from lightning_gradcomp.averaging.worker_state import WorkerState
-from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.averaging.two_phase import TwoPhaseExchange
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, all_finite, by_tensor
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
@@ -102,14 +102,14 @@ class CompressedStep:
 
     def __init__(
         self,
-        compressor: Lossy,
+        compressor: LossyCompressor,
         gradients: Gradients,
         ranks: Ranks,
         topology: Topology,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self.compressor, self.ranks, self.gradients = compressor, ranks, gradients
-        self.state = WorkerState(compressor, gradients, ranks, topology, optimizer)
+        self.state = Memory(compressor, gradients, ranks, topology, optimizer)
         self.local_weights = self._local_weights()
         self._buffer = torch.empty(0, dtype=torch.float32)
 
@@ -134,7 +134,7 @@ class CompressedStep:
             self.local_weights.use(unsent, scales, self.gradients.compressed_flat)
 
     def compressed(
-        self, compressor: Lossy, topology: str, step: int, grad_scale: float, stats: Stats, flags: Flags
+        self, compressor: LossyCompressor, topology: str, step: int, grad_scale: float, stats: Stats, flags: Flags
     ) -> Average:
         """`p.grad` becomes the average of what the workers send; what they don't send stays with them.
 
@@ -175,7 +175,7 @@ class CompressedStep:
         def commit(stepped: Set[str]) -> None:
             gradients.compressed_flat = state.compressed.commit(stepped, gradients.compressed_flat)
             gradients.dense_flat = state.dense.commit(stepped, gradients.dense_flat)
-            state.commit_shard(stepped - state.compressed.withheld)
+            state.commit_partition(stepped - state.compressed.withheld)
             if norms is not None:
                 state.compressed.observe(*norms)
             state.offload()
@@ -189,8 +189,8 @@ class CompressedStep:
         with stats.phase("compress"):
             state.onload()
             finite = self._compensate(grad_scale)
-            if shard := state.remembering_shard:
-                gradients.compressed_flat.add_(shard.whole(), alpha=self.ranks.workers)
+            if partition := state.partition_in_use:
+                gradients.compressed_flat.add_(partition.whole(), alpha=self.ranks.workers)
             _fill_unless(finite, gradients.compressed_flat, torch.nan)
         # What was kept of a parameter is sent also where it has no gradient any more.
         started = state.started
@@ -266,8 +266,8 @@ class CompressedStep:
     ) -> Exchange:
         """This step's communication, as the topology says."""
         arguments = self.ranks, step, dense, self.compressor.dense_values, finite, present, stats, self._mean_buffer
-        if shard := self.state.shard:
-            return ShardedExchange(shard, self.state.topology == "server", *arguments)
+        if partition := self.state.partition:
+            return TwoPhaseExchange(partition, self.state.topology == "server", *arguments)
         return Exchange(*arguments)
 
     def _mean_buffer(self) -> torch.Tensor:

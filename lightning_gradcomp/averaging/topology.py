@@ -1,6 +1,6 @@
 """How messages travel: the options, which of them go together, and MXNet's kvstore names for some combinations.
 
-all_gather: exchange.py. two_phase and server: sharded.py. auto: autotune.py.
+all_gather: exchange.py. two_phase and server: two_phase.py. auto: autotune.py.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.errors import refusal
 
 TOPOLOGIES = ("auto", "all_gather", "two_phase", "server")
-SHARDED = ("two_phase", "server")
+PARTITIONED = ("two_phase", "server")
 INSIDE = ("compressed", "dense")
 RESIDUAL_DEVICES = ("device", "cpu")
 
@@ -23,8 +23,8 @@ class Topology:
 
     Args:
         name: "all_gather": every worker's payload goes to every worker. "two_phase": the gradient is divided into
-            shards; payloads go to the shards' owners, which send the means back, compressed again. "server": the same
-            with dense means. "auto": what a trial in the first steps finds quickest of these, or dense.
+            partitions; payloads go to their owners, which send the means back, compressed again. "server": the
+            same with dense means. "auto": what a trial in the first steps finds quickest of these, or dense.
         inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely, and are one. None:
             dense where there are several nodes of several ranks, else compressed.
         residual_device: where what was not sent is kept between steps: on the gradients' "device", or in "cpu" memory.
@@ -64,7 +64,11 @@ def resolve(topology: str, inside: str | None, residual_device: str | None, comp
         raise refusal("topology", topology, _listed((*TOPOLOGIES, *KVSTORES)))
     inside = inside or (None if topology == "auto" else "compressed")
     chosen = KVSTORES.get(topology) or Topology(topology, inside, residual_device or "device")
-    if chosen.name in SHARDED and isinstance(compressor, Lossy) and (why := compressor.not_sharded_because):
+    if (
+        chosen.name in PARTITIONED
+        and isinstance(compressor, LossyCompressor)
+        and (why := compressor.not_partitioned_because)
+    ):
         raise refusal(f"topology with {type(compressor).__name__}", topology, f"'auto' or 'all_gather': {why}")
     return chosen
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
-from lightning_gradcomp.averaging.sharded import split_dense
-from lightning_gradcomp.averaging.topology import SHARDED
-from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.topology import PARTITIONED
+from lightning_gradcomp.averaging.two_phase import split_dense
+from lightning_gradcomp.compressors.base import LossyCompressor
 
 
-def messages(compressor: Lossy, gradients: Gradients | Layouts) -> list[tuple[str, int]]:
-    """What a step exchanges without shards, in order: ("gather", "mean" or "maximum", bytes).
+def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> list[tuple[str, int]]:
+    """What a step exchanges without partitions, in order: ("gather", "mean" or "maximum", bytes).
 
     The uncompressed gradients and the flags travel with the first gather or mean, or in a gather of their own.
     """
@@ -30,10 +30,10 @@ def messages(compressor: Lossy, gradients: Gradients | Layouts) -> list[tuple[st
     return found
 
 
-def traffic(compressor: Lossy, gradients: Gradients | Layouts, ranks: Ranks, topology: str) -> int:
+def traffic(compressor: LossyCompressor, gradients: Gradients | Layouts, ranks: Ranks, topology: str) -> int:
     """Bytes that a step sends between workers, of the rank that sends the most."""
-    if topology in SHARDED:
-        return _sharded_traffic(compressor, gradients, ranks, dense_pull=topology == "server")
+    if topology in PARTITIONED:
+        return _partitioned_traffic(compressor, gradients, ranks, dense_pull=topology == "server")
     total = 0
     for how, length in messages(compressor, gradients):
         if how == "gather":
@@ -45,13 +45,15 @@ def traffic(compressor: Lossy, gradients: Gradients | Layouts, ranks: Ranks, top
     return total
 
 
-def _sharded_traffic(compressor: Lossy, gradients: Gradients | Layouts, ranks: Ranks, *, dense_pull: bool) -> int:
+def _partitioned_traffic(
+    compressor: LossyCompressor, gradients: Gradients | Layouts, ranks: Ranks, *, dense_pull: bool
+) -> int:
     push, pull, values = [], [], compressor.dense_values
-    shards = gradients.layout.shards(ranks.workers)
-    for shard, dense in zip(shards, split_dense(gradients.dense_layout.n, ranks.workers), strict=True):
-        n, there, back = shard.layout.n, 0, 0
+    partitions = gradients.layout.slices(ranks.workers)
+    for partition, dense in zip(partitions, split_dense(gradients.dense_layout.n, ranks.workers), strict=True):
+        n, there, back = partition.layout.n, 0, 0
         if n:
-            there, back = compressor.shard_bytes(shard.layout, ranks.workers, dense_pull)
+            there, back = compressor.partition_bytes(partition.layout, ranks.workers, dense_pull)
         push.append(Frame(dense, values, there, _flags(gradients)).length)
         pull.append(Frame(dense, "fp32", back, _flags(gradients)).length)
     of_layout = compressor.messages(gradients.layout)

@@ -1,6 +1,6 @@
 """What is sent, and what is remembered. Importing this package registers every compressor."""
 
-from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, Lossy, TensorCodec
+from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, LossyCompressor, TensorCodec
 from lightning_gradcomp.compressors.dense import BF16, FP16, NoCompression
 from lightning_gradcomp.compressors.dgc import DGC
 from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
@@ -17,7 +17,7 @@ __all__ = [
     "Collectives",
     "Compressor",
     "GradientDropping",
-    "Lossy",
+    "LossyCompressor",
     "NoCompression",
     "OneBit",
     "PowerSGD",

@@ -1,7 +1,7 @@
 """What a compressor is: options that check themselves, which tensors it takes, how it averages them.
 
 Most methods need one class of this file: `TensorCodec` (what happens to one tensor), `Codec` (a choice among the
-elements of all tensors), or `Lossy` with an `average` of its own (sums instead of payloads).
+elements of all tensors), or `LossyCompressor` with an `average` of its own (sums instead of payloads).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_gradcomp.compressors.decoded import Chunked, Decoded
 from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
 from lightning_gradcomp.compressors.kernels.rng import Draws
-from lightning_gradcomp.compressors.layout import CHUNK, Layout, Shard, chunks
+from lightning_gradcomp.compressors.layout import CHUNK, Layout, Slice, chunks
 from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import is_number, is_whole, refusal
@@ -54,7 +54,7 @@ class Card:
 
 
 class Collectives(Protocol):
-    """What `Lossy.average` may exchange with the other workers. All but `phase` and `buffer` are collective calls.
+    """What `LossyCompressor.average` may exchange with the others. All but `phase` and `buffer` are collective calls.
 
     The gradients that are not compressed, and what the workers have to know of each other, travel with the first
     message, or after the last one where there was none. Messages have one length on all workers.
@@ -66,10 +66,10 @@ class Collectives(Protocol):
     """The number of this one."""
     step: int
     """Steps so far, the same on all of them."""
-    shards: Sequence[Shard] | None
-    """Who averages which part of the gradient: worker j the shard j. None: all payloads go to all workers."""
+    partitions: Sequence[Slice] | None
+    """Who averages which part of the gradient: worker j the partition j. None: all payloads go to all workers."""
     dense_pull: bool
-    """Whether the means of shards go back uncompressed (topology="server")."""
+    """Whether the means of partitions go back uncompressed (topology="server")."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Adds the time spent inside to "compress", "exchange" or "decompress"."""
@@ -95,8 +95,8 @@ class Collectives(Protocol):
         """Sends payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
         ...
 
-    def gather_shards(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The payloads of all shards, from the workers that own them; `lengths` are their bytes."""
+    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The payloads of all partitions, from the workers that own them; `lengths` are their bytes."""
         ...
 
     def mean_of_payloads(
@@ -165,7 +165,7 @@ class Compressor(CompressorBase):
 
 
 @dataclass(kw_only=True)
-class Lossy(Compressor, ABC):
+class LossyCompressor(Compressor, ABC):
     """A compressor that sends less than everything.
 
     Args:
@@ -184,8 +184,10 @@ class Lossy(Compressor, ABC):
 
     default_warmup_steps: ClassVar[int] = 0
     """What `warmup_steps=None` stands for."""
-    not_sharded_because: ClassVar[str | None] = "the owner of a shard can't average it from the shard's messages alone"
-    """Why topologies with shards ("two_phase", "server") can't carry this method's messages; None where they can."""
+    not_partitioned_because: ClassVar[str | None] = (
+        "the owner of a partition can't average it from the partition's messages alone"
+    )
+    """Why "two_phase" and "server" can't carry this method's messages; None where they can."""
 
     min_elements: int = 1024
     exclude: list[str] = field(default_factory=list)
@@ -217,21 +219,21 @@ class Lossy(Compressor, ABC):
                 allowed = f"patterns of names of parameters, such as {names[-1]!r}"
                 raise refusal(f"{type(self).__name__}.exclude", pattern, allowed)
 
-    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+    def compresses(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the parameter `name` of this shape is compressed."""
         excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
         return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """Those that `takes` takes."""
-        return {name for name, shape in shapes.items() if self.takes(name, shape)}
+        """Those that `compresses` selects."""
+        return {name for name, shape in shapes.items() if self.compresses(name, shape)}
 
     @property
     def final_sparsity(self) -> float:
         """The sparsity once the warm-up is over; `COMPRESSED` for a method that has none."""
         return COMPRESSED
 
-    def at(self, sparsity: float) -> Lossy:
+    def with_sparsity(self, sparsity: float) -> LossyCompressor:
         """The compressor in a step of this scheduled sparsity: itself, for a method that has none."""
         return self
 
@@ -292,15 +294,15 @@ class Lossy(Compressor, ABC):
 
     @abstractmethod
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
-        """What a step exchanges without shards, in order: ("gather", "mean" or "maximum", bytes)."""
+        """What a step exchanges without partitions, in order: ("gather", "mean" or "maximum", bytes)."""
 
-    def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """Bytes that a worker sends to the owner of a shard, and the owner to every worker, where shards are possible.
+    def partition_bytes(self, partition: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
+        """Bytes that a worker sends to the owner of a partition, and that the owner sends to every worker.
 
         A payload each way; with `dense_pull` it goes back uncompressed.
         """
-        [(_, length)] = self.messages(shard)
-        return length, value_bytes(shard.n, self.dense_values) if dense_pull else length
+        [(_, length)] = self.messages(partition)
+        return length, value_bytes(partition.n, self.dense_values) if dense_pull else length
 
     @abstractmethod
     def average(
@@ -321,10 +323,10 @@ class Lossy(Compressor, ABC):
 
 
 @dataclass(kw_only=True)
-class Codec(Lossy):
+class Codec(LossyCompressor):
     """A compressor whose payload every rank can decode by itself: `payload_bytes`, `encode`, `decode`."""
 
-    not_sharded_because: ClassVar[str | None] = None
+    not_partitioned_because: ClassVar[str | None] = None
     tensor_by_tensor: ClassVar[bool] = False
 
     @abstractmethod
@@ -337,7 +339,7 @@ class Codec(Lossy):
 
         Args:
             flat: what should be sent, fp32 [n], finite.
-            layout: where each parameter is in it; in a shard, some rows of them.
+            layout: where each parameter is in it; in a slice, some rows of them.
 
         Returns:
             uint8 [payload_bytes(layout)], and what `decode` makes of it.
@@ -363,10 +365,10 @@ class Codec(Lossy):
 
 
 @dataclass(kw_only=True)
-class TensorCodec(Lossy):
+class TensorCodec(LossyCompressor):
     """A compressor that is defined by what happens to one tensor: `encode` and `decode` are all that it needs.
 
-    Sizes come from encoding zeros once. Packing, error feedback, sums in the workers' order, shards and topologies come
+    Sizes come from encoding zeros once. Packing, error feedback, sums in the workers' order and topologies come
     from here.
 
     Args:
@@ -376,7 +378,7 @@ class TensorCodec(Lossy):
         ValueError: an option out of its range.
     """
 
-    not_sharded_because: ClassVar[str | None] = None
+    not_partitioned_because: ClassVar[str | None] = None
     random: ClassVar[bool] = False
     """Whether `encode` or `decode` use `self.draws`, which are then a function of (`self.seed`, worker, step)."""
     seed: ClassVar[int] = 0

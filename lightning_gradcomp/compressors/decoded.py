@@ -119,7 +119,7 @@ EMPTY = Chunked((), lambda number: torch.empty(0, dtype=torch.float32))
 
 
 def concatenate(parts: Sequence[Decoded], starts: Sequence[int]) -> Sparse | Chunked:
-    """The decoded payloads of the shards of a buffer, which begin at `starts`, as one. All are sparse, or none is."""
+    """The decoded payloads of slices of a buffer, which begin at `starts`, as one. All are sparse, or none is."""
     sparse = [(part, start) for part, start in zip(parts, starts, strict=True) if isinstance(part, Sparse)]
     if sparse:
         indices = torch.cat([part.indices + start for part, start in sparse])

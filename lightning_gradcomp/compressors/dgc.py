@@ -114,7 +114,7 @@ class DGC(Codec):
         """Whether the warm-up is one of `dense_epochs` and `warmup_epochs`."""
         return bool(self.dense_epochs or self.warmup_epochs)
 
-    def at(self, sparsity: float) -> DGC:
+    def with_sparsity(self, sparsity: float) -> DGC:
         """With this sparsity."""
         return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
 
@@ -130,7 +130,7 @@ class DGC(Codec):
     def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> DGC:
         """With the sparsities that the optimizer's steps need, where none were chosen."""
         if not takes_optimizer(optimizer):
-            return self.at(self.final_sparsity)
+            return self.with_sparsity(self.final_sparsity)
         sparsity = ADAM_SPARSITY if self.sparsity is None else self.sparsity
         start = sparsity if self.start_sparsity is None and not self._by_epoch else self.start_sparsity
         return replace(self, sparsity=sparsity, start_sparsity=start)

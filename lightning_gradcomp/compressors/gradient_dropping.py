@@ -81,7 +81,7 @@ class GradientDropping(Codec):
             raise refusal("GradientDropping.mean", self.mean, "'ranks' or 'senders'")
 
     @property
-    def not_sharded_because(self) -> str | None:  # type: ignore[override]
+    def not_partitioned_because(self) -> str | None:  # type: ignore[override]
         """A mean over senders is not sharded."""
         return "an owner knows no longer who has sent an element" if self.mean == "senders" else None
 
@@ -90,7 +90,7 @@ class GradientDropping(Codec):
         """`sparsity`."""
         return self.sparsity
 
-    def at(self, sparsity: float) -> GradientDropping:
+    def with_sparsity(self, sparsity: float) -> GradientDropping:
         """With this sparsity."""
         return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
 

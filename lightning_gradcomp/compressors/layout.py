@@ -25,14 +25,14 @@ def chunks(start: int, stop: int, device: torch.device, multiple: int = 1) -> li
 
 
 @dataclass(frozen=True)
-class Shard:
+class Slice:
     """A contiguous part of a flat buffer: its first element, and the layout of what is in it (parameters, or rows)."""
 
     start: int
     layout: Layout
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This shard of `flat`, sharing its memory."""
+        """This slice of `flat`, sharing its memory."""
         return flat[self.start : self.start + self.layout.n]
 
 
@@ -65,16 +65,16 @@ class Layout:
         stops = list(accumulate(self.sizes))
         return list(zip([0, *stops[:-1]], stops, strict=True)) if stops else []
 
-    def shards(self, number: int) -> list[Shard]:
-        """The buffer in `number` shards as equal as cuts between rows allow; some may be empty."""
+    def slices(self, number: int) -> list[Slice]:
+        """The buffer in `number` slices as equal as cuts between rows allow; some may be empty."""
         cuts = [0, *(self._row_near(self.n * part // number) for part in range(1, number)), self.n]
-        return [Shard(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
+        return [Slice(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
 
-    def parts(self, number: int) -> list[Shard]:
+    def parts(self, number: int) -> list[Slice]:
         """The buffer in at most `number` parts, as equal as cuts between parameters allow; none is empty."""
         starts = [start for start, _ in self.bounds]
         cuts = {min(starts, key=lambda start: abs(start - self.n * part // number)) for part in range(1, number)}
-        return [Shard(start, self._between(start, stop)) for start, stop in pairwise(sorted({0, *cuts, self.n}))]
+        return [Slice(start, self._between(start, stop)) for start, stop in pairwise(sorted({0, *cuts, self.n}))]
 
     def _row_near(self, place: int) -> int:
         """The place closest to `place` where a row of a parameter begins."""

@@ -110,9 +110,9 @@ class OneBit(TensorCodec):
         if not is_whole(self.group_size) or self.group_size < 1:
             raise refusal("OneBit.group_size", self.group_size, "a whole number from 1")
 
-    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+    def compresses(self, name: str, shape: tuple[int, ...]) -> bool:
         """As for every compressor; and columns must be long enough to save something."""
-        return super().takes(name, shape) and (self.groups != "column" or row_size(shape) > 2)
+        return super().compresses(name, shape) and (self.groups != "column" or row_size(shape) > 2)
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> OneBit:
         """With the size of this tensor's groups."""

@@ -20,7 +20,7 @@ from zlib import crc32
 
 import torch
 
-from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, Lossy
+from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.layout import CHUNK, Layout
 from lightning_gradcomp.compressors.state import Residual, State, StateDict
@@ -110,7 +110,7 @@ class PowerSGDState(Residual):
 
 @register("powersgd")
 @dataclass(kw_only=True)
-class PowerSGD(Lossy):
+class PowerSGD(LossyCompressor):
     """PowerSGD: low-rank factors, two all-reduces a step, error feedback; for any optimizer.
 
     Source: Vogels et al., NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2.
@@ -148,9 +148,9 @@ class PowerSGD(Lossy):
         if not is_number(self.min_compression) or self.min_compression < 1:
             raise refusal("PowerSGD.min_compression", self.min_compression, "a finite number from 1")
 
-    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+    def compresses(self, name: str, shape: tuple[int, ...]) -> bool:
         """As for every compressor; and the factors must be `min_compression` times smaller than the matrix."""
-        if not super().takes(name, shape):
+        if not super().compresses(name, shape):
             return False
         out, rest = shape[0], prod(shape[1:])
         small = (out + rest) * self.rank * self.min_compression < out * rest

@@ -10,8 +10,8 @@ The authors' published code sets s = c·σ, which clips too (what is above s is 
 the paper's rule, and five ternary digits in a byte, a fixed length of 1.6 bits an element, close to log2 3 = 1.585. On
 real gradients, most of which round to 0, the digits' zeroth-order entropy is 0.9 to 1.05 bits.
 
-It extends `Lossy` and not `TensorCodec`, since its scalers are agreed between the workers before anything is encoded,
-and since the owner of a shard adds up digits, not numbers: the sums of N workers' digits -1, 0, 1 are whole numbers
+It extends `LossyCompressor` and not `TensorCodec`, since the workers agree on its scalers before anything is encoded,
+and since the owner of a partition adds up digits, not numbers: the sums of N workers' digits -1, 0, 1 are whole numbers
 from -N to N, which go back exactly, as digits of base 2N + 1, log2(2N + 1) bits an element instead of 32 (§3). Nothing
 is rounded twice, and the mean is that of an all-gather. A parameter server (topology="server") sends the sums as fp32.
 
@@ -28,12 +28,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, Lossy
+from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
 from lightning_gradcomp.compressors.kernels import radix
 from lightning_gradcomp.compressors.kernels.bits import look_up, padded
 from lightning_gradcomp.compressors.kernels.rng import Uniform
-from lightning_gradcomp.compressors.layout import CHUNK, Layout, Shard, chunks
+from lightning_gradcomp.compressors.layout import CHUNK, Layout, Slice, chunks
 from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
@@ -136,7 +136,7 @@ def _joins(layout: Layout, before: Piece, size: int) -> bool:
 
 @register("terngrad")
 @dataclass(kw_only=True)
-class TernGrad(Lossy):
+class TernGrad(LossyCompressor):
     """TernGrad: -s, 0 or +s for each element, unbiased; for any optimizer.
 
     Source: Wen et al., NeurIPS 2017, arXiv 1705.07878.
@@ -174,12 +174,12 @@ class TernGrad(Lossy):
             raise refusal("TernGrad.seed", self.seed, "a whole number from 0 to 2^32 - 1")
 
     @property
-    def not_sharded_because(self) -> str | None:  # type: ignore[override]
+    def not_partitioned_because(self) -> str | None:  # type: ignore[override]
         """Digits of different scalers have no sum."""
         return None if self.share_scaler else "digits add up only with one s for all workers (share_scaler=True)"
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        chosen = [name for name, shape in shapes.items() if self.takes(name, shape)]
+        chosen = [name for name, shape in shapes.items() if self.compresses(name, shape)]
         return set(chosen[:-1] if self.dense_last_layer else chosen)
 
     def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
@@ -191,10 +191,10 @@ class TernGrad(Lossy):
         payload = ("gather", _payload_bytes(layout))
         return [("maximum", 4 * len(layout.sizes)), payload] if self.share_scaler else [payload]
 
-    def shard_bytes(self, shard: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
+    def partition_bytes(self, partition: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
         """Digits of base 3 to the owner, sums from it."""
-        back = 4 * shard.n if dense_pull else radix.packed_bytes(shard.n, 2 * workers + 1)
-        return packed_bytes(shard.n), back
+        back = 4 * partition.n if dense_pull else radix.packed_bytes(partition.n, 2 * workers + 1)
+        return packed_bytes(partition.n), back
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: State
@@ -215,40 +215,42 @@ class TernGrad(Lossy):
                 clipped = part.clamp(-bound, bound)
             return ternarise(clipped, scalers[tensors].unsqueeze(1), uniform)
 
-        if collectives.shards is not None:
-            return self._sharded(flat, digits_of, layout, scalers, collectives, collectives.shards)
+        if collectives.partitions is not None:
+            return self._partitioned(flat, digits_of, layout, scalers, collectives, collectives.partitions)
         return collectives.mean_of_payloads(_Payloads(layout, digits_of, scalers), flat, layout)
 
-    def _sharded(
+    def _partitioned(
         self,
         flat: torch.Tensor,
         digits_of: Callable[[torch.Tensor, slice], torch.Tensor],
         layout: Layout,
         scalers: torch.Tensor,
         collectives: Collectives,
-        shards: Sequence[Shard],
+        partitions: Sequence[Slice],
     ) -> tuple[Dense, Chunked]:
-        """The same by shards: digits to their owners, who send sums of digits to everyone."""
+        """The same by partitions: digits to their owners, who send sums of digits to everyone."""
         workers, base = collectives.workers, 2 * collectives.workers + 1
         with collectives.phase("compress"):
             pieces = pieces_of(layout, flat.device)
             digits = torch.cat([digits_of(piece.of(flat), piece.tensors).view(-1) for piece in pieces])
-            payloads = [_pack_shard(shard.of(digits)) for shard in shards]
+            payloads = [_pack_partition(partition.of(digits)) for partition in partitions]
         rows = collectives.scatter(payloads)
-        own = shards[collectives.worker].layout.n
+        own = partitions[collectives.worker].layout.n
         with collectives.phase("decompress"):
-            sums = _sum_shard(rows, own)
+            sums = _sum_partition(rows, own)
         with collectives.phase("compress"):
             payload = sums.view(torch.uint8) if collectives.dense_pull else radix.pack(sums, base)
-        lengths = [self.shard_bytes(shard.layout, workers, collectives.dense_pull)[1] for shard in shards]
-        rows = collectives.gather_shards(payload, lengths)
+        lengths = [
+            self.partition_bytes(partition.layout, workers, collectives.dense_pull)[1] for partition in partitions
+        ]
+        rows = collectives.gather_partitions(payload, lengths)
         with collectives.phase("decompress"):
             mean = collectives.buffer()
-            for shard, row in zip(shards, rows, strict=True):
+            for partition, row in zip(partitions, rows, strict=True):
                 if collectives.dense_pull:
-                    shard.of(mean).copy_(row.view(torch.float32))
+                    partition.of(mean).copy_(row.view(torch.float32))
                 else:
-                    radix.unpack(row, base, shard.of(mean))
+                    radix.unpack(row, base, partition.of(mean))
             per_digit = scalers / workers  # N · s may be too large for fp32
             for piece in pieces:
                 piece.of(mean).sub_(workers).mul_(per_digit[piece.tensors].unsqueeze(1))
@@ -339,14 +341,14 @@ def _places(layout: Layout, device: torch.device) -> list[tuple[Piece, slice]]:
     return found
 
 
-def _pack_shard(digits: torch.Tensor) -> torch.Tensor:
-    """A shard's ternary digits (uint8 [n]), five in a byte."""
+def _pack_partition(digits: torch.Tensor) -> torch.Tensor:
+    """A partition's ternary digits (uint8 [n]), five in a byte."""
     parts = chunks(0, digits.numel(), digits.device, multiple=DIGITS)
     return torch.cat([digits[:0], *(pack(digits[start:stop]) for start, stop in parts)])
 
 
-def _sum_shard(rows: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-    """The sums (fp32 [n], 0 to 2N) of the digits that `_pack_shard` wrote on N workers."""
+def _sum_partition(rows: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+    """The sums (fp32 [n], 0 to 2N) of the digits that `_pack_partition` wrote on N workers."""
     sums = torch.empty(n, dtype=torch.float32, device=rows[0].device)
     table = _digit_table(sums.device) + 1
     for start, stop in chunks(0, n, sums.device, multiple=DIGITS):

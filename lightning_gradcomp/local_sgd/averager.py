@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
-from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_gradcomp.averaging.faults import ExchangeFailed
-from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.errors import refusal
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
@@ -71,7 +71,7 @@ class Rounds(GradientAverager):
         self.local_optimizer, self.error_decay = local_optimizer, error_decay
         self.sgd = torch.optim.SGD(anchor.module.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
         compressor = build(compressor)
-        if isinstance(compressor, Lossy) and (dense := compressor.dense_steps):
+        if isinstance(compressor, LossyCompressor) and (dense := compressor.dense_steps):
             compressor = replace(compressor, warmup_steps=dense // period)
         super().__init__(anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
         self._agreed = True  # reports say which parameters are frozen

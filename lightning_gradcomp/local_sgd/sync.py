@@ -12,8 +12,8 @@ from zlib import crc32
 import torch
 from torch import nn
 
+from lightning_gradcomp.averaging.ranks import Ranks, add
 from lightning_gradcomp.averaging.replicas import broadcast
-from lightning_gradcomp.averaging.workers import Ranks, add
 from lightning_gradcomp.local_sgd.round_report import sample_weight
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.connection import POLL_SECONDS, Connection, ConnectionLost, connect
@@ -29,8 +29,8 @@ from lightning_gradcomp.parameter_server.messages import (
     Request,
     fingerprint,
 )
+from lightning_gradcomp.parameter_server.partition import agreed
 from lightning_gradcomp.parameter_server.server import built
-from lightning_gradcomp.parameter_server.shard import agreed
 from lightning_gradcomp.parameter_server.worker import Worker
 
 
@@ -65,7 +65,7 @@ class AsyncAverager(Worker):
         model: the bare module.
         optimizer: over its parameters. It is not stepped: each server has one of the same class and options.
         compressor: of the pushes, or its name. The same as the servers'.
-        servers: their addresses, HOST:PORT, in the order of their shards.
+        servers: their addresses, HOST:PORT, in the order of their partitions.
         secret: the servers' secret.
         pull: compressor of the pulls, the same as the servers'.
         world: number of workers, by which learning rates are divided: that many pushes then count as much as one step
@@ -179,7 +179,7 @@ class AsyncAverager(Worker):
         connection = self._connections[number]
         answer = Answer.receive(connection)
         if answer.accepted == REFUSED:
-            what = f"model, optimizer's groups, compressor, pull, job, servers, shard {number} or version"
+            what = f"model, optimizer's groups, compressor, pull, job, servers, partition {number} or version"
             raise refusal(what, "another than the server's", "the same on workers and servers")
         return answer, connection.receive(torch.empty(self.pull_bytes(number, whole), dtype=torch.uint8))
 

@@ -1,4 +1,4 @@
-"""ParameterServer: serves a shard of the weights to workers, each by a thread and a connection of its own."""
+"""ParameterServer: serves a partition of the weights to workers, each by a thread and a connection of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.compressors.base import Compressor, Lossy
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, Listener
@@ -28,7 +28,7 @@ from lightning_gradcomp.parameter_server.messages import (
     Request,
     fingerprint,
 )
-from lightning_gradcomp.parameter_server.shard import Push, ServerShard, agreed, codec_of, parts
+from lightning_gradcomp.parameter_server.partition import Push, ServerPartition, agreed, codec_of, parts
 from lightning_gradcomp.registry import build
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
     check_compressor(made)
     made = made.for_optimizer(optimizer)
     made.check_optimizer(optimizer)
-    if isinstance(made, Lossy) and made.remembers(optimizer).accumulates_steps:
+    if isinstance(made, LossyCompressor) and made.remembers(optimizer).accumulates_steps:
         what = f"{type(made).__name__} with dist_async"
         raise refusal(what, type(optimizer).__name__, "SGD; with Adam, compressor='none'")
     return made
@@ -58,12 +58,12 @@ def check_compressor(compressor: Compressor) -> None:
         if length := getattr(compressor, option, 0):
             raise refusal(f"{name}.{option} with dist_async", length, "0: every push is compressed")
     start = getattr(compressor, "start_sparsity", None)
-    if isinstance(compressor, Lossy) and start is not None and start < (final := compressor.final_sparsity):
+    if isinstance(compressor, LossyCompressor) and start is not None and start < (final := compressor.final_sparsity):
         raise refusal(f"{name}.start_sparsity with dist_async", start, f"None: every push is at sparsity {final:g}")
 
 
 class ParameterServer:
-    """Holds a shard of a model's weights, applies an optimizer to it at each push, and answers pulls.
+    """Holds a partition of a model's weights, applies an optimizer to it at each push, and answers pulls.
 
         server = ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "dgc", secret=word)
         server.start()
@@ -76,7 +76,7 @@ class ParameterServer:
         secret: a word that workers must know.
         host: the address of the interface to listen on, IPv4 or IPv6, or a name for it. Default: loopback.
         port: the port to listen on. 0: any free one, which `address` has.
-        shard: the number of this server, from 0. The parameters are divided among the servers.
+        partition: the number of this server, from 0. The parameters are divided among the servers.
         servers: how many servers there are.
         staleness: S, how many steps a worker may be ahead of the slowest live one before it waits; `math.inf`: it never
             waits.
@@ -100,7 +100,7 @@ class ParameterServer:
         secret: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        shard: int = 0,
+        partition: int = 0,
         servers: int = 1,
         staleness: float = math.inf,
         max_staleness: int | None = None,
@@ -110,14 +110,14 @@ class ParameterServer:
         timeout: timedelta = TIMEOUT,
     ) -> None:
         check_staleness(staleness, max_staleness)
-        if not 0 <= shard < servers:
-            raise refusal("shard", shard, f"0 to {servers - 1}, of {servers} servers")
+        if not 0 <= partition < servers:
+            raise refusal("partition", partition, f"0 to {servers - 1}, of {servers} servers")
         self.compressor = built(compressor, optimizer)
         pulled = None if pull is None else built(pull, optimizer)
         gradients = Gradients(model, self.compressor)
         names = dict(zip(gradients.names, gradients.parameters, strict=True))
-        part = parts(gradients.layout, gradients.dense_layout, servers)[shard]
-        self.shard = ServerShard(
+        part = parts(gradients.layout, gradients.dense_layout, servers)[partition]
+        self.partition = ServerPartition(
             names,
             part,
             optimizer,
@@ -127,7 +127,7 @@ class ParameterServer:
             pull=pulled,
         )
         """The weights, and what is done with pushes."""
-        self._agreed = fingerprint(shard, servers, *agreed(gradients, optimizer, self.compressor, pulled, job))
+        self._agreed = fingerprint(partition, servers, *agreed(gradients, optimizer, self.compressor, pulled, job))
         self.clocks = Clocks(staleness)
         self._groups, self._wait = len(optimizer.param_groups), timeout.total_seconds()
         self._listener = Listener(host, port, secret, timeout)
@@ -176,7 +176,7 @@ class ParameterServer:
             try:
                 self._listener.admit(connection)
                 worker, clock = self._hello(connection)
-                pull = self.shard.pull(worker, True)
+                pull = self.partition.pull(worker, True)
                 Answer(worker, clock, pull.version, pull.fingerprint).send(connection, pull.body)
                 while self._answer(connection, worker):
                     pass
@@ -185,7 +185,7 @@ class ParameterServer:
             finally:
                 if worker is not None:
                     self.clocks.leave(worker)
-                    self.shard.forget(worker)
+                    self.partition.forget(worker)
 
     def _hello(self, connection: Connection) -> tuple[int, int]:
         """Lets a worker join. Returns its number and its clock.
@@ -202,20 +202,20 @@ class ParameterServer:
 
     def _answer(self, connection: Connection, worker: int) -> bool:
         """Receives one request and answers it. Whether the worker stays."""
-        request, shard = Request.receive(connection, self._groups), self.shard
+        request, partition = Request.receive(connection, self._groups), self.partition
         if request.kind == LEAVE:
             return False
         accepted, stop = ACCEPTED, False
         if request.kind != PULL:
-            length = 0 if request.skip else shard.part.body_bytes(codec_of(self.compressor, worker, request.clock))
+            length = 0 if request.skip else partition.part.body_bytes(codec_of(self.compressor, worker, request.clock))
             body = connection.receive(torch.empty(length, dtype=torch.uint8))
-            present = connection.receive(torch.empty(0 if request.skip else len(shard.weights), dtype=torch.uint8))
+            present = connection.receive(torch.empty(0 if request.skip else len(partition.weights), dtype=torch.uint8))
             of = tuple(map(bool, present.tolist()))
             push = Push(worker, request.clock, request.version, request.rates, request.skip, of)
-            accepted = int(shard.push(push, body))
+            accepted = int(partition.push(push, body))
             stop = self.clocks.tick(worker, request.flag)
             self.clocks.wait(worker, self._wait)
-        pull = shard.pull(worker, request.kind == PULL)
+        pull = partition.pull(worker, request.kind == PULL)
         Answer(accepted, request.clock, pull.version, pull.fingerprint, stop).send(connection, pull.body)
         return True
 

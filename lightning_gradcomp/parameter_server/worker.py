@@ -1,6 +1,6 @@
 """What a worker does with gradients and pulls: the rules, without a network.
 
-The counterpart of `shard.py`: gradients become the bodies of pushes, one for each server; what they leave out is
+The counterpart of `partition.py`: gradients become the bodies of pushes, one for each server; what they leave out is
 remembered; the bodies of pulls become weights.
 """
 
@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.compressors.base import Compressor, Lossy, PayloadCodec
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, PayloadCodec
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.parameter_server.shard import codec_of, parts
+from lightning_gradcomp.parameter_server.partition import codec_of, parts
 
 
 class Worker:
@@ -58,7 +58,7 @@ class Worker:
     def _blank(self) -> tuple[State, State]:
         layout, device = self.gradients.layout, self.gradients.device
         state: State = Residual(layout, device)  # also of what is unbiased: a dropped push has to stay somewhere
-        if isinstance(self.compressor, Lossy) and self.compressor.remembers(self.optimizer) is not State:
+        if isinstance(self.compressor, LossyCompressor) and self.compressor.remembers(self.optimizer) is not State:
             state = self.compressor.state(layout, device, self.optimizer)
         state.attach(self.optimizer, self.gradients.compressed, shares_moments=False)  # servers step
         return state, Residual(self.gradients.dense_layout, device)

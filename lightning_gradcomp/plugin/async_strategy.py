@@ -22,8 +22,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
-from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
@@ -136,7 +136,7 @@ class AsyncStrategy(BaseStrategy):
                 self.compressor,
                 secret=secret,
                 host=_own_address(trainer.num_nodes),
-                shard=self.global_rank,
+                partition=self.global_rank,
                 servers=self.world_size,
                 timeout=NO_LIMIT,
                 **self.rule,
@@ -223,7 +223,7 @@ class AsyncStrategy(BaseStrategy):
         """With what the servers' optimizers hold. Collective; after an interruption without it."""
         if self.server is not None and self.averager is not None and not self._interrupted:
             everyones: list[Any] = [None] * self.world_size
-            dist.all_gather_object(everyones, self.server.shard.optimizer_state())
+            dist.all_gather_object(everyones, self.server.partition.optimizer_state())
             gradients = self.averager.gradients
             by_name = dict(zip(gradients.names, gradients.parameters, strict=True))
             for states in everyones:
@@ -238,13 +238,13 @@ class AsyncStrategy(BaseStrategy):
         assert self.averager is not None and self.server is not None
         [optimizer], gradients = self.optimizers, self.averager.gradients
         by_name = dict(zip(gradients.names, gradients.parameters, strict=True))
-        self.server.shard.load_optimizer_state(
+        self.server.partition.load_optimizer_state(
             {name: optimizer.state[p] for name, p in by_name.items() if p in optimizer.state}
         )
         if KEY in checkpoint:
             self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager)  # type: ignore[arg-type]
         self.averager.steps = self._steps
-        self.server.shard.load_weights(by_name)
+        self.server.partition.load_weights(by_name)
         with self.explained("loading a checkpoint"):
             self.barrier()  # all servers have
             self._pull()

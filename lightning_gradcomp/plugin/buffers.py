@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast, ignored_by_ddp
-from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors import Compressor, LossyCompressor
 
 
 def only_batch_norm_has_buffers(model: nn.Module) -> bool:
@@ -27,7 +27,7 @@ def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
     Returns:
         Whether `share_buffers` has to make up for it.
     """
-    spared = isinstance(compressor, Lossy) and only_batch_norm_has_buffers(ddp.module)
+    spared = isinstance(compressor, LossyCompressor) and only_batch_norm_has_buffers(ddp.module)
     if spared:
         ddp.broadcast_buffers = False
     return spared

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors import Compressor, LossyCompressor
 
 
 def clips(trainer: Trainer) -> bool:
@@ -31,7 +31,7 @@ class LocalClipping:
     ) -> Compressor:
         """The compressor to train with. The Trainer no longer clips where this one does."""
         clip_norm = trainer.gradient_clip_val
-        if not clips(trainer) or not isinstance(compressor, Lossy):
+        if not clips(trainer) or not isinstance(compressor, LossyCompressor):
             return compressor
         if not compressor.owns_momentum(optimizer):
             rank_zero_info(f"gradient_clip_val={clip_norm} clips the average that was sent: what it cuts off is gone.")
@@ -42,7 +42,7 @@ class LocalClipping:
         trainer.gradient_clip_val = None
         return replace(compressor, clip_norm=float(clip_norm))
 
-    def give_back(self) -> None:
+    def restore_trainer(self) -> None:
         """Leave the Trainer as the user made it."""
         if self._taken is not None:
             trainer, trainer.gradient_clip_val = self._taken

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.exchange import to_wire
-from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.compressors import LossyCompressor
 from lightning_gradcomp.errors import refusal
 
 
@@ -130,7 +130,7 @@ class DDPHook:
             raise refusal("a layer that was frozen while training", first, allowed)
 
     def _check_averages_were_used(self, averager: GradientAverager) -> None:
-        if self._unused_average and isinstance(averager.compressor, Lossy):
+        if self._unused_average and isinstance(averager.compressor, LossyCompressor):
             name = type(averager.compressor).__name__
             if any(p.grad is not None and bool(p.grad.any()) for p in averager.gradients.parameters):
                 what = f"backward calls with {name} between two optimizer steps"

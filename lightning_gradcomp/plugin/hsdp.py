@@ -28,11 +28,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
-from lightning_gradcomp.averaging.fsdp import is_sharded, local, reshard
-from lightning_gradcomp.averaging.mesh import MESH, mesh_shape
+from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
+from lightning_gradcomp.averaging.fsdp.mesh import MESH, mesh_shape
+from lightning_gradcomp.averaging.fsdp.shards import is_sharded, local, reshard
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical, compare_replicas, replicated
-from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
-from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin import sigterm
@@ -200,7 +200,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             broadcast_unless_identical(list(self.model.buffers()), Ranks(torch.distributed.group.WORLD))
 
     def teardown(self) -> None:
-        self._clipping.give_back()
+        self._clipping.restore_trainer()
         if self.averager is not None:
             self.averager.detach()
         super().teardown()

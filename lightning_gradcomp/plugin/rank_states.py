@@ -21,9 +21,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, mean_state
-from lightning_gradcomp.averaging.checkpoint_state import SHARD, all_floating, check_state
+from lightning_gradcomp.averaging.checkpoint_state import PARTITION, all_floating, check_state
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
-from lightning_gradcomp.averaging.sharded_checkpoint import own_memory
+from lightning_gradcomp.averaging.fsdp.checkpoint import own_memory
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero
 from lightning_gradcomp.registry import entries
@@ -238,7 +238,7 @@ def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimize
 def _size(state: State, averager: GradientAverager) -> int:
     """Bytes of a rank's state; the same on all, though an accumulation may lack gradients on some."""
     memory = state["memory"]
-    differ = ("accumulated", SHARD)
+    differ = ("accumulated", PARTITION)
     rest = (part.nbytes for kind, parts in memory.items() if kind not in differ for part in parts.values())
     return sum(rest) + averager.gradients.nbytes * sum(kind in memory for kind in differ)
 
@@ -250,12 +250,12 @@ def mean_over_ranks(state: State, averager: GradientAverager) -> State:
     for kind in sorted(memory):
         # A residual has the same names on all ranks; accumulated gradients, and shards, may lack some on some.
         named = {name: part.shape for name, part in memory[kind].items()}
-        shapes = averager.gradients.shapes if kind in ("accumulated", SHARD) else named
+        shapes = averager.gradients.shapes if kind in ("accumulated", PARTITION) else named
         for name, shape in sorted(shapes.items()):
             part = memory[kind].get(name, torch.zeros(shape, dtype=torch.float32)).to(averager.gradients.device)
             [flat], [anywhere] = all_reduce_mean(averager.ranks, [part.reshape(-1)], [name in memory[kind]])
             if anywhere:
-                mean[kind][name] = flat.view(shape).cpu() * (averager.ranks.workers if kind == SHARD else 1)
+                mean[kind][name] = flat.view(shape).cpu() * (averager.ranks.workers if kind == PARTITION else 1)
     return {**state, "memory": mean, "workers": 1}
 
 

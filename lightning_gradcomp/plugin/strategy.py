@@ -176,7 +176,7 @@ class CompressedDDPStrategy(BaseStrategy):
         return corrected(self.compressor, self.optimizers, self.lightning_module.automatic_optimization)
 
     def teardown(self) -> None:
-        self._clipping.give_back()
+        self._clipping.restore_trainer()
         vars(self.precision_plugin).pop("clip_gradients", None)
         for guard in self._guards:
             guard.remove()

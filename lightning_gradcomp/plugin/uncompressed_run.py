@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.autotune import DENSE
-from lightning_gradcomp.compressors import Lossy
+from lightning_gradcomp.compressors import LossyCompressor
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.plugin.sigterm import Averager
@@ -17,7 +17,7 @@ def why_uncompressed(averager: Averager) -> str:
     compressed from the first on.
     """
     if isinstance(averager, DelayedAverager):
-        if isinstance(averager.compressor, Lossy) and averager.world > 1 and not averager.stats.rounds:
+        if isinstance(averager.compressor, LossyCompressor) and averager.world > 1 and not averager.stats.rounds:
             return f"no round of {averager.period} steps ended before a drain"
         return _why_dense(averager.rounds, "round")
     return _why_dense(averager, "step") if isinstance(averager, GradientAverager) else ""
@@ -26,7 +26,9 @@ def why_uncompressed(averager: Averager) -> str:
 def _why_dense(averager: GradientAverager, step: str) -> str:
     auto, ranks, schedule = averager.autotune, averager.ranks, averager.schedule
     compressed = averager.spent.bytes_sent < averager.spent.dense_bytes
-    if not isinstance(averager.compressor, Lossy) or (auto.choice not in (None, DENSE) if auto else compressed):
+    if not isinstance(averager.compressor, LossyCompressor) or (
+        auto.choice not in (None, DENSE) if auto else compressed
+    ):
         return ""
     if ranks.workers == 1:
         alone = "replica" if averager.shards else "rank" if ranks.world == 1 else "node, and only nodes compress"

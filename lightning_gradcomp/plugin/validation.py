@@ -14,9 +14,9 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
+from lightning_gradcomp.averaging.ranks import all_gather_single
 from lightning_gradcomp.averaging.trainable import check_trainable
-from lightning_gradcomp.averaging.workers import all_gather_single
-from lightning_gradcomp.compressors import Compressor, Lossy
+from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.clipping import clips
@@ -66,7 +66,7 @@ def check_clipping(
     Raises:
         ValueError: clipping by value, in a hook of the user's, or with a second threshold.
     """
-    if not isinstance(compressor, Lossy) or not compressor.owns_momentum(optimizer):
+    if not isinstance(compressor, LossyCompressor) or not compressor.owns_momentum(optimizer):
         return
     name = type(compressor).__name__
     if is_overridden("configure_gradient_clipping", module):
@@ -128,7 +128,7 @@ def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Op
 
 def check_gradients(compressor: Compressor, optimizer: torch.optim.Optimizer, gradients: int) -> None:
     """ValueError for an optimizer that takes so many gradients in one step: each would be accumulated as a step's."""
-    if gradients > 1 and isinstance(compressor, Lossy):
+    if gradients > 1 and isinstance(compressor, LossyCompressor):
         what = f"gradients in one step of {type(optimizer).__name__} with {type(compressor).__name__}"
         raise refusal(what, gradients, "1; for optimizers that need more: strategy='ddp_dense'")
 

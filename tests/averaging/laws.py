@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_gradcomp import registry
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.compressors import Codec, Lossy, TensorCodec
+from lightning_gradcomp.compressors import Codec, LossyCompressor, TensorCodec
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.workers import averaged, seeded, weights
 from tests.compressors.examples import EXAMPLES
@@ -55,17 +55,17 @@ def cases(classes):
 def _remembers(make):
     """Whether what is not sent is kept."""
     compressor, layout = make(), Layout(("a",), ((40, 40),))
-    return isinstance(compressor, Lossy) and compressor.state(layout, torch.device("cpu")).unsent is not None
+    return isinstance(compressor, LossyCompressor) and compressor.state(layout, torch.device("cpu")).unsent is not None
 
 
 REGISTERED = cases({entry.name: entry.cls for entry in registry.entries()})
 EVERY = {**REGISTERED, **cases(EXAMPLES)}
 """The examples are registered for the length of a test (conftest.py)."""
-LOSSY = {label: make for label, make in EVERY.items() if isinstance(make(), Lossy)}
+LOSSY = {label: make for label, make in EVERY.items() if isinstance(make(), LossyCompressor)}
 REMEMBERING = {label: make for label, make in EVERY.items() if _remembers(make)}
-SHARDED = {label: make for label, make in LOSSY.items() if make().not_sharded_because is None}
+PARTITIONED = {label: make for label, make in LOSSY.items() if make().not_partitioned_because is None}
 """Those that work with topologies that have shards."""
-CODECS = {label: make for label, make in SHARDED.items() if isinstance(make(), (Codec, TensorCodec))}
+CODECS = {label: make for label, make in PARTITIONED.items() if isinstance(make(), (Codec, TensorCodec))}
 """Of these, those whose owners encode a mean again."""
 ANY_OPTIMIZER = {label: make for label, make in EVERY.items() if not make().needs_optimizer}
 SCALE_FREE = {label: make for label, make in EVERY.items() if label not in ("fp16", "twobit,threshold=0.5")}

@@ -247,7 +247,7 @@ def sent_bytes():
     optimizer, averager = averager_of(model, dgc())
     backward(model, optimizer, 0)
     averager.step()
-    expected = traffic(averager.compressor.at(0.9), averager.gradients, averager.ranks, "all_gather")
+    expected = traffic(averager.compressor.with_sparsity(0.9), averager.gradients, averager.ranks, "all_gather")
     return [averager.stats.bytes_sent, expected, averager.stats.dense_bytes]
 
 

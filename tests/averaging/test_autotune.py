@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_gradcomp import GradientAverager
 from lightning_gradcomp.averaging.autotune import ROUNDS
-from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.compressors.schedules import Ramp
-from tests.averaging.laws import LOSSY, SHARDED, kept
+from tests.averaging.laws import LOSSY, PARTITIONED, kept
 from tests.averaging.simulated_clock import EACH, simulated_clock, timed_steps
 from tests.averaging.workers import Table, all_equal, averaged, prescribed_loss, same, train, weights
 from tests.threads import run_ranks
@@ -92,7 +92,7 @@ def test_the_clearer_the_answer_the_shorter_the_trial(seconds, rounds, after):
 
 @pytest.mark.parametrize("name", [name for name in LOSSY if "," not in name])
 def test_every_method_is_tried_with_what_carries_it(name, clock):
-    candidates = [DENSE, GATHER, PHASES] if name in SHARDED else [DENSE, GATHER]
+    candidates = [DENSE, GATHER, PHASES] if name in PARTITIONED else [DENSE, GATHER]
 
     def work(rank, group):
         parts = begin(group, LOSSY[name]())
@@ -213,7 +213,7 @@ def test_nothing_is_lost_while_candidates_alternate(clock):
             averager.average()
             averager.commit()
             came = flat({name: p.grad for name, p in parts[0].named_parameters()})
-            log.append((had, came, flat(kept(averager)), flat(averager.state_dict()["memory"].get(SHARD, {}))))
+            log.append((had, came, flat(kept(averager)), flat(averager.state_dict()["memory"].get(PARTITION, {}))))
 
         seen = timed_steps(parts, rank, clock, range(6 * EACH + 3), takes(1.1, 1.05), noted)
         return seen, log

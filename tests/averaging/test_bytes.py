@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gradcomp.averaging.workers import Ranks
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.schedules import Ramp, exponential

@@ -22,7 +22,7 @@ WHY = "it is for tests"
 class GathersTwice(OneBit):
     """bf16, in two halves."""
 
-    not_sharded_because = WHY
+    not_partitioned_because = WHY
 
     def messages(self, layout):
         return [("gather", 2 * (layout.n // 2)), ("gather", 2 * (layout.n - layout.n // 2))]
@@ -39,7 +39,7 @@ class GathersTwice(OneBit):
 class MaximumAlone(OneBit):
     """The largest element of each tensor, of any worker; its own is what a worker has sent."""
 
-    not_sharded_because = WHY
+    not_partitioned_because = WHY
 
     def messages(self, layout):
         return [("maximum", 4 * len(layout.sizes))]
@@ -54,7 +54,7 @@ class MaximumAlone(OneBit):
 class Nothing(OneBit):
     """No message at all."""
 
-    not_sharded_because = WHY
+    not_partitioned_because = WHY
 
     def messages(self, layout):
         return []

@@ -7,7 +7,7 @@ import torch
 
 from lightning_gradcomp import DelayedAverager
 from lightning_gradcomp.averaging import GradientAverager
-from tests.averaging.laws import ANY_OPTIMIZER, REGISTERED, SHARDED
+from tests.averaging.laws import ANY_OPTIMIZER, PARTITIONED, REGISTERED
 from tests.averaging.workers import Table, default_dtype, slopes, weights
 from tests.threads import run_ranks
 
@@ -28,7 +28,7 @@ CASES = {
     "dgc adamw": (REGISTERED["dgc"], "adamw", {"topology": "all_gather"}),
     **{
         f"{label} two_phase": (make, "sgd", {"topology": "two_phase"})
-        for label, make in SHARDED.items()
+        for label, make in PARTITIONED.items()
         if label in REGISTERED
     },
 }

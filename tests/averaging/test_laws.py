@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from lightning_gradcomp.averaging import GradientAverager, exchange
-from lightning_gradcomp.compressors import Lossy, PowerSGD
+from lightning_gradcomp.compressors import LossyCompressor, PowerSGD
 from tests.averaging.laws import (
     ANY_OPTIMIZER,
     EVERY,
     LOSSY,
+    PARTITIONED,
     REGISTERED,
     REMEMBERING,
     SCALE_FREE,
-    SHARDED,
     Parts,
     finite,
     kept,
@@ -165,7 +165,7 @@ def test_applied_plus_mean_residual_is_all_gradients(make, world):
 @every
 @pytest.mark.parametrize("shapes", ODD.values(), ids=ODD)
 def test_tensors_of_any_size_train(make, shapes):
-    smallest = {"min_elements": 1} if isinstance(make(), Lossy) else {}
+    smallest = {"min_elements": 1} if isinstance(make(), LossyCompressor) else {}
 
     def work(rank, group):
         model = Parts(*shapes)
@@ -181,7 +181,7 @@ def test_tensors_of_any_size_train(make, shapes):
 
 @remembering
 def test_sent_plus_residual_for_tensors_of_any_size(make):
-    if make(min_elements=1).takes("part", (1, 1)):
+    if make(min_elements=1).compresses("part", (1, 1)):
         check_sent_plus_residual(lambda: make(min_elements=1), 3, lambda: Parts(*ODD["odd sizes"]), parts_loss, steps=4)
 
 
@@ -230,7 +230,11 @@ def silent(parts):
 
 SILENCED = {
     **{label: ("all_gather", make) for label, make in REGISTERED.items()},
-    **{f"two_phase-{label}": ("two_phase", SHARDED[label]) for label in with_defaults(REGISTERED) if label in SHARDED},
+    **{
+        f"two_phase-{label}": ("two_phase", PARTITIONED[label])
+        for label in with_defaults(REGISTERED)
+        if label in PARTITIONED
+    },
 }
 
 
@@ -239,7 +243,7 @@ SILENCED = {
 def test_rows_without_a_gradient_stay_where_they_are(topology, make, optimizer):
     def work(rank, group):
         model, options = Parts(*SILENT), {}
-        if isinstance(make(), Lossy) and not isinstance(make(), PowerSGD):
+        if isinstance(make(), LossyCompressor) and not isinstance(make(), PowerSGD):
             options = {"dense_values": "int2"}
         if optimizer == "sgd":
             steps, averager = averaged(model, group, make(**options), topology=topology)
@@ -385,7 +389,7 @@ def test_the_same_run_puts_the_same_bytes_on_the_wire_and_in_all_replicas(make):
         def work(rank, group):
             model = conv_net()
             optimizer, averager = averaged(model, group, make(), nesterov=True, weight_decay=0.01)
-            assert averager.sparsity > 0 or not isinstance(make(), Lossy)
+            assert averager.sparsity > 0 or not isinstance(make(), LossyCompressor)
             train(model, optimizer, averager, rank, 5)
             assert finite(averager, model)
             return weights(model)

@@ -8,17 +8,17 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager, mean_state
-from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.plugin.uncompressed_run import why_uncompressed
-from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, SHARDED, with_defaults
+from tests.averaging.laws import CODECS, KEPT, LOSSY, PARTITIONED, REMEMBERING, with_defaults
 from tests.averaging.workers import Table, all_equal, averaged, backward, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks, subgroups
 
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS and "," not in label}
 METHODS = with_defaults(LOSSY)
 TRAVEL = {f"all_gather-{label}": ("all_gather", make) for label, make in METHODS.items()} | {
-    f"two_phase-{label}": ("two_phase", make) for label, make in METHODS.items() if label in SHARDED
+    f"two_phase-{label}": ("two_phase", make) for label, make in METHODS.items() if label in PARTITIONED
 }
 SERVER = {f"server-{label}": ("server", METHODS[label]) for label in ("dgc", "onebit", "terngrad")}
 every = pytest.mark.parametrize(("topology", "make"), (TRAVEL | SERVER).values(), ids=TRAVEL | SERVER)
@@ -105,7 +105,7 @@ def kept(state):
     layout, cpu = Layout(("kernel", "matrix"), ((10, 4, 3, 3), (12, 25))), torch.device("cpu")
     memory = state["memory"]
     own = sum(layout.join(memory[kind], cpu).double() for kind in KEPT if kind in memory)
-    return own, layout.join(memory.get(SHARD, {}), cpu).double()
+    return own, layout.join(memory.get(PARTITION, {}), cpu).double()
 
 
 def flat_gradients(model):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast, checksum, identical
-from lightning_gradcomp.averaging.workers import Ranks
 from tests.threads import run_ranks
 
 TENSOR = torch.arange(12.0).reshape(3, 4)

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.averaging.laws import EVERY, LOSSY, SHARDED
+from tests.averaging.laws import EVERY, LOSSY, PARTITIONED
 from tests.averaging.workers import Table, all_equal, averaged, conv_net, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks
 
@@ -121,7 +121,7 @@ REFUSED = {
     f"{topology}-{label}": (topology, *case)
     for topology in ("all_gather", "two_phase")
     for label, case in REFUSED.items()
-    if topology == "all_gather" or case[0] in SHARDED
+    if topology == "all_gather" or case[0] in PARTITIONED
 }
 
 

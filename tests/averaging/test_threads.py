@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gradcomp.averaging.workers import add
+from lightning_gradcomp.averaging.ranks import add
 from tests.threads import ALL_GATHER, run_ranks
 
 

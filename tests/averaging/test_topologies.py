@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_gradcomp.averaging import mean_state
-from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.compressors.layout import Layout
-from tests.averaging.laws import KEPT, LOSSY, REMEMBERING, SHARDED, with_defaults
+from tests.averaging.laws import KEPT, LOSSY, PARTITIONED, REMEMBERING, with_defaults
 from tests.averaging.simulated_clock import EACH, simulated_clock, timed_steps
 from tests.averaging.workers import Table, all_equal, averaged, same, weights
 from tests.threads import run_ranks
@@ -25,7 +25,7 @@ WORLDS = (4, 2, 3, 2)
 
 def on_topologies(makes, topologies=OTHERS):
     """Every method with its default options, by each of these topologies that works with it."""
-    works = {"all_gather": makes, "two_phase": SHARDED, "server": SHARDED, "auto": TRIED}
+    works = {"all_gather": makes, "two_phase": PARTITIONED, "server": PARTITIONED, "auto": TRIED}
     cases = {
         f"{topology}-{label}": (topology, make)
         for topology in topologies
@@ -75,7 +75,7 @@ class Ledger:
         """As a worker, and as an owner."""
         memory = self.parts[2].state_dict()["memory"]
         own = [self.flat(parts) for kind, parts in memory.items() if kind.removeprefix("dense_") in KEPT]
-        return sum(own), self.flat(memory.get(SHARD, {}))
+        return sum(own), self.flat(memory.get(PARTITION, {}))
 
 
 @on_topologies(LOSSY)
@@ -171,7 +171,7 @@ def test_nothing_is_lost_when_layers_are_frozen_and_unfrozen(topology, make, clo
             after = averager.state_dict()["memory"]
             if not model.kernel.requires_grad and averager.decision.topology != "dense":
                 assert torch.equal(model.kernel, frozen)
-                owned = {kind for kind in before if "kernel" in before[kind] and "kernel" in before.get(SHARD, {})}
+                owned = {kind for kind in before if "kernel" in before[kind] and "kernel" in before.get(PARTITION, {})}
                 for kind in before.keys() - owned:  # or the worker has taken over what the owner remembered
                     assert "kernel" not in before[kind] or torch.equal(after[kind]["kernel"], before[kind]["kernel"])
         own = ledger.remembered() if make in REMEMBERING.values() else None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.averaging.laws import LOSSY, REMEMBERING, SHARDED, kept, without_momentum
+from tests.averaging.laws import LOSSY, PARTITIONED, REMEMBERING, kept, without_momentum
 from tests.averaging.workers import (
     Table,
     all_equal,
@@ -83,7 +83,7 @@ def on_topologies(makes):
         f"{topology}-{label}": (make, topology)
         for topology in ("all_gather", "two_phase")
         for label, make in makes.items()
-        if "," not in label and (topology == "all_gather" or label in SHARDED)
+        if "," not in label and (topology == "all_gather" or label in PARTITIONED)
     }
     return pytest.mark.parametrize(("make", "topology"), cases.values(), ids=cases)
 

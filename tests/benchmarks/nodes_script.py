@@ -17,7 +17,7 @@ PACKAGE.__path__ = [str(Path(__file__).resolve().parents[2] / "lightning_gradcom
 sys.modules[PACKAGE.__name__] = PACKAGE
 
 from lightning_gradcomp.averaging import GradientAverager  # noqa: E402
-from lightning_gradcomp.averaging.workers import all_gather_single  # noqa: E402
+from lightning_gradcomp.averaging.ranks import all_gather_single  # noqa: E402
 from lightning_gradcomp.compressors import GradientDropping  # noqa: E402
 
 LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")

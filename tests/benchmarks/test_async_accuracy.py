@@ -8,7 +8,7 @@ from benchmarks import async_accuracy
 from benchmarks.async_accuracy import Case, Compensated, Training
 from lightning_gradcomp import NoCompression
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.parameter_server.shard import Push, parts
+from lightning_gradcomp.parameter_server.partition import Push, parts
 
 
 @pytest.fixture(autouse=True)

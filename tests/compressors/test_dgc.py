@@ -22,25 +22,25 @@ sparsities = pytest.mark.parametrize("sparsity", [0.999, 0.99, 0.75, 0.25, 0.0])
 def test_matrices_and_kernels_are_compressed():
     """Vectors, small tensors and excluded names are not."""
     dgc = DGC(min_elements=100, exclude=["head.*", "*.gate"])
-    assert dgc.takes("body.weight", (10, 10))
-    assert dgc.takes("conv.weight", (4, 3, 3, 3))
-    assert not dgc.takes("body.weight", (9, 11))
-    assert not dgc.takes("norm.weight", (100_000,))
-    assert not dgc.takes("scale", ())
-    assert not dgc.takes("head.weight", (1000, 1000))
-    assert not dgc.takes("body.gate", (1000, 1000))
-    assert dgc.takes("overhead.weight", (1000, 1000))
+    assert dgc.compresses("body.weight", (10, 10))
+    assert dgc.compresses("conv.weight", (4, 3, 3, 3))
+    assert not dgc.compresses("body.weight", (9, 11))
+    assert not dgc.compresses("norm.weight", (100_000,))
+    assert not dgc.compresses("scale", ())
+    assert not dgc.compresses("head.weight", (1000, 1000))
+    assert not dgc.compresses("body.gate", (1000, 1000))
+    assert dgc.compresses("overhead.weight", (1000, 1000))
 
 
 def test_each_instance_has_its_own_exclusions():
     DGC().exclude.append("*")
-    assert DGC().takes("weight", (100, 100))
+    assert DGC().compresses("weight", (100, 100))
 
 
 def test_a_step_has_its_scheduled_sparsity():
     dgc = DGC(sparsity=0.99, values="bf16", min_elements=7)
-    assert dgc.at(0.99) is dgc
-    assert dgc.at(0.75) == DGC(sparsity=0.75, values="bf16", min_elements=7)
+    assert dgc.with_sparsity(0.99) is dgc
+    assert dgc.with_sparsity(0.75) == DGC(sparsity=0.75, values="bf16", min_elements=7)
     assert dgc.final_sparsity == 0.99
 
 
@@ -48,7 +48,7 @@ def test_a_step_has_its_scheduled_sparsity():
 @sparsities
 @pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
 def test_the_payload_is_read_back_and_as_long_as_announced(layout, sparsity, values):
-    dgc = DGC(values=values).at(sparsity)
+    dgc = DGC(values=values).with_sparsity(sparsity)
     payload, sent = dgc.encode(normal(layout.n), layout)
     k = sum(count(size, 1 - sparsity) for size in layout.sizes)
     assert payload.dtype == torch.uint8

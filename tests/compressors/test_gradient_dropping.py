@@ -85,7 +85,7 @@ def test_what_was_dropped_is_added_to_the_next_gradient(scope):
 
 def test_a_payload_is_fp32_values_and_indices():
     k = count(LAYOUT.n, 0.01)
-    assert dropping().at(0.99).payload_bytes(LAYOUT) == 4 * k + index_bytes(LAYOUT.n, k)
+    assert dropping().with_sparsity(0.99).payload_bytes(LAYOUT) == 4 * k + index_bytes(LAYOUT.n, k)
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])

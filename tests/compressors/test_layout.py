@@ -83,7 +83,7 @@ def test_chunks_cover_a_range(start, stop, multiple):
 def test_shards_are_whole_rows_in_order(number):
     """Each cut is at the row that is nearest to an equal part; what has no row left is empty."""
     layout = Layout(("a", "b"), ((10, 4, 3, 3), (12, 25)))
-    shards, flat = layout.shards(number), torch.arange(float(layout.n))
+    shards, flat = layout.slices(number), torch.arange(float(layout.n))
     rows = sorted({*range(0, 360, 36), *range(360, 661, 25), 660})
     assert torch.equal(torch.cat([shard.of(flat) for shard in shards]), flat)
     for part, shard in enumerate(shards):

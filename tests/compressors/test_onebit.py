@@ -110,8 +110,8 @@ def test_a_row_of_zeros_decodes_to_zeros(options, shape):
     ("shape", "taken"), [((2000, 1), False), ((2000, 2), False), ((2000, 3), True), ((1, 2000, 1, 1), False)], ids=str
 )
 def test_columns_too_short_to_save_bytes_travel_uncompressed(shape, taken):
-    assert OneBit().takes("weight", shape) == taken
-    assert OneBit(groups="block").takes("weight", shape)
+    assert OneBit().compresses("weight", shape) == taken
+    assert OneBit(groups="block").compresses("weight", shape)
 
 
 @ways

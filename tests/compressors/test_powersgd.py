@@ -250,7 +250,7 @@ def test_a_step_is_two_sums_of_thin_factors(world, rank):
     ids=str,
 )
 def test_a_matrix_is_taken_if_its_factors_are_smaller(shape, options, taken):
-    assert PowerSGD(**options).takes("weight", shape) == taken
+    assert PowerSGD(**options).compresses("weight", shape) == taken
 
 
 @pytest.mark.parametrize("case", ["normal", "zero", "equal columns", "tiny", "huge", "one column zero"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_gradcomp import entries
-from lightning_gradcomp.compressors import DGC, Lossy, OneBit
+from lightning_gradcomp.compressors import DGC, LossyCompressor, OneBit
 from lightning_gradcomp.compressors.schedules import Ramp, as_levels, check_sparsity, exponential, linear, quarters
 
 PAPER = (0.75, 0.9375, 0.984375, 0.996)
@@ -88,7 +88,7 @@ def test_levels_are_named_or_listed():
         as_levels("cubic", 0.9, 3)
 
 
-@pytest.mark.parametrize("cls", [entry.cls for entry in entries() if issubclass(entry.cls, Lossy)])
+@pytest.mark.parametrize("cls", [entry.cls for entry in entries() if issubclass(entry.cls, LossyCompressor)])
 def test_no_warm_up_is_as_long_as_the_epoch_unless_asked(cls):
     """In a stream of data, which is one epoch, every method compresses after a number of steps."""
     default, chosen, none = cls().schedule(), cls(warmup_steps=3).schedule(), cls(warmup_steps=0).schedule()

@@ -62,7 +62,7 @@ def payload_of(compressor, v, layout, **key):
 def test_a_payload_is_the_parts_padded_to_four_bytes(name):
     compressor = EXAMPLES[name]()
     assert compressor.messages(ODD) == [("gather", BYTES[name])]
-    assert compressor.shard_bytes(ODD, 3, False) == (BYTES[name], BYTES[name])
+    assert compressor.partition_bytes(ODD, 3, False) == (BYTES[name], BYTES[name])
     worker = Worker(compressor, ODD)
     worker.push(normal(ODD.n))
     assert worker.payload.numel() == BYTES[name]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import exchange
-from lightning_gradcomp.averaging.topology import SHARDED, Topology
+from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.compressors import base, terngrad, twobit
 from lightning_gradcomp.compressors.kernels import bits, topk
 from tests.gpu.worlds import CASES, Echo, Model, Steps, draw_on_the_cpu, no_sum
@@ -92,8 +92,8 @@ def steps(cls, options, number, topology="all_gather", make=None):
 
 def ways(cases, topologies):
     """Every (class, options, topology) that go together."""
-    made = [(case, case[0](**case[1]).not_sharded_because) for case in cases]
-    return [(*case, how) for case, refused in made for how in topologies if not (refused and how in SHARDED)]
+    made = [(case, case[0](**case[1]).not_partitioned_because) for case in cases]
+    return [(*case, how) for case, refused in made for how in topologies if not (refused and how in PARTITIONED)]
 
 
 DEFAULTS = [case for case in CASES if not case[1]]

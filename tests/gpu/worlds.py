@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import CompressedStep, Flags
 from lightning_gradcomp.averaging.topology import Topology
-from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors import terngrad
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from tests.averaging.workers import seeded
@@ -27,7 +27,7 @@ OPTIONS = {
 CASES = [
     (entry.cls, options)
     for entry in lgc.entries()
-    if issubclass(entry.cls, lgc.Lossy)
+    if issubclass(entry.cls, lgc.LossyCompressor)
     for options in [{}, *OPTIONS.get(entry.name, [])]
 ]
 """Every lossy compressor that is registered, with default options and others."""
@@ -108,7 +108,7 @@ class Steps(CompressedStep):
         super().__init__(compressor, Gradients(model, compressor), ranks, self.topology, optimizer)
 
     def average(self, grad_scale=1.0):
-        compressor, self.steps = self.compressor.at(0.9), self.steps + 1
+        compressor, self.steps = self.compressor.with_sparsity(0.9), self.steps + 1
         average = self.compressed(compressor, self.topology.name, self.steps, grad_scale, Stats(), Flags())
         if average.commit is not None:
             average.commit(average.names)

@@ -81,7 +81,7 @@ class Job:
                 optimizer(model),
                 compressor,
                 secret=SECRET,
-                shard=shard,
+                partition=shard,
                 servers=servers,
                 staleness=staleness,
                 pull=pull,
@@ -103,7 +103,7 @@ class Job:
 
     def weights(self):
         """Name -> copy of a weight, on its server."""
-        return {name: p.detach().clone() for server in self.servers for name, p in server.shard.weights.items()}
+        return {name: p.detach().clone() for server in self.servers for name, p in server.partition.weights.items()}
 
     def stop(self):
         for worker in self.workers:

@@ -64,7 +64,7 @@ def test_a_recorded_digest_is_accepted_by_no_server(job, stranger, monkeypatch):
         end = stranger(server)
         end.sendall(answer)
         assert received(end)[NONCE_BYTES:] == bytes(DIGEST_BYTES)  # refused
-    assert first.servers[0].shard.version == 1 and other.servers[0].shard.version == 0
+    assert first.servers[0].partition.version == 1 and other.servers[0].partition.version == 0
 
 
 def test_a_server_that_does_not_know_the_secret_is_refused():
@@ -155,7 +155,7 @@ def test_servers_at_other_addresses(job, host):
     if host == "::1":
         assert running.servers[0].address.startswith("[::1]:")
     push(*running.worker())
-    assert [server.shard.version for server in running.servers] == [1, 1]
+    assert [server.partition.version for server in running.servers] == [1, 1]
 
 
 @pytest.mark.parametrize("address", ["nowhere", "::1:29600", "[::1]", "[]:1", "host:", "host:70000", "host:-1"])

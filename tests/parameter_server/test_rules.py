@@ -16,8 +16,8 @@ from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import ConnectionLost, connect
 from lightning_gradcomp.parameter_server.messages import Answer, Request
+from lightning_gradcomp.parameter_server.partition import Push, ServerPartition, codec_of, parts
 from lightning_gradcomp.parameter_server.server import ParameterServer
-from lightning_gradcomp.parameter_server.shard import Push, ServerShard, codec_of, parts
 from tests.averaging.workers import default_dtype
 from tests.parameter_server.conftest import SECRET, TIMEOUT, Odd, dgc, dropping, loss, net, onebit, sgd
 
@@ -103,33 +103,33 @@ def test_the_default_dtype_has_no_effect(job, make, dtype):
 @every
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_pushes_replayed_give_the_same_weights(job, make, servers, monkeypatch):
-    log, lock, push = [], threading.Lock(), ServerShard.push
+    log, lock, push = [], threading.Lock(), ServerPartition.push
 
     def noting(shard, request, body):
         with lock:
             log.append((shard.part.names, request, body.clone()))
             return push(shard, request, body)
 
-    monkeypatch.setattr(ServerShard, "push", noting)
+    monkeypatch.setattr(ServerPartition, "push", noting)
     running = job(make(), servers=servers)
     workers = [running.worker() for _ in range(3)]
     in_threads([(train, (*worker, number, 6)) for number, worker in enumerate(workers)])
     model = net()
     optimizer, compressor = sgd(model), running.servers[0].compressor
     for server in running.servers:
-        replayed = ServerShard(dict(model.named_parameters()), server.shard.part, optimizer, compressor)
+        replayed = ServerPartition(dict(model.named_parameters()), server.partition.part, optimizer, compressor)
         for names, request, body in log:
-            if names == server.shard.part.names:
+            if names == server.partition.part.names:
                 push(replayed, request, body)
         assert replayed.version == 18
-        assert all(torch.equal(replayed.weights[name], p) for name, p in server.shard.weights.items())
+        assert all(torch.equal(replayed.weights[name], p) for name, p in server.partition.weights.items())
 
 
 @every
 def test_applied_and_remembered_are_all_gradients(job, make, monkeypatch):
     """With plain SGD: what servers have accepted, and what workers have left, dropped pushes included; to 1e-6. Weights
     move by what is accepted, as far as fp32 has it."""
-    applied, push = {}, ServerShard.push
+    applied, push = {}, ServerPartition.push
 
     def counting(shard, request, body):
         with lock:
@@ -144,7 +144,7 @@ def test_applied_and_remembered_are_all_gradients(job, make, monkeypatch):
                         applied[name] = applied.get(name, 0) + view.double()
         return counts
 
-    monkeypatch.setattr(ServerShard, "push", counting)
+    monkeypatch.setattr(ServerPartition, "push", counting)
     running = job(make(), servers=2, optimizer=lambda model: sgd(model, momentum=0), max_staleness=1)
     start = running.weights()
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in start.items()}
@@ -249,7 +249,7 @@ def test_the_stability_limit_of_a_delayed_quadratic(delay):
     def final(a):
         weight = torch.nn.Parameter(torch.ones(1, 1))
         part, *_ = parts(Layout.of([]), Layout.of([("w", weight)]), 1)
-        shard = ServerShard({"w": weight}, part, torch.optim.SGD([weight], lr=a), NoCompression())
+        shard = ServerPartition({"w": weight}, part, torch.optim.SGD([weight], lr=a), NoCompression())
         return _delayed(shard, a, delay)
 
     assert final(0.95 * limit) < 0.01 < 10 < final(1.05 * limit)

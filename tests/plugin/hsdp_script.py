@@ -20,8 +20,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.fsdp import local
-from lightning_gradcomp.averaging.sharded_checkpoint import whole_memory
+from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
+from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.plugin import hsdp as hsdp_module
 from lightning_gradcomp.plugin.rank_states import mean_over_ranks
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.fsdp import local
+from lightning_gradcomp.averaging.fsdp.shards import local
 
 DATA = examples().tensors
 

@@ -140,7 +140,7 @@ def test_mean_state_in_mid_accumulation(two, folder):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_shard_residuals_are_added_up_the_rest_averaged(world):
+def test_partition_residuals_are_added_up_the_rest_averaged(world):
     def work(rank, group):
         model, checkpoint = Table(), {}
         optimizer, averager = averaged(model, group, topology="two_phase")
@@ -153,7 +153,7 @@ def test_shard_residuals_are_added_up_the_rest_averaged(world):
     assert expected["workers"] == 1
     for mean in means:
         assert mean["workers"] == 1
-        assert set(mean["memory"]) == {"momentum", "velocity", "shard_residual"} == set(expected["memory"])
+        assert set(mean["memory"]) == {"momentum", "velocity", "partition_residual"} == set(expected["memory"])
         for kind, parts in expected["memory"].items():
             for name, part in parts.items():
                 torch.testing.assert_close(mean["memory"][kind][name], part, rtol=1e-5, atol=1e-6)

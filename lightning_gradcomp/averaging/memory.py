@@ -1,4 +1,4 @@
-"""What a worker remembers between compressed steps: of compressed and uncompressed gradients, and of its shard."""
+"""What a worker remembers between compressed steps: of compressed and uncompressed gradients, and of its partition."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from lightning_gradcomp.averaging.checkpoint_state import SHARD, all_floating
+from lightning_gradcomp.averaging.checkpoint_state import PARTITION, all_floating
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.sharded import ShardResidual
-from lightning_gradcomp.averaging.topology import SHARDED, Topology
-from lightning_gradcomp.averaging.workers import Ranks
-from lightning_gradcomp.compressors.base import Lossy
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
+from lightning_gradcomp.averaging.two_phase import PartitionResidual
+from lightning_gradcomp.compressors.base import LossyCompressor
 from lightning_gradcomp.compressors.state import Residual, State, StateDict
 
 
-class WorkerState:
+class Memory:
     """The states of one model on one rank; everything is keyed by parameter name.
 
     Args:
@@ -28,7 +28,7 @@ class WorkerState:
 
     def __init__(
         self,
-        compressor: Lossy,
+        compressor: LossyCompressor,
         gradients: Gradients,
         ranks: Ranks,
         topology: Topology,
@@ -47,34 +47,34 @@ class WorkerState:
 
     def _attach(self, gradients: Gradients) -> None:
         self._gradients = gradients
-        self.compressed, self.dense, self.shard = self._blank()
+        self.compressed, self.dense, self.partition = self._blank()
         self.offload()
 
-    def _blank(self) -> tuple[State, State, ShardResidual | None]:
+    def _blank(self) -> tuple[State, State, PartitionResidual | None]:
         gradients = self._gradients
         dense = State if self._compressor.dense_values == "fp32" else Residual
         compressed = self._compressor.state(gradients.layout, gradients.device, self._optimizer)
         compressed.attach(self._optimizer, gradients.compressed)
-        return compressed, dense(gradients.dense_layout, gradients.device), self._blank_shard(self.topology)
+        return compressed, dense(gradients.dense_layout, gradients.device), self._blank_partition(self.topology)
 
-    def _blank_shard(self, topology: str) -> ShardResidual | None:
-        if topology not in SHARDED:
+    def _blank_partition(self, topology: str) -> PartitionResidual | None:
+        if topology not in PARTITIONED:
             return None
-        return ShardResidual(self._gradients.layout, self._ranks, self._gradients.device)
+        return PartitionResidual(self._gradients.layout, self._ranks, self._gradients.device)
 
     @property
-    def _all(self) -> list[State | ShardResidual]:
-        return [self.compressed, self.dense, *([self.shard] if self.shard else [])]
+    def _all(self) -> list[State | PartitionResidual]:
+        return [self.compressed, self.dense, *([self.partition] if self.partition else [])]
 
     @property
-    def remembering_shard(self) -> ShardResidual | None:
-        """The shard's residual, where owners may remember something."""
-        return self.shard if self.shard and self.shard.used else None
+    def partition_in_use(self) -> PartitionResidual | None:
+        """The partition's residual, where owners may remember something."""
+        return self.partition if self.partition and self.partition.used else None
 
     @property
     def empty(self) -> bool:
         """Whether nothing is remembered."""
-        return self.compressed.empty and self.dense.empty and not self.remembering_shard
+        return self.compressed.empty and self.dense.empty and not self.partition_in_use
 
     @property
     def started(self) -> set[str]:
@@ -102,22 +102,22 @@ class WorkerState:
             state.move(torch.device("cpu"))
 
     def use_topology(self, topology: str) -> None:
-        """How messages travel from now on. The workers take over what shards' owners remember."""
+        """How messages travel from now on. The workers take over what partitions' owners remember."""
         if topology != self.topology:
-            self._dissolve_shards()
+            self._dissolve_partitions()
             self.topology = topology
-            self.shard = self._blank_shard(topology)
+            self.partition = self._blank_partition(topology)
             self.offload()
 
-    def commit_shard(self, moved: Set[str]) -> None:
+    def commit_partition(self, moved: Set[str]) -> None:
         """Make the step count. What another compressor's owners remembered is taken over where this one's don't."""
-        if self.shard and not self.shard.commit(moved):
-            self._dissolve_shards()
+        if self.partition and not self.partition.commit(moved):
+            self._dissolve_partitions()
 
-    def _dissolve_shards(self) -> None:
-        if shard := self.remembering_shard:
-            self.compressed.absorb(shard.whole().mul_(self._ranks.workers))
-            shard.clear(set(self._gradients.layout.names))
+    def _dissolve_partitions(self) -> None:
+        if partition := self.partition_in_use:
+            self.compressed.absorb(partition.whole().mul_(self._ranks.workers))
+            partition.clear(set(self._gradients.layout.names))
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Another optimizer steps the parameters from now on."""
@@ -126,7 +126,7 @@ class WorkerState:
 
     def lay_out(self, gradients: Gradients) -> None:
         """A parameter was frozen or unfrozen: go on with these gradients. State follows by name."""
-        self._dissolve_shards()
+        self._dissolve_partitions()
         state = self.state_dict()
         self.compressed.release()
         self._attach(gradients)
@@ -136,8 +136,8 @@ class WorkerState:
         """Kind -> parameter name -> tensor, frozen parameters included."""
         dense = {f"dense_{kind}": parts for kind, parts in self.dense.state_dict().items()}
         kinds = {**self.compressed.state_dict(), **dense}
-        if shard := self.remembering_shard:
-            kinds[SHARD] = shard.state_dict()
+        if partition := self.partition_in_use:
+            kinds[PARTITION] = partition.state_dict()
         return {kind: {**self._frozen.get(kind, {}), **parts} for kind, parts in kinds.items()}
 
     def load_state_dict(
@@ -151,8 +151,8 @@ class WorkerState:
 
         Args:
             state: kind -> parameter name -> tensor.
-            workers: among how many owners the kind `SHARD` is divided. Where that has changed, or there are no shards
-                here, the workers take over what the owners remembered.
+            workers: number of owners among which the kind `PARTITION` is divided. Where it has changed, or there are none,
+                the workers take over what the owners remembered.
             trained: names of the parameters that were divided.
             shared_by: how many ranks in a row remember the same.
 
@@ -161,21 +161,21 @@ class WorkerState:
         """
         if shared_by != self._ranks.per_worker:
             state = {kind: parts for kind, parts in state.items() if all_floating(parts)}
-        compressed, dense, shard = self._blank()  # an error leaves those of before as they were
+        compressed, dense, partition = self._blank()  # an error leaves those of before as they were
         compressed.load_state_dict(state)
         of_dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
         dense.load_state_dict({"residual": {}, **of_dense})
         divided_alike = workers == self._ranks.workers and tuple(trained) == self._gradients.layout.names
-        topology = "two_phase" if self._auto and SHARD in state and divided_alike else self.topology
-        if SHARD in state and divided_alike and (shard := self._blank_shard(topology)):
-            shard.load_state_dict(state[SHARD])
-        elif SHARD in state:
-            compressed.absorb(self._gradients.layout.join(state[SHARD], self._gradients.device).mul_(workers))
-        self.compressed, self.dense, self.shard, self.shared_by = compressed, dense, shard, shared_by
+        topology = "two_phase" if self._auto and PARTITION in state and divided_alike else self.topology
+        if PARTITION in state and divided_alike and (partition := self._blank_partition(topology)):
+            partition.load_state_dict(state[PARTITION])
+        elif PARTITION in state:
+            compressed.absorb(self._gradients.layout.join(state[PARTITION], self._gradients.device).mul_(workers))
+        self.compressed, self.dense, self.partition, self.shared_by = compressed, dense, partition, shared_by
         self.topology = topology
         self.offload()
         frozen = self._gradients.frozen
         self._frozen = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}
-        for name, part in self._frozen.pop(SHARD, {}).items():  # it may have another owner when it trains again
+        for name, part in self._frozen.pop(PARTITION, {}).items():  # it may have another owner when it trains again
             [kind] = self._frozen.keys() & {"residual", "velocity", "unsent_step"}
             self._frozen[kind][name] = self._frozen[kind].get(name, 0) + part * workers

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_gradcomp.averaging.averager import GradientAverager
 from lightning_gradcomp.averaging.checkpoint_state import mean_state
-from lightning_gradcomp.averaging.fsdp import Shards, local
+from lightning_gradcomp.averaging.fsdp.shards import Shards, local
 from lightning_gradcomp.errors import refusal
 
 REST = "state.json"

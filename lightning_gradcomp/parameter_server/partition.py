@@ -1,9 +1,9 @@
 """What a server does with a push: the rules, without a network.
 
-A server holds a shard of the weights. It applies torch's own optimizer to it at each push; what a method with momentum
-correction sends (DGC) is a velocity, which lacks nothing but the learning rate. Pulls are the weights, or what changed
-since the worker's last pull, compressed, with error feedback: the server keeps what each worker has, and sends a part
-of the difference.
+A server holds a partition of the weights. It applies torch's own optimizer to it at each push; what a method with
+momentum correction sends (DGC) is a velocity, which lacks nothing but the learning rate. Pulls are the weights, or what
+changed since the worker's last pull, compressed, with error feedback: the server keeps what each worker has, and
+sends part of the difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.compressors.base import Codec, Compressor, Lossy, PayloadCodec, TensorCodec
+from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor, PayloadCodec, TensorCodec
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
 from lightning_gradcomp.compressors.kernels.formats import DTYPES
 from lightning_gradcomp.compressors.layout import Layout
@@ -33,10 +33,10 @@ class Push:
     Args:
         worker: who pushes.
         clock: its steps so far.
-        version: of the shard, when the worker pulled the weights that the gradient is of.
+        version: of the partition, when the worker pulled the weights that the gradient is of.
         rates: learning rate of each of the optimizer's groups.
         skip: nothing to apply: the worker's gradient was not finite.
-        present: which of the shard's parameters it is of. The optimizer leaves the others as they are. None: of all.
+        present: which of the partition's parameters it is of. The optimizer skips the others. None: of all.
     """
 
     worker: int
@@ -95,7 +95,7 @@ def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
     """
     found = []
     for each in (layout, dense_layout):
-        cuts = [(shard.start, shard.layout) for shard in each.parts(servers)] if each.n else []
+        cuts = [(partition.start, partition.layout) for partition in each.parts(servers)] if each.n else []
         found.append([*cuts, *[(each.n, Layout((), ()))] * (servers - len(cuts))])
     empty = {name: shape for name, shape in zip(dense_layout.names, dense_layout.shapes, strict=True) if 0 in shape}
     start, first = found[1][0]
@@ -120,20 +120,20 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> PayloadCodec:
     Raises:
         ValueError: a compressor whose payloads can't be read without the other workers.
     """
-    if not isinstance(compressor, Lossy):
+    if not isinstance(compressor, LossyCompressor):
         return Uncompressed(next(values for values, dtype in DTYPES.items() if dtype == compressor.wire_dtype))
-    final = compressor.at(compressor.final_sparsity)
+    final = compressor.with_sparsity(compressor.final_sparsity)
     if isinstance(final, (Codec, TensorCodec)):
         return final.payload_codec(worker, step)
     name, allowed = type(compressor).__name__, "one whose payloads a server reads by themselves: DGC, GradientDropping,"
     raise refusal("compressor with dist_async", name, f"{allowed} OneBit, TwoBit, or 'none', 'fp16', 'bf16'")
 
 
-class ServerShard:
-    """A shard of the weights, and the optimizer that acts on it. Safe for threads: one push or pull at a time.
+class ServerPartition:
+    """A partition of the weights, and the optimizer that acts on it. Safe for threads: one push or pull at a time.
 
     Args:
-        parameters: name -> parameter, of the whole model; those of the shard are copied.
+        parameters: name -> parameter, of the whole model; those of the partition are copied.
         part: which they are.
         optimizer: whose class, groups and options are used.
         compressor: of the pushes.
@@ -164,14 +164,14 @@ class ServerShard:
         self.version = 0
         """Pushes so far, dropped ones and skips included."""
         self._latest: dict[int, int] = {}
-        """Worker that is there -> clock of its latest push. Shards with the same ones have the same pushes of these
+        """Worker that is there -> clock of its latest push. Partitions with the same ones have the same pushes of these
         workers, as a worker's pushes are consecutive."""
         self._views: dict[int, torch.Tensor] = {}
         """What each worker has of the compressed parameters, where pulls are compressed."""
         self._lock = threading.Lock()
 
     def _optimizer(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Any:
-        """One of the same class, with the groups that have a parameter of this shard."""
+        """One of the same class, with the groups that have a parameter of this partition."""
         by_id = {id(parameter): name for name, parameter in parameters.items()}
         groups, self._groups = [], []
         for number, group in enumerate(optimizer.param_groups):

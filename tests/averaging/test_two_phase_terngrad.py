@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import CompressedStep, Flags
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.traffic import traffic
-from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.terngrad import TernGrad
 from tests.averaging.laws import Parts, note_sent, parts_loss
 from tests.averaging.workers import SGD, Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
@@ -66,7 +66,7 @@ def test_it_is_the_simulation_in_one_process_to_the_bit(world, topology, options
     for own, (_, state) in zip(server.states, ranks, strict=True):
         theirs = own.state_dict()
         assert same({kind: state[kind] for kind in theirs}, theirs)
-        assert SHARD not in state
+        assert PARTITION not in state
 
 
 @pytest.mark.parametrize("topology", ["all_gather", "two_phase"])
@@ -167,7 +167,7 @@ def test_a_change_of_topology_between_steps_changes_no_draw():
     assert all(run_ranks(2, work))
 
 
-def test_shard_residuals_of_another_method_go_to_the_workers():
+def test_partition_residuals_of_another_method_go_to_the_workers():
     """What 1-bit's owners remembered is sent by TernGrad's workers; without error feedback it is dropped."""
 
     def work(rank, group):
@@ -183,12 +183,12 @@ def test_shard_residuals_of_another_method_go_to_the_workers():
             averager.average()
             averager.commit()
             after = averager.state_dict()["memory"]
-            assert SHARD not in after and bool(after) == kept
+            assert PARTITION not in after and bool(after) == kept
             ledgers.append((had, flat_gradients(model).clone(), after))
         layout = averager.gradients.layout
         own, shard, left = (
             layout.join(parts, torch.device("cpu"))
-            for parts in (state["memory"]["residual"], state["memory"][SHARD], after["residual"])
+            for parts in (state["memory"]["residual"], state["memory"][PARTITION], after["residual"])
         )
         return own / 2 + shard + ledgers[1][0] / 2 - left / 2, ledgers[1][1], shard
 

@@ -1,6 +1,6 @@
-"""Topologies with shards: each worker averages one shard of the gradient, and sends the mean to all.
+"""Topologies with partitions: each worker averages one partition of the gradient, and sends the mean to all.
 
-"two_phase": payloads of a shard go to the worker that owns it. It decodes them, adds them in the workers' order,
+"two_phase": payloads of a partition go to the worker that owns it. It decodes them, adds them in the workers' order,
 divides, compresses the mean again, and sends that to everyone. All workers decode the same bytes, so replicas are equal
 to the bit. A worker sends about twice its payload whatever the number of workers; in an all-gather, N - 1 times.
 
@@ -10,7 +10,7 @@ keeps the average as sparse as one worker's. What that selection leaves out has 
 workers that sent it, and momentum factor masking does not touch it (as in Ok-Topk, Li and Hoefler 2022): DGC trains
 worse where the owner keeps it and the workers' momentum is stopped all the same.
 
-Nothing is lost: applied so far + mean of the workers' states + the shards' residuals = mean of all gradients so far.
+Nothing is lost: applied so far + mean of the workers' states + the owners' residuals = mean of all gradients so far.
 
 "server" is MXNet's kvstore with its servers on the workers: the push is compressed; the pull is dense, written as
 `dense_values` says.
@@ -24,8 +24,8 @@ import torch
 
 from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.framing import Frame
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.base import PayloadCodec
 from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout
@@ -38,26 +38,26 @@ def split_dense(n: int, workers: int) -> list[int]:
     return [whole + (worker < more) for worker in range(workers)]
 
 
-class ShardResidual:
-    """What this worker remembers as the owner of a shard.
+class PartitionResidual:
+    """What this worker remembers as the owner of a partition.
 
     Args:
         layout: all that is compressed.
-        ranks: the workers, which own a shard each.
+        ranks: the workers, which own a partition each.
         device: of the residual.
     """
 
     def __init__(self, layout: Layout, ranks: Ranks, device: torch.device) -> None:
         self.layout, self._ranks, self.device = layout, ranks, device
-        self.shards = layout.shards(ranks.workers)
-        self.own = self.shards[ranks.worker]
+        self.partitions = layout.slices(ranks.workers)
+        self.own = self.partitions[ranks.worker]
         self.residual = torch.zeros(self.own.layout.n, dtype=torch.float32, device=device)
         self._next: torch.Tensor | None = None
         self.used = False
         """Whether owners may remember something; the same on all ranks."""
 
     def add_to(self, mean: torch.Tensor) -> None:
-        """mean (fp32, of the own shard) += the residual."""
+        """mean (fp32, of the own partition) += the residual."""
         mean.add_(self.residual)
 
     def subtract(self, mean: torch.Tensor, sent: Decoded) -> None:
@@ -94,7 +94,7 @@ class ShardResidual:
         self.used = self.used and bool(set(self.layout.names) - names)
 
     def whole(self) -> torch.Tensor:
-        """The residual, where it is in the whole buffer: fp32 [n], 0 in other shards."""
+        """The residual, where it is in the whole buffer: fp32 [n], 0 in other partitions."""
         flat = self.residual.new_zeros(self.layout.n)
         self.own.of(flat).copy_(self.residual)
         return flat
@@ -104,18 +104,18 @@ class ShardResidual:
         self.residual = self.residual.to(device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> tensor, 0 in rows of other shards; without the names that have no row in this one."""
+        """Parameter name -> tensor, 0 in rows of other partitions; without the names that have no row in this one."""
         parts = self.layout.split(self.whole())
         return {name: parts[name] for name in self.own.layout.names}
 
     def load_state_dict(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Replace everything by this shard's rows of a `state_dict`."""
+        """Replace everything by this partition's rows of a `state_dict`."""
         self.residual = self.own.of(self.layout.join(parts, self.device)).clone()
         self.used = True
 
 
-class ShardedExchange(Exchange):
-    """One step's `Collectives` by shards; the uncompressed gradients are divided among the workers too.
+class TwoPhaseExchange(Exchange):
+    """One step's `Collectives` by partitions; the uncompressed gradients are divided among the workers too.
 
     Args:
         residual: what owners remember.
@@ -125,7 +125,7 @@ class ShardedExchange(Exchange):
 
     def __init__(
         self,
-        residual: ShardResidual,
+        residual: PartitionResidual,
         dense_pull: bool,
         ranks: Ranks,
         step: int,
@@ -138,12 +138,12 @@ class ShardedExchange(Exchange):
     ) -> None:
         super().__init__(ranks, step, dense, dense_values, finite, present, stats, buffer)
         self._residual, self.dense_pull = residual, dense_pull
-        self.shards = residual.shards
+        self.partitions = residual.partitions
         self._dense_sizes = split_dense(dense.numel(), ranks.workers)
-        self._scattered, self._shard_mean = False, dense[:0]
+        self._scattered, self._partition_mean = False, dense[:0]
 
     def _frames(self, values: str, lengths: Sequence[int], carry: bool) -> list[Frame]:
-        """Of a message for each shard; with `carry` it holds the shard's uncompressed gradients and the flags too."""
+        """Of a message for each partition; with `carry` also of its uncompressed gradients and the flags."""
         sizes, flags = (self._dense_sizes, self._flags.numel()) if carry else ([0] * self.workers, 0)
         return [Frame(dense, values, length, flags) for dense, length in zip(sizes, lengths, strict=True)]
 
@@ -164,17 +164,17 @@ class ShardedExchange(Exchange):
             with self.phase("decompress"):
                 decoded = [frame.read_dense(part) for frame, part in zip(frames, dense, strict=True)]
                 self.dense_sent = torch.cat(decoded)
-                self._shard_mean = mean_of_rows([own.read_dense(row) for row in rows])
+                self._partition_mean = mean_of_rows([own.read_dense(row) for row in rows])
                 self._combine([own.read_flags(row) for row in rows])
         return [own.read_payload(row) for row in rows]
 
-    def gather_shards(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The payloads of all shards, from the workers that own them; `lengths` are their bytes. After `scatter`."""
+    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The payloads of all partitions, from their owners; `lengths` are their bytes. After `scatter`."""
         carry, self._carried = not self._carried, True
         frames = self._frames("fp32", lengths, carry)
         own, longest = frames[self.worker], max(frame.length for frame in frames)
         with self.phase("compress"):
-            flags, dense = (self._flags, self._shard_mean) if carry else (self._flags[:0], self._shard_mean[:0])
+            flags, dense = (self._flags, self._partition_mean) if carry else (self._flags[:0], self._partition_mean[:0])
             message = own.pack(own.pack_dense(dense), payload, flags)
             message = torch.nn.functional.pad(message, (0, longest - own.length))
         with self.phase("exchange"):
@@ -189,13 +189,13 @@ class ShardedExchange(Exchange):
     def mean_of_payloads(
         self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
-        """Encodes each shard for its owner, averages the own shard, and encodes and gathers the means."""
+        """Encodes each partition for its owner, averages the own partition, and encodes and gathers the means."""
         if over_senders:
-            raise NotImplementedError("over_senders: the mean of a shard that is sent on does not say who sent it")
-        shards, own = self._residual.shards, self._residual.own.layout
+            raise NotImplementedError("over_senders: the mean of a partition that is sent on does not say who sent it")
+        partitions, own = self._residual.partitions, self._residual.own.layout
         pull = Uncompressed(self._dense_values) if self.dense_pull else codec
         with self.phase("compress"):
-            pushed = [_encode(codec, shard.of(flat), shard.layout) for shard in shards]
+            pushed = [_encode(codec, partition.of(flat), partition.layout) for partition in partitions]
         rows = self.scatter([payload for payload, _ in pushed])
         with self.phase("decompress"):
             mean = flat.new_zeros(own.n)
@@ -206,18 +206,18 @@ class ShardedExchange(Exchange):
         with self.phase("compress"):
             payload, sent = _encode(pull, mean, own)
             self._residual.subtract(mean, sent)
-        lengths = [pull.payload_bytes(shard.layout) if shard.layout.n else 0 for shard in shards]
-        payloads = self.gather_shards(payload, lengths)
+        lengths = [pull.payload_bytes(partition.layout) if partition.layout.n else 0 for partition in partitions]
+        payloads = self.gather_partitions(payload, lengths)
         with self.phase("decompress"):
-            means = [_decode(pull, row, shard.layout) for shard, row in zip(shards, payloads, strict=True)]
-            starts = [shard.start for shard in shards]
+            means = [_decode(pull, row, partition.layout) for partition, row in zip(partitions, payloads, strict=True)]
+            starts = [partition.start for partition in partitions]
             applied, own_sent = concatenate(means, starts), concatenate([decoded for _, decoded in pushed], starts)
             if isinstance(applied, Sparse) and isinstance(own_sent, Sparse):
                 own_sent = own_sent.only(torch.isin(own_sent.indices, applied.indices, assume_unique=True))
             return mean_of([applied], 1, layout.n, self.buffer), own_sent
 
 
-# A shard is empty where there are more workers than rows.
+# A partition is empty where there are more workers than rows.
 
 
 def _encode(codec: PayloadCodec, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:

@@ -9,10 +9,10 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import mean_state
-from lightning_gradcomp.averaging.checkpoint_state import SHARD
+from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.traffic import traffic
-from lightning_gradcomp.averaging.workers import Ranks
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, Parts
 from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same, train, weights
@@ -93,7 +93,7 @@ def is_the_simulation(make, world, topology, steps):
     for rank, (_, memory) in enumerate(ranks):
         theirs = workers.states[rank].state_dict()
         assert same({kind: memory[kind] for kind in theirs}, theirs)
-    owned = sum(workers.layout.join(memory[SHARD], torch.device("cpu")) for _, memory in ranks)
+    owned = sum(workers.layout.join(memory[PARTITION], torch.device("cpu")) for _, memory in ranks)
     assert torch.equal(owned, workers.residual)
 
 
@@ -102,7 +102,7 @@ def kept(state):
     layout, cpu = Layout(("kernel", "matrix"), ((10, 4, 3, 3), (12, 25))), torch.device("cpu")
     memory = state["memory"]
     own = sum(layout.join(memory[kind], cpu).double() for kind in KEPT if kind in memory)
-    return own, layout.join(memory.get(SHARD, {}), cpu).double()
+    return own, layout.join(memory.get(PARTITION, {}), cpu).double()
 
 
 class Ledger:
@@ -137,7 +137,7 @@ def assert_nothing_lost(difference, scale):
 def test_nothing_is_lost(make, world):
     ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(6)))
     assert_nothing_lost(*balance(ledgers))
-    assert all(SHARD in state["memory"] for _, _, state in ledgers)
+    assert all(PARTITION in state["memory"] for _, _, state in ledgers)
     # Random-k's mean is already on the entries that its owner draws. What the second selection of a sparse method
     # leaves out stays with the workers, so that owners remember what is rounded off alone.
     exact = isinstance(make(), RandomK) or getattr(make(), "values", "") in (None, "fp32")
@@ -197,7 +197,7 @@ def test_from_sparse_to_dense_everything_is_sent(make):
 
 
 @remembering
-def test_a_shard_residual_loaded_while_frozen_is_not_lost(make):
+def test_a_partition_residual_loaded_while_frozen_is_not_lost(make):
     ledgers = run_ranks(3, lambda rank, group: Ledger(group, make).go(rank, range(4)))
     states = [state for _, _, state in ledgers]
 
