@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from lightning_gradcomp.averaging.step import Average, CompressedStep, Flags, av
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
+from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule, check_sparsity, dense_start
 from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
@@ -43,17 +43,24 @@ from lightning_gradcomp.registry import build
 
 @dataclass(frozen=True)
 class Decision:
-    """What the coming step does.
+    """What a step does.
 
     Args:
-        sparsity: what the schedule asks for.
-        compressor: as it is in the step; None for a dense one.
-        topology: how its messages travel; "dense" without a compressor.
+        sparsity: what the schedule asks for: 0 in a dense phase, None for a method without a sparsity.
+        compressor: as it is in this step; None for a dense step.
+        topology: how the payloads travel; "dense" without a compressor.
+        by_ddp: True for an ordinary dense average with nothing unsent, which DDP can overlap with backward.
     """
 
-    sparsity: float = 0.0
-    compressor: LossyCompressor | None = None
-    topology: str = DENSE
+    sparsity: float | None
+    compressor: LossyCompressor | None
+    topology: str
+    by_ddp: bool
+
+    @property
+    def density(self) -> float:
+        """Share of all elements that the schedule asks to send."""
+        return 1 - (COMPRESSED if self.sparsity is None else self.sparsity)
 
 
 @dataclass(frozen=True)
@@ -179,12 +186,14 @@ class GradientAverager:
         self._unused: Unused | None = None
         self._dropped: Unused | None = None
         self._compressed_average, self._gradient_norm = False, 0.0
-        self._agreed = False
+        self.parameters_agree = False
         """True once the ranks have compared which parameters train."""
         self._averaged_for = self.optimizers
         self._stepped = self._ids(self.optimizers)
         self.gradients = self._lay_out()
-        self._decision: tuple[Any, Decision] | None = None
+        self.decision = Decision(0.0, None, DENSE, by_ddp=True)
+        """What the latest `begin_step` decided."""
+        self._decided_for: Any = None
         self._known_traffic: dict[str, tuple[Any, int]] = {}
         self._compressed: CompressedStep | None = None
         self._topologies = [route.name]
@@ -208,43 +217,38 @@ class GradientAverager:
 
     # What a step does
 
-    @property
-    def decision(self) -> Decision:
-        """What the coming step does. The schedule is asked once a step."""
-        asked = self.steps, self.epoch, self.schedule, self.gradients
-        if self._decision is None or self._decision[0] != asked:
-            self._decision = asked, self._decide()
-        return self._decision[1]
+    def begin_step(self) -> Decision:
+        """Decide what the coming step does: ask the schedule, and let topology="auto" choose.
+
+        `average` calls it too. Further calls return the same decision until the step is committed, `epoch` or
+        `schedule` changes, or other parameters train.
+        """
+        decided_for = self.steps, self.epoch, self.schedule, self.gradients
+        if self._decided_for != decided_for:
+            self._decided_for, self.decision = decided_for, self._decide()
+        return self.decision
 
     def _decide(self) -> Decision:
+        dense = Decision(0.0, None, DENSE, by_ddp=not self.has_unsent)
         alone = self.ranks.workers == 1
         largest = self.gradients.largest
         if alone or self.schedule is None or self._compressed is None or not largest.layout.n:
-            return Decision()
+            return dense
         self._check_epochs_are_counted()
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
         if not sparsity:
-            return Decision()
-        compressor, dense = (
-            self._compressed.compressor.with_sparsity(sparsity),
-            self.ranks.dense_traffic(largest.nbytes),
-        )
-        affordable = [name for name in self._topologies if self._traffic(compressor, name) < dense]
+            return dense
+        compressor = self._compressed.compressor.with_sparsity(sparsity)
+        budget = self.ranks.dense_traffic(largest.nbytes)
+        affordable = [name for name in self._topologies if self._traffic(compressor, name) < budget]
         topology = affordable[0] if affordable else DENSE
         if self.autotune:
             topology = self.autotune.choose(1 - sparsity, affordable)
-        return Decision(sparsity) if topology == DENSE else Decision(sparsity, compressor, topology)
-
-    @property
-    def sparsity(self) -> float:
-        """Share that the coming step leaves out: the schedule's, or 0 where sparse would cost more than dense."""
-        return self.decision.sparsity if self.decision.compressor else 0.0
-
-    @property
-    def dense_step(self) -> bool:
-        """Whether the coming step is an ordinary dense average, which DDP may as well do, overlapped with backward."""
-        return self.decision.compressor is None and self.settled
+        asked = sparsity if hasattr(compressor, "sparsity") else None
+        if topology == DENSE:
+            return replace(dense, sparsity=asked)
+        return Decision(asked, compressor, topology, by_ddp=False)
 
     @property
     def topology(self) -> str:
@@ -257,9 +261,9 @@ class GradientAverager:
         return self._compressed.state.compressed if self._compressed else None
 
     @property
-    def settled(self) -> bool:
-        """Whether compressed steps have left nothing out that is remembered."""
-        return self._compressed is None or self._compressed.state.empty
+    def has_unsent(self) -> bool:
+        """True if compressed steps have left something out that error feedback still has to send."""
+        return self._compressed is not None and not self._compressed.state.empty
 
     # Steps
 
@@ -392,7 +396,7 @@ class GradientAverager:
             if [*map(id, optimizers)] != [*map(id, self._averaged_for)]:  # optimizers take turns, on all ranks alike
                 self._averaged_for = list(optimizers)
                 self._follow()
-            if not self._agreed:
+            if not self.parameters_agree:
                 self._follow()
                 self.check_same_parameters()
             average = self._average_once(grad_scale, Flags(self.flag, self._changed()))
@@ -412,16 +416,15 @@ class GradientAverager:
         self._record()
 
     def _average_once(self, grad_scale: float, flags: Flags) -> Average:
-        decision, dense = self.decision, self._dense_traffic()
-        self._compressed_average = not self.dense_step
+        decision, dense = self.begin_step(), self._dense_traffic()
+        self._compressed_average = not decision.by_ddp
         self._directions = frozenset()
-        if self.dense_step:
+        if decision.by_ddp:
             self._record_dense()
             with self.stats.phase("exchange"):
                 return Average(average_dense(self.compressor, self.gradients, self.ranks, grad_scale, flags))
         assert self._compressed is not None
-        has_sparsity = decision.compressor is not None and hasattr(decision.compressor, "sparsity")
-        self.stats = Stats(dense_bytes=dense, sparsity=decision.sparsity if has_sparsity else 0.0)
+        self.stats = Stats(dense_bytes=dense, sparsity=decision.sparsity or 0.0 if decision.compressor else 0.0)
         self._gradient_norm = self._measured_norm() / grad_scale
         if self.compressor.owns_momentum(self.optimizer):
             self._directions = frozenset(map(id, self._whole(self.gradients.compressed)))
@@ -456,6 +459,7 @@ class GradientAverager:
         """
         self._check_average_was_used()
         self._drop_unused()
+        self.begin_step()
         self._dropped, self._directions = None, frozenset()
         self._record_dense(seconds)
         self._unused = Unused(Average(Flags()), {}, self.optimizers if optimizer is None else [optimizer])
@@ -474,9 +478,8 @@ class GradientAverager:
         self.compressor.clip_average(mine, grad_scale)
 
     def _record(self) -> None:
-        decision = self.decision
         self.spent.add(self.stats)
-        decided = self.autotune and self.autotune.step_ended(decision.topology, 1 - decision.sparsity)
+        decided = self.autotune and self.autotune.step_ended(self.decision.topology, self.decision.density)
         if self.autotune and decided and self.autotune.choice == DENSE and self.ranks.rank == 0:
             what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
             warnings.warn(f"{what} topology='all_gather' compresses all the same.", stacklevel=2)
@@ -536,7 +539,7 @@ class GradientAverager:
             ValueError: on every rank; it names a parameter, and the ranks that differ.
         """
         self.gradients.check_same(self.ranks)
-        self._agreed = True
+        self.parameters_agree = True
 
     def use_optimizers(
         self, optimizer: torch.optim.Optimizer | None, optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -709,4 +712,4 @@ class GradientAverager:
         # Other ranks need a trial of their own; version 0.1.0 had no rounds.
         if self.autotune and tuned and tuned["world"] == self.world and "round" in tuned:
             self.autotune.load_state_dict(tuned)
-        self.steps, self._decision = state["steps"], None
+        self.steps, self._decided_for = state["steps"], None

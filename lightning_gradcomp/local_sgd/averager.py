@@ -296,7 +296,7 @@ class DelayedAverager:
             if self.error_decay is not None and self._steps_in_round:
                 self._send_update()
                 self._apply_average()
-            elif self.error_decay is None and (self._steps_in_round or not self.rounds.settled):
+            elif self.error_decay is None and (self._steps_in_round or self.rounds.has_unsent):
                 report, finite = self._end_round()
                 self.flags = [each.flag for each in self.rounds.exchange_uncompressed(report, self.steps)]
                 self.stats.bytes_sent += self.rounds.stats.bytes_sent

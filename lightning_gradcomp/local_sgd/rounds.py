@@ -74,7 +74,7 @@ class Rounds(GradientAverager):
         if isinstance(compressor, LossyCompressor) and (dense := compressor.dense_steps):
             compressor = replace(compressor, warmup_steps=dense // period)
         super().__init__(anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
-        self._agreed = True  # reports say which parameters are frozen
+        self.parameters_agree = True  # reports say which parameters are frozen
         check_error_decay(error_decay)
 
     def gather_reports(self, own: RoundReport, doing: str) -> list[RoundReport]:

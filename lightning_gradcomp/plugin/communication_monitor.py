@@ -222,7 +222,7 @@ class CommunicationMonitor(Callback):
             seen = {str(staleness): steps for staleness, steps in sorted(averager.staleness.items())}
             how = {"topology": "dist_async", "auto": "", "async": {"staleness": seen}}
         else:
-            topology = "all_reduce" if averager.dense_step else averager.topology
+            topology = "all_reduce" if averager.decision.by_ddp else averager.topology
             how = {"topology": topology, "auto": averager.autotune.outcome if averager.autotune else ""}
             if averager.shards:
                 how["shards"] = averager.shards.number

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.exchange import to_wire
 from lightning_gradcomp.compressors import LossyCompressor
 from lightning_gradcomp.errors import refusal
@@ -74,13 +74,13 @@ class DDPHook:
         return arrived.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
     @contextmanager
-    def forward(self, averager: GradientAverager) -> Iterator[None]:
-        """For the forward pass. In automatic optimization, DDP prepares no averages for a compressed step.
+    def forward(self, decision: Decision) -> Iterator[None]:
+        """For the forward pass of this step. In automatic optimization, DDP prepares no averages for a compressed one.
 
         With static_graph=True it has to see its first backward passes, and goes on as it does.
         """
         ddp = self._ddp
-        self._unprepared = not (self._at_optimizer_step or ddp.static_graph or self._can_be_by_ddp(averager))
+        self._unprepared = not (self._at_optimizer_step or ddp.static_graph or self._can_be_by_ddp(decision))
         if not self._unprepared:
             yield
             return
@@ -92,7 +92,9 @@ class DDPHook:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
 
     def before_backward(self, averager: GradientAverager, precision: object) -> None:
-        """Decide who averages the gradients of the coming backward, which hold the loss scale of `precision`'s scaler.
+        """Begin the step, and decide who averages the gradients of the coming backward.
+
+        The gradients hold the loss scale of `precision`'s scaler.
 
         Raises:
             ValueError: a parameter that was added after DDP wrapped the model; a frozen one that DDP waits for; or, in
@@ -105,16 +107,16 @@ class DDPHook:
             self._check_averages_were_used(averager)
         scaler = getattr(precision, "scaler", None)
         self._wire, self._grad_scale = averager.compressor.wire_dtype, scaler.get_scale() if scaler else 1.0
-        self._by_ddp = not self._unprepared and self._can_be_by_ddp(averager)
+        self._by_ddp = self._can_be_by_ddp(averager.begin_step()) and not self._unprepared
         self._gradients_ready = None
 
-    def _can_be_by_ddp(self, averager: GradientAverager) -> bool:
-        """Whether the coming averages are a dense step's, of parameters that DDP knows."""
+    def _can_be_by_ddp(self, decision: Decision) -> bool:
+        """True if DDP can make the averages of this step: a dense step, of parameters that DDP knows."""
         trainable = [p for p in self._ddp.parameters() if p.requires_grad]
         return (
-            averager.dense_step
+            decision.by_ddp
             and all(id(p) in self._known_to_ddp for p in trainable)
-            and self._nothing_left_for_averager(averager, trainable)
+            and self._nothing_left_for_averager(trainable)
         )
 
     def _check_parameters(self, trainable: list[nn.Parameter]) -> None:
@@ -137,7 +139,7 @@ class DDPHook:
                 raise refusal(what, "2", "1: add the losses up, or wrap all but the last call in no_sync()")
         self._unused_average = False
 
-    def _nothing_left_for_averager(self, averager: GradientAverager, trainable: list[nn.Parameter]) -> bool:
+    def _nothing_left_for_averager(self, trainable: list[nn.Parameter]) -> bool:
         """Whether no parameter that trains has a residual to hand back, or a local gradient of an earlier backward."""
         if not self._at_optimizer_step:
             return True
@@ -190,7 +192,7 @@ class DDPHook:
         by_ddp = [self._pending.pop(i) for i in ids]
         by_averager = self._average(averager, all(by_ddp), optimizer)
         # In a dense step that comes next, the residual of these parameters is handed back by the averager.
-        if averager.dense_step:
+        if averager.decision.by_ddp:
             self._compressed -= ids
         else:
             self._compressed |= ids

@@ -212,7 +212,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None and self.averager is not None
         self.averager.epoch = self.lightning_module.current_epoch
         with self.explained("before a dense step"):
-            sigterm.stop_before_dense_step(self.averager, self.lightning_module.trainer)
+            sigterm.stop_before_dense_step(self.averager.begin_step(), self.lightning_module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.training_step`, at local weights, which stay until the end of backward."""

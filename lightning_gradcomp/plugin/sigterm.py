@@ -19,7 +19,7 @@ from types import FrameType
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.plugin.meeting import meet
@@ -70,9 +70,9 @@ def stop_after_batch(averager: Averager, trainer: Trainer) -> None:
     trainer._signal_connector.received_sigterm = averager.flagged
 
 
-def stop_before_dense_step(averager: GradientAverager, trainer: Trainer) -> None:
+def stop_before_dense_step(decision: Decision, trainer: Trainer) -> None:
     """Before a dense step: end the run if any rank received a SIGTERM. Collective."""
-    if averager.dense_step:
+    if decision.by_ddp:
         _stop_if_flagged(trainer)
 
 

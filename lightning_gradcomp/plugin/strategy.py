@@ -196,8 +196,9 @@ class CompressedDDPStrategy(BaseStrategy):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None and self.averager is not None
         self.averager.epoch = self.lightning_module.current_epoch
+        self._decision = self.averager.begin_step()
         with self.explained("before a dense step"):
-            sigterm.stop_before_dense_step(self.averager, self.lightning_module.trainer)
+            sigterm.stop_before_dense_step(self._decision, self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -210,7 +211,7 @@ class CompressedDDPStrategy(BaseStrategy):
         training_step = super().training_step
 
         def forward() -> Any:
-            with self._hook.forward(averager):
+            with self._hook.forward(self._decision):
                 return training_step(*args, **kwargs)
 
         if not module.automatic_optimization:  # there may be several backwards

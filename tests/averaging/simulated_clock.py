@@ -40,7 +40,7 @@ def timed_steps(parts, rank, clock, steps, seconds, step_of=lambda averager: ave
     seen = []
     for step in steps:
         backward(model, optimizer, rank, step, prescribed_loss)
-        decision = averager.decision
+        decision = averager.begin_step()
         clock.now += seconds(decision.topology, decision.sparsity)
         step_of(averager)
         seen.append(decision.topology)

@@ -113,7 +113,7 @@ def averager_weights(world, compressor):
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, compressor, **SGD)
-        assert averager.sparsity > 0
+        assert averager.begin_step().compressor
         train(model, optimizer, averager, rank, STEPS, bowl_loss)
         return {name: p.detach().numpy() for name, p in model.named_parameters()}
 

@@ -174,9 +174,9 @@ def test_a_topology_that_sends_more_than_dense_is_not_tried(clock):
         schedule = lambda epoch, step: 0.75  # noqa: E731
         parts = begin(group, schedule=schedule)
         _, fixed = averaged(Table(), group, schedule=schedule, topology=GATHER)
-        return timed_steps(parts, rank, clock, range(2 * EACH + 1), takes(0.1, 0.5)), fixed.sparsity
+        return timed_steps(parts, rank, clock, range(2 * EACH + 1), takes(0.1, 0.5)), fixed.begin_step().topology
 
-    assert run_ranks(8, work) == [([DENSE] * EACH + [PHASES] * (EACH + 1), 0.0)] * 8
+    assert run_ranks(8, work) == [([DENSE] * EACH + [PHASES] * (EACH + 1), DENSE)] * 8
 
 
 def test_another_optimizers_steps_with_nothing_to_compress_do_not_disturb_the_trial(clock):

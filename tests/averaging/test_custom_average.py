@@ -124,7 +124,7 @@ def test_what_is_not_sent_is_sent_by_a_dense_step(cls):
             averager.average()
             averager.commit()
             owed = owed + had - model.matrix.grad
-        assert averager.settled
+        assert not averager.has_unsent
         return owed
 
     if cls is not MaximumAlone:  # what it applies is not the mean of what is sent

@@ -277,7 +277,7 @@ def test_from_sparse_to_dense_everything_is_sent():
             averager.average()
             averager.commit()
             came = came + flat_gradients(model)
-        assert averager.dense_step
+        assert averager.begin_step().by_ddp
         return had, came
 
     ranks = run_ranks(2 * NODE, work)
@@ -288,9 +288,9 @@ def test_from_sparse_to_dense_everything_is_sent():
 def test_one_node_alone_is_dense():
     def work(rank, group):
         averager = begin(group, LOSSLESS["dgc"])[2]
-        return averager.dense_step, averager.sparsity, why_uncompressed(averager)
+        return averager.begin_step().by_ddp, why_uncompressed(averager)
 
-    assert run_ranks(NODE, work) == [(True, 0.0, "there is one node, and only nodes compress")] * NODE
+    assert run_ranks(NODE, work) == [(True, "there is one node, and only nodes compress")] * NODE
 
 
 def test_nodes_of_unequal_size_and_unknown_size_are_refused(monkeypatch):

@@ -188,7 +188,7 @@ def test_from_sparse_to_dense_everything_is_sent(make):
     def work(rank, group):
         ledger = Ledger(group, make, schedule=lambda epoch, step: 0.9 * (step < 6))
         had, came, _ = ledger.go(rank, range(7))
-        assert ledger.averager.settled and ledger.averager.dense_step
+        assert ledger.averager.begin_step().by_ddp
         return had, came
 
     ledgers = run_ranks(3, work)

@@ -561,7 +561,7 @@ def wrapped_optimizers():
             found[f"{method} {wrap.__name__}"] = {
                 "replicas_apart": replicas_apart(net),
                 "steps": averager.steps,
-                "remembers": not averager.settled,
+                "remembers": averager.has_unsent,
                 "loss": loss(net) / start,
             }
     found["as the optimizer itself"] = apart(fit("onebit sgd", Wrapped, wrap=Duck), fit("onebit sgd"))
