@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_gradcomp as lgc
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging import Stats
-from lightning_gradcomp.plugin.buffers import spare_buffers
-from lightning_gradcomp.plugin.ddp_hook import DDPHook
+from lightning_gradcomp.plugin.ddp_hook import DDPHook, spare_buffers
 
 WHOLE = 1_000_000
 """MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""
@@ -99,14 +98,15 @@ class Switched:
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> Stats:
         self._ddp.zero_grad(set_to_none=True)
+        decision = self.averager.begin_step()
         with self.averager.local_weights():
-            with self._hook.forward(self.averager):
+            with self._hook.forward(decision):
                 loss = torch.nn.functional.cross_entropy(self._ddp(images), labels)
-            self._hook.before_backward(self.averager, None)
+            self._hook.before_backward(self.averager, decision, None)
             loss.backward()
         self._hook.after_backward(self.averager)
-        self._optimizer.step()
-        self._hook.after_optimizer_step()
+        with self._hook.stepping():
+            self._optimizer.step()
         return self.averager.stats
 
 

@@ -668,6 +668,43 @@ class GradientAverager:
             f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; {at_sparsity}{listed}"
         )
 
+    def metrics(self) -> dict[str, float]:
+        """The residual after the latest step over its gradient, by the name of its metric, if it was measured."""
+        residual = self.stats.residual_to_gradient
+        return {} if residual is None else {"memory/residual_to_gradient": residual}
+
+    def summary(self) -> dict[str, Any]:
+        """The topology of the latest step, what topology="auto" chose, and the number of shards if there are any."""
+        topology = "all_reduce" if self.decision.by_ddp else self.topology
+        shards = {"shards": self.shards.number} if self.shards else {}
+        return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
+
+    def why_uncompressed(self, step: str = "step") -> str:
+        """The reason why no step was compressed, other than in trials of topology="auto".
+
+        Empty if one was, or if there is nothing to compress.
+
+        Args:
+            step: the word for a step.
+        """
+        auto, ranks, schedule = self.autotune, self.ranks, self.schedule
+        compressed = self.spent.bytes_sent < self.spent.dense_bytes
+        if not isinstance(self.compressor, LossyCompressor) or (
+            auto.choice not in (None, DENSE) if auto else compressed
+        ):
+            return ""
+        if ranks.workers == 1:
+            alone = "replica" if self.shards else "rank" if ranks.world == 1 else "node, and only nodes compress"
+            return f"there is one {alone}"
+        if not self.gradients.compressed:
+            return "no tensor is large enough"
+        if schedule is not None and not schedule(self.epoch or 0, self.steps - 1):
+            start = dense_start(schedule, step)
+            return f"its warm-up of {start} lasted to the end" if start else "its sparsity was 0"
+        if auto:
+            return f'topology="auto" {"had not chosen yet" if auto.choice is None else "found dense steps the fastest"}'
+        return f"a compressed {step} costs no fewer bytes than a dense one"
+
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         """Parameter -> torch's name -> mean over ranks of the optimizer's state that is kept here. Collective."""
         with self._plain_tensors():

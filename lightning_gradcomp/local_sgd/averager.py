@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -22,7 +23,7 @@ from torch import nn
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
-from lightning_gradcomp.compressors.base import Compressor
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
@@ -332,6 +333,29 @@ class DelayedAverager:
             f"steps, {late}{' (measuring what the delay should be)' if self.round_schedule.measuring else ''}; "
             f"{first}N={self.ranks.world}."
         )
+
+    @property
+    def spent(self) -> Any:
+        """Costs of all steps so far."""
+        return self.stats
+
+    measures_residual = False
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of rounds, and the ratio of all steps so far."""
+        names = ("overlapped_steps", "late_rounds", "consensus_distance")
+        rounds = {f"dga/{name}": float(getattr(self.stats, name)) for name in names}
+        return {f"comm/ratio_N{self.world}": self.stats.ratio, **rounds}
+
+    def summary(self) -> dict[str, Any]:
+        """Period, delay, and the costs of the rounds."""
+        return {"rounds": {"period": self.period, "delay": self.delay, **asdict(self.stats)}}
+
+    def why_uncompressed(self) -> str:
+        """The reason why no round was compressed; empty if one was, or if there is nothing to compress."""
+        if isinstance(self.compressor, LossyCompressor) and self.world > 1 and not self.stats.rounds:
+            return f"no round of {self.period} steps ended before a drain"
+        return self.rounds.why_uncompressed("round")
 
     def state_dict(self) -> dict[str, Any]:
         """The state, the same on all ranks. Collective: it drains first.

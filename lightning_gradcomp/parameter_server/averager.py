@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
@@ -171,6 +172,21 @@ class AsyncAverager(Worker):
         self.stats, self.steps = stats, self.steps + 1
         self.spent.add(stats)
         self.staleness[stats.staleness] += 1
+
+    measures_residual = False
+
+    def metrics(self) -> dict[str, float]:
+        """Clock, staleness, and dropped pushes of the latest step."""
+        return {f"async/{name}": float(getattr(self.stats, name)) for name in ("clock", "staleness", "dropped")}
+
+    def summary(self) -> dict[str, Any]:
+        """How often each staleness was seen."""
+        seen = {str(staleness): steps for staleness, steps in sorted(self.staleness.items())}
+        return {"topology": "dist_async", "auto": "", "async": {"staleness": seen}}
+
+    def why_uncompressed(self) -> str:
+        """Empty: pushes are compressed from the first on."""
+        return ""
 
     # Weights
 

@@ -1,7 +1,7 @@
-"""AsyncStrategy: dist_async in Lightning. Every rank trains with the servers, one of which is a thread of each rank.
+"""AsyncStrategy: dist_async in Lightning. Each rank trains with all servers, and runs one of them in a thread.
 
-DDP does not wrap the model, and no rank waits for another in a step, but for those that are too far behind. The weights
-are the servers'; wherever Lightning may look at them, all ranks have stopped pushing, and pull the same.
+In a step a rank waits for those only that are too far behind. The weights are the servers'. Before Lightning may read
+them, all ranks stop pushing, and pull the same.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.ranks import Ranks
@@ -30,17 +28,17 @@ from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer, check_compressor, check_staleness
 from lightning_gradcomp.plugin import sigterm
-from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_model
+from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy
+from lightning_gradcomp.plugin.validation import check_checkpoint_state
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_async"
-"""Where a checkpoint has what the workers remember."""
+"""Where a checkpoint has the states of the ranks."""
 NO_LIMIT = timedelta(days=365)
 """How long a server waits for its rank's next push: a validation may be long, and a lost rank closes its connection."""
 
 
-class AsyncStrategy(BaseStrategy):
+class AsyncStrategy(UnwrappedStrategy):
     """dist_async: asynchronous training with parameter servers and bounded staleness.
 
         Trainer(strategy=AsyncStrategy("dgc", staleness=4), devices=4)
@@ -62,9 +60,11 @@ class AsyncStrategy(BaseStrategy):
         options: arguments with which `DDPStrategy` starts and connects processes.
 
     Raises:
-        ValueError: an option that can't be honoured, several optimizers, sync_batchnorm, 16-mixed; before training
+        ValueError: if an option can't be honoured, for several optimizers, sync_batchnorm or 16-mixed; before training
             starts.
     """
+
+    one_optimizer = "1, which servers step"
 
     def __init__(
         self,
@@ -78,89 +78,69 @@ class AsyncStrategy(BaseStrategy):
         **options: Any,
     ) -> None:
         super().__init__(timeout=timeout, **options)
-        if options.get("ddp_comm_hook") is not None or self._ddp_kwargs:
-            got = ", ".join([*self._ddp_kwargs, *(["ddp_comm_hook"] if options.get("ddp_comm_hook") else [])])
-            raise refusal("AsyncStrategy(...)", got, "no options of DDP, which is not used")
+        self._check_ddp_options(options)
         check_staleness(staleness, max_staleness)
         check_checkpoint_state(checkpoint_state)
         if checkpoint_state == "mean":
             raise refusal("AsyncStrategy.checkpoint_state", checkpoint_state, "'auto', 'gather', 'sidecar' or 'drop'")
-        build(compressor), None if pull is None else build(pull)  # refuse
-        self.compressor, self.pull, self.checkpoint_state = compressor, pull, checkpoint_state
+        self.compressor, self.pull = build(compressor), None if pull is None else build(pull)
+        self.checkpoint_state = checkpoint_state
         self.rule = {
             "staleness": staleness,
             "max_staleness": max_staleness,
             "rate_by_staleness": rate_by_staleness,
-            "pull": pull,
+            "pull": self.pull,
         }
         """Options of `ParameterServer`."""
-        self.averager: AsyncAverager | None = None
         self.server: ParameterServer | None = None
         """Set while fitting."""
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Refuse what can't be honoured, before other processes are started."""
-        check_callbacks(self, trainer)
-        check_compressor(build(self.compressor))
-        if self.pull is not None:
-            check_compressor(build(self.pull))
-        check_model(build(self.compressor), module)
-        self._check_sidecars()
-        if self._layer_sync is not None:
-            raise refusal("sync_batchnorm with AsyncStrategy", True, "False: it waits for the network in each forward")
+        super().check(trainer, module)
+        for compressor in (self.compressor, self.pull):
+            if compressor is not None:
+                check_compressor(compressor)
         if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
             raise refusal("precision with AsyncStrategy", "16-mixed", "32-true or bf16-mixed: there is no loss scale")
         if not module.automatic_optimization:
             raise refusal("automatic_optimization with AsyncStrategy", False, "True")
 
-    def configure_ddp(self) -> None:
-        """Nothing: DDP does not wrap the model."""
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return  # with what an earlier fit has left, which a checkpoint may still be made of
+    def make_averager(self, trainer: Trainer) -> AsyncAverager:
+        """Starts this rank's server, and connects to all."""
         self.averager = self.server = None
-        assert self.lightning_module is not None
-        if len(self.optimizers) > 1:
-            raise refusal("optimizers with AsyncStrategy", len(self.optimizers), "1, which servers step")
-        module, [optimizer] = self.lightning_module, self.optimizers
-        timeout = timedelta(seconds=self._timeout.total_seconds())  # type: ignore[union-attr]
-        with self.explained("starting the servers"):
-            ranks = Ranks(dist.group.WORLD)
-            broadcast_unless_identical([*module.parameters(), *module.buffers()], ranks)
-            secret = self.broadcast(secrets.token_hex())
-            self.server = ParameterServer(
-                module,
-                optimizer,
-                self.compressor,
-                secret=secret,
-                host=_own_address(trainer.num_nodes),
-                partition=self.global_rank,
-                servers=self.world_size,
-                timeout=NO_LIMIT,
-                **self.rule,
-            )
-            self.server.start()
-            addresses: list[Any] = [None] * self.world_size
-            dist.all_gather_object(addresses, self.server.address)
-            self.averager = AsyncAverager(
-                module,
-                optimizer,
-                self.compressor,
-                servers=addresses,
-                secret=secret,
-                pull=self.pull,
-                world=self.world_size,
-                timeout=timeout,
-            )
-            self._buffers, self.averager.ranks, self._pulled = Buffers(module), ranks, 0
-            self.barrier()
-        sigterm.set_handler(trainer)
-        rank_zero_info(self._describe())
+        module, [optimizer] = self.pl_module, self.optimizers
+        ranks = Ranks(dist.group.WORLD)
+        broadcast_unless_identical([*module.parameters(), *module.buffers()], ranks)
+        secret = self.broadcast(secrets.token_hex())
+        self.server = ParameterServer(
+            module,
+            optimizer,
+            self.compressor,
+            secret=secret,
+            host=_own_address(trainer.num_nodes),
+            partition=self.global_rank,
+            servers=self.world_size,
+            timeout=NO_LIMIT,
+            **self.rule,
+        )
+        self.server.start()
+        addresses: list[Any] = [None] * self.world_size
+        dist.all_gather_object(addresses, self.server.address)
+        averager = AsyncAverager(
+            module,
+            optimizer,
+            self.compressor,
+            servers=addresses,
+            secret=secret,
+            pull=self.pull,
+            world=self.world_size,
+            timeout=timedelta(seconds=self._timeout.total_seconds()),  # type: ignore[union-attr]
+        )
+        averager.ranks, self._buffers, self._pulled = ranks, Buffers(module), 0
+        self.barrier()
+        return averager
 
-    def _describe(self) -> str:
-        assert self.averager is not None
+    def describe(self) -> str:
         name, bound = type(self.averager.compressor).__name__, self.rule["staleness"]
         ahead = "any number of steps" if bound == math.inf else f"{bound} steps"
         return (
@@ -175,90 +155,70 @@ class AsyncStrategy(BaseStrategy):
         **kwargs: Any,
     ) -> Any:
         """As `Strategy.optimizer_step`, but the gradient goes to the servers."""
-        assert self.averager is not None and self.lightning_module is not None
         with self.explained("pushing and pulling"):
             pushing: Any = _Pushing(optimizer, self.averager)
             result = super().optimizer_step(pushing, closure, model, **kwargs)
-        trainer = self.lightning_module.trainer
-        sigterm.stop_after_batch(self.averager, trainer)
-        if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
-            self.synchronise()  # before callbacks look at the weights, or replace them
+        sigterm.stop_after_batch(self.averager, self.pl_module.trainer)
+        if self._ends:
+            self.agree()  # before callbacks look at the weights, or replace them
         return result
 
-    # Wherever the weights are looked at
+    def agree(self) -> None:
+        """Pull the servers' weights on all ranks, and average the buffers. After a fit all ranks have them.
 
-    def synchronise(self) -> None:
-        """Let all ranks hold the servers' weights, and the mean of the buffers. Collective. After a fit they do.
-
-        Without a step since the last time the weights stay as they are: a callback may have replaced them.
+        Without a step since the last pull the weights stay as they are: a callback may have replaced them. After an
+        interruption, this rank keeps what it pulled last.
         """
-        if self.averager is not None and self.averager.connected:
-            with self.explained("pulling the weights"):
-                self.barrier()  # nobody pushes any more
-                if self.averager.steps != self._pulled:
-                    self._pull()
-                sync_buffers_and_moments(
-                    self.averager.ranks, self._buffers, None, self.averager.steps, moments_valid=True
-                )
-                self.barrier()
+        if self.averager is None or not self.averager.connected or self._interrupted:
+            return
+        with self.explained("pulling the weights"):
+            self.barrier()  # nobody pushes any more
+            if self.averager.steps != self._pulled:
+                self._pull()
+            sync_buffers_and_moments(self.averager.ranks, self._buffers, None, self.averager.steps, moments_valid=True)
+            self.barrier()
 
     def _pull(self) -> None:
-        assert self.averager is not None
         self.averager.pull()
         self._pulled = self.averager.steps
 
-    on_validation_start = on_test_start = on_predict_start = synchronise
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.synchronise()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The servers' weights. Collective; after an interruption, what this rank pulled last."""
-        if not self._interrupted:
-            self.synchronise()
-        return super().lightning_module_state_dict()
-
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """With what the servers' optimizers hold. Collective; after an interruption without it."""
+        """With the servers' optimizer states. Collective; after an interruption without them."""
         if self.server is not None and self.averager is not None and not self._interrupted:
             everyones: list[Any] = [None] * self.world_size
             dist.all_gather_object(everyones, self.server.partition.optimizer_state())
-            gradients = self.averager.gradients
-            by_name = dict(zip(gradients.names, gradients.parameters, strict=True))
+            by_name = self._by_name
             for states in everyones:
                 for name, state in states.items():
                     optimizer.state[by_name[name]] = state
         return super().optimizer_state(optimizer)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Also of a checkpoint that another strategy has written, or a world of another size. The servers take over the
-        module's weights, which have been restored: they may be of earlier steps than the servers'. Collective."""
-        super().load_optimizer_state_dict(checkpoint)
-        assert self.averager is not None and self.server is not None
-        [optimizer], gradients = self.optimizers, self.averager.gradients
-        by_name = dict(zip(gradients.names, gradients.parameters, strict=True))
+    def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if with_states:
+            checkpoint[KEY] = state
+            self.rank_states.put_into(state, path, self.averager, accumulating=False)
+        return state
+
+    def restore_states(self, checkpoint: Mapping[str, Any]) -> None:
+        """The servers get the module's weights, which were restored, and the optimizer's state. Collective."""
+        assert self.server is not None
+        [optimizer], by_name = self.optimizers, self._by_name
         self.server.partition.load_optimizer_state(
             {name: optimizer.state[p] for name, p in by_name.items() if p in optimizer.state}
         )
         if KEY in checkpoint:
-            self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager)  # type: ignore[arg-type]
-        self.averager.steps = self._steps
+            self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager)
+            self.averager.steps = self._steps
         self.server.partition.load_weights(by_name)
         with self.explained("loading a checkpoint"):
-            self.barrier()  # all servers have
+            self.barrier()  # all servers have them
             self._pull()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As DDP's, with what the workers remember; a checkpoint of weights alone has none of it."""
-        filepath, with_states = self._meet_to_save(checkpoint, filepath)
-        if with_states:
-            with self.explained("saving a checkpoint"):
-                checkpoint[KEY] = {}
-                self.rank_states.put_into(checkpoint[KEY], filepath, self.averager, accumulating=False)  # type: ignore[arg-type]
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        with self.explained("saving a checkpoint"):
-            self.rank_states.after_saving(checkpoint.get(KEY, {}), filepath)
+    @property
+    def _by_name(self) -> dict[str, torch.nn.Parameter]:
+        gradients = self.averager.gradients
+        return dict(zip(gradients.names, gradients.parameters, strict=True))
 
     def teardown(self) -> None:
         if self.averager is not None:

@@ -1,4 +1,14 @@
-"""What the Trainer strategies share: checks before the launch, explained exchanges, safe checkpoints."""
+"""The template of the Trainer strategies. Each strategy says only what differs.
+
+Hooks of the template, in the order of a fit:
+
+    check           raise ValueError for what can't be honoured, before other processes start
+    make_averager   the averager of a fit
+    describe        one line for the log
+    agree           make weights and buffers the same on all ranks, before Lightning reads them
+    put_states      add the ranks' states to a checkpoint
+    restore_states  load them
+"""
 
 from __future__ import annotations
 
@@ -9,17 +19,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_gradcomp.averaging import Stats
 from lightning_gradcomp.averaging.faults import (
     ExchangeFailed,
     explained,
@@ -28,17 +41,17 @@ from lightning_gradcomp.averaging.faults import (
     others_end,
     post_reason,
 )
+from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero, read, with_suffix
 from lightning_gradcomp.plugin.launchers import MultiProcessingLauncher, SubprocessLauncher
-from lightning_gradcomp.plugin.meeting import meet
 from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, interrupted
-from lightning_gradcomp.plugin.validation import check_batches
+from lightning_gradcomp.plugin.validation import check_batches, check_callbacks, check_model
 
 log = logging.getLogger(__name__)
 WAITING_SECONDS = 10.0
-"""Seconds that a save waits for other ranks without a word."""
+"""Seconds after which a save that waits for other ranks says so."""
 WAITING = (
     "trainer.save_checkpoint waits for other ranks. Every rank has to call it: if one has not, this ends in an error."
 )
@@ -46,23 +59,57 @@ OF_THIS_PROCESS = {"averager", "server", "_hook"}
 """Attributes of strategies that hold a process group, a thread or a connection."""
 
 
+class Averager(Protocol):
+    """An averager as its strategy and CommunicationMonitor see it."""
+
+    steps: int
+    """Optimizer steps so far."""
+    world: int
+    """Number of ranks, or of replicas."""
+    flag: bool
+    """Flag of this rank, sent to the others with the next exchange."""
+    compressor: Compressor
+    measures_residual: bool
+    """True: `metrics` has the residual, if the averager has one that can be measured."""
+
+    @property
+    def spent(self) -> Stats:
+        """Costs of all steps so far: one object, to which each step is added."""
+        ...
+
+    @property
+    def flagged(self) -> bool:
+        """True if any rank had set its flag in the latest exchange."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the latest step that only this averager has."""
+        ...
+
+    def summary(self) -> dict[str, Any]:
+        """Entries of CommunicationMonitor's summary that only this averager has."""
+        ...
+
+    def why_uncompressed(self) -> str:
+        """The reason why no step was compressed; empty if one was, or if nothing was to be compressed."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace this rank's state."""
+        ...
+
+
 def _tell(exception: BaseException) -> None:
     """Tell the other ranks what this one has raised."""
     post_reason(f"raised {type(exception).__name__}: {exception}")
 
 
-def _called_by_trainer() -> bool:
-    """Whether `Trainer.save_checkpoint` is under way, which every rank has to call."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "save_checkpoint" and isinstance(frame.f_locals.get("self"), Trainer):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def warn_of_stale_addresses() -> None:
-    """Where torchrun restarts processes but keeps their store, they may find the addresses of those that have died.
+    """Warn if torchrun may restart ranks whose store still has the addresses of dead ones.
 
     Source: https://github.com/pytorch/pytorch/issues/135712; seen with torch 2.15 and gloo in three of four restarts.
     """
@@ -74,32 +121,89 @@ def warn_of_stale_addresses() -> None:
         )
 
 
-class ExplainedStrategy(ParallelStrategy):
-    """Names rank, step and phase where an exchange fails."""
+class BaseStrategy(ParallelStrategy):
+    """One of Lightning's strategies, with an averager: checks before the launch, errors that name rank, step and phase,
+    SIGTERM on all ranks together."""
 
-    def explained(self, doing: str) -> AbstractContextManager[None]:
-        """Name what fails inside."""
-        return explained(self._steps, doing)
+    compressor: Compressor
+    averager: Any = None
+    """An `Averager`; set while fitting, and kept after a fit for checkpoints."""
+    _start_method: Any = "popen"
+    no_sync_batchnorm = ""
+    """Why the strategy can't convert batch norms, if it can't."""
+    one_optimizer = ""
+    """If there may be one optimizer only: "1", with a reason."""
 
     @property
-    def _steps(self) -> int:
-        module = self.lightning_module
-        trainer = module._trainer if module is not None else None  # `module.trainer` raises where there is none
-        return trainer.global_step if trainer is not None else 0
+    def pl_module(self) -> LightningModule:
+        """The module of the Trainer, while there is one."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: names come from the registry of compressors. (Inherited, it would claim torch's own again.)"""
 
+    # Hooks of the template
+
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Raise ValueError for what can't be honoured, before other processes start."""
+        check_callbacks(self, trainer)
+        check_model(self.compressor, module)
+        if self.no_sync_batchnorm and self._layer_sync is not None:
+            raise refusal(f"sync_batchnorm with {type(self).__name__}", True, f"False: {self.no_sync_batchnorm}")
+
+    def make_averager(self, trainer: Trainer) -> Averager:
+        """The averager of the fit that starts. Model and optimizers are set up. Collective."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return self.averager.describe()
+
+    def agree(self) -> None:
+        """Make weights and buffers the same on all ranks, before Lightning reads them. Collective."""
+
+    # Before and around a fit
+
+    def _configure_launcher(self) -> None:
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            launched = self.cluster_environment, self.num_processes, self.num_nodes  # type: ignore[attr-defined]
+            self._launcher = SubprocessLauncher(self.check, *launched)
+        else:
+            self._launcher = MultiProcessingLauncher(self.check, self, start_method=self._start_method)
+
     def setup(self, trainer: Trainer) -> None:
         with self.explained("setting up the model"):
             super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return  # the averager of an earlier fit stays: a checkpoint may still be made of it
+        if self.one_optimizer and len(self.optimizers) > 1:
+            raise refusal(f"optimizers with {type(self).__name__}", len(self.optimizers), self.one_optimizer)
+        with self.explained("setting up the averages"):
+            self.averager = self.make_averager(trainer)
+        self.averager.steps = trainer.global_step  # another fit continues the count
+        sigterm.set_handler(trainer)
+        rank_zero_info(self.describe())
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
         with self.explained("at the start of training"):
-            check_batches(self.lightning_module.trainer, self.root_device)
+            check_batches(self.pl_module.trainer, self.root_device)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.agree()
+
+    def on_validation_start(self) -> None:
+        self.agree()
+
+    def on_test_start(self) -> None:
+        self.agree()
+
+    def on_predict_start(self) -> None:
+        self.agree()
 
     def teardown(self) -> None:
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
@@ -109,6 +213,18 @@ class ExplainedStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """For copies, such as a saved Trainer's: without what belongs to this process, such as process groups."""
         return {name: None if name in OF_THIS_PROCESS else value for name, value in super().__getstate__().items()}
+
+    # Errors that name rank, step and phase
+
+    def explained(self, doing: str) -> AbstractContextManager[None]:
+        """Inside, a failed exchange raises an error that names rank, step and `doing`."""
+        return explained(self._steps, doing)
+
+    @property
+    def _steps(self) -> int:
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None  # `module.trainer` raises if there is none
+        return trainer.global_step if trainer is not None else 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.explained("forward"):  # DDP sends buffers before it
@@ -133,7 +249,7 @@ class ExplainedStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if is_lost_peer(exception) and not isinstance(exception, ExchangeFailed):
-            # A collective of the user's, or of Lightning's outside the strategy, such as a metric's.
+            # A collective of the user's, or one of Lightning's outside the strategy, such as a metric's.
             doing = "in an exchange that is not the strategy's"
             exception.args = (explanation(exception, self._steps, doing), *exception.args[1:])
         elif not isinstance(exception, ExchangeFailed):
@@ -144,22 +260,55 @@ class ExplainedStrategy(ParallelStrategy):
             self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU
 
 
-class BaseStrategy(ExplainedStrategy, DDPStrategy):
-    """DDPStrategy that checks a fit before it starts processes, names rank, step and phase where an exchange fails, and
-    runs no code from checkpoints."""
+class DDPBase(BaseStrategy, DDPStrategy):
+    """A strategy on `DDPStrategy`, whose checkpoints are one file with the states of all ranks, or sidecars beside it.
+    Loading runs no code from checkpoints."""
 
-    averager: Any
     checkpoint_state: str
-    """What becomes of the states of all ranks in a checkpoint: one of `CHECKPOINT_STATES`."""
+    """Where a checkpoint keeps the states of all ranks: one of `CHECKPOINT_STATES`."""
+
+    def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
+        """Add what this strategy keeps to a checkpoint.
+
+        Args:
+            checkpoint: as Lightning has made it.
+            path: of the checkpoint.
+            with_states: all ranks are here, to put their states in; collective then.
+
+        Returns:
+            The dict that has the ranks' states.
+        """
+        raise NotImplementedError
+
+    def restore_states(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load what `put_states` has added; also from a checkpoint of another strategy, or of another world size."""
+        raise NotImplementedError
+
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        super().check(trainer, module)
+        if self.checkpoint_state == "sidecar" and not self.rank_states.sidecars.possible:
+            what = f"checkpoint_state with {type(self.checkpoint_io).__name__}, which writes in the background"
+            raise refusal(what, "sidecar", "auto, gather, mean or drop")
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        warn_of_stale_addresses()
 
     @cached_property
     def rank_states(self) -> RankStates:
         """The states of all ranks, in checkpoints."""
         return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io), self.num_nodes)
 
+    @property
+    def _interrupted(self) -> bool:
+        """True if this rank can't count on the others."""
+        return self.lightning_module is None or interrupted(self.lightning_module)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As DDP's. After an interruption, in which callbacks may save, it holds only if every rank was interrupted.
-        Those that were not wait for this one in an exchange, and learn from its end what has happened."""
+        """As DDP's, but after an interruption, in which callbacks may save, only if every rank was interrupted.
+
+        Ranks that were not wait for this one in an exchange, and learn from its end what has happened.
+        """
         error, module = sys.exc_info()[1], self.lightning_module
         if error is None or module is None or module._trainer is None or not interrupted(module):
             super().barrier(*args, **kwargs)
@@ -169,11 +318,27 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
                 with suppress(ExchangeFailed):
                     super().barrier(*args, **kwargs)
 
+    def on_train_end(self) -> None:
+        with self.explained("at the end of training"):
+            self.rank_states.remove_on_every_disk()
+        super().on_train_end()
+
+    # Checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """As DDP's, with the states of the ranks, unless it is a checkpoint of weights alone."""
+        filepath, with_states = self._meet_to_save(checkpoint, filepath)
+        with self.explained("saving a checkpoint"):
+            holder = self.put_states(checkpoint, filepath, with_states)
+        self._write(checkpoint, filepath, storage_options)
+        with self.explained("saving a checkpoint"):
+            self.rank_states.after_saving(holder, filepath)
+
     def _meet_to_save(self, checkpoint: dict[str, Any], filepath: Any) -> tuple[Any, bool]:
-        """Rank 0's `filepath`, and whether all ranks put their states into the checkpoint, which rank 0 decides.
+        """Rank 0's `filepath`; and True if all ranks put their states into the checkpoint, which rank 0 decides.
 
         Collective under `Trainer.save_checkpoint`, which every rank calls, as under DDP. This strategy's own
-        `save_checkpoint` is another thing: under DDP rank 0 may call it alone, so it meets nobody.
+        `save_checkpoint` may be called by rank 0 alone, as under DDP, so it does not wait for other ranks.
         """
         whole = "optimizer_states" in checkpoint
         if self.averager is None:
@@ -192,65 +357,19 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
         waiting.start()
         try:
             with self.explained("saving a checkpoint"):
-                meet(self.root_device, saving=True)
+                sigterm.meet(self.root_device, saving=True)
                 return of_rank_zero((filepath, whole))
         finally:
             waiting.cancel()
             waiting.join()  # no thread of a save outlives it
 
-    @property
-    def _interrupted(self) -> bool:
-        """Whether this rank can't count on the others."""
-        return self.lightning_module is None or interrupted(self.lightning_module)
+    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        """As DDP's `save_checkpoint`, but a local file is first written under another name.
 
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        with self.explained("at the end of training"):
-            self.rank_states.remove_on_every_disk()
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """As DDP's, with the files beside it."""
-        super().remove_checkpoint(filepath)
-        self.rank_states.after_removing(filepath)
-
-    def _configure_launcher(self) -> None:
-        if self._start_method == "popen":
-            assert self.cluster_environment is not None
-            launched = (self.cluster_environment, self.num_processes, self.num_nodes)
-            self._launcher = SubprocessLauncher(self.check, *launched)
-        else:
-            self._launcher = MultiProcessingLauncher(self.check, self, start_method=self._start_method)
-
-    def check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Refuse what can't be honoured, before other processes are started."""
-        raise NotImplementedError
-
-    def _check_sidecars(self) -> None:
-        """ValueError for sidecars where checkpoints are written in the background."""
-        if self.checkpoint_state == "sidecar" and not self.rank_states.sidecars.possible:
-            what = f"checkpoint_state with {type(self.checkpoint_io).__name__}, which writes in the background"
-            raise refusal(what, "sidecar", "auto, gather, mean or drop")
-
-    def setup_distributed(self) -> None:
-        super().setup_distributed()
-        warn_of_stale_addresses()
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As `Strategy.load_checkpoint`, but no code in the file is run, unless weights_only=False is given.
-
-        Raises:
-            ValueError: a file that is not a whole checkpoint; also a FileNotFoundError where there is none.
+        Lightning moves a temporary file over an earlier checkpoint. If the two are on different filesystems, a full
+        disk would leave it in pieces.
         """
-        self._loaded_from = checkpoint_path
-        what, allowed = "checkpoint", "a file that Lightning saved, whole"
-        if args:
-            kwargs["weights_only"] = args[0]
-        return read(super().load_checkpoint, checkpoint_path, what, "state_dict", allowed, **kwargs)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As DDP's. A local file is written under another name first: Lightning moves a temporary file over an earlier
-        checkpoint, which a full disk would leave in pieces where the two are on different filesystems."""
-        own_io = type(self.checkpoint_io) is not TorchCheckpointIO  # it is told the real path: it may read or note it
+        own_io = type(self.checkpoint_io) is not TorchCheckpointIO  # it needs the real path, which it may note
         if own_io or not isinstance(get_filesystem(filepath), LocalFileSystem):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -265,3 +384,64 @@ class BaseStrategy(ExplainedStrategy, DDPStrategy):
                 with suppress(OSError):
                     os.remove(partial)
             raise
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As DDP's, with the files beside it."""
+        super().remove_checkpoint(filepath)
+        self.rank_states.after_removing(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As `Strategy.load_checkpoint`, but runs no code from the file, unless weights_only=False is given.
+
+        Raises ValueError if the file is not a whole checkpoint; also a FileNotFoundError if there is none.
+        """
+        self._loaded_from = checkpoint_path
+        what, allowed = "checkpoint", "a file that Lightning saved, whole"
+        if args:
+            kwargs["weights_only"] = args[0]
+        return read(super().load_checkpoint, checkpoint_path, what, "state_dict", allowed, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As `Strategy.load_optimizer_state_dict`, with the states of the ranks."""
+        super().load_optimizer_state_dict(checkpoint)
+        self.averager.steps = self._steps
+        self.restore_states(checkpoint)
+
+
+def _called_by_trainer() -> bool:
+    """True in `Trainer.save_checkpoint`, which every rank has to call."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "save_checkpoint" and isinstance(frame.f_locals.get("self"), Trainer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class UnwrappedStrategy(DDPBase):
+    """A strategy that starts and connects processes as `DDPStrategy` does, but does not wrap the model in DDP.
+
+    Ranks step on weights of their own; `agree` makes them the same.
+    """
+
+    no_sync_batchnorm = "it waits for the network in each forward"
+
+    def _check_ddp_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for an option that DDP alone would use."""
+        averaging = [name for name in ("ddp_comm_hook", "model_averaging_period") if options.get(name) is not None]
+        if used := [*self._ddp_kwargs, *averaging]:
+            raise refusal(f"{type(self).__name__}(...)", ", ".join(used), "no options of DDP, which is not used")
+
+    def configure_ddp(self) -> None:
+        """Nothing: DDP does not wrap the model."""
+
+    @property
+    def _ends(self) -> bool:
+        """True in the last step of an epoch or of the fit, after which callbacks may look at the weights."""
+        trainer = self.pl_module.trainer
+        return trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that all ranks agree on. Collective, unless the fit was interrupted."""
+        self.agree()
+        return super().lightning_module_state_dict()

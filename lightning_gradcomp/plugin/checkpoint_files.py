@@ -38,7 +38,7 @@ def no_code(weights_only: bool | None = None) -> Iterator[None]:
     CheckpointIO has no argument for it. torch's own variable holds for all of them.
 
     Args:
-        weights_only: False is the user's explicit choice to run what is in the file, which is then left to Lightning.
+        weights_only: False is the user's explicit choice to run code in the file.
     """
     if weights_only is False or FORCE_NOT in os.environ:
         yield
@@ -55,18 +55,17 @@ def no_code(weights_only: bool | None = None) -> Iterator[None]:
 
 
 def read(load: Callable[..., Any], path: Any, what: str, key: str, allowed: str, **options: Any) -> dict[str, Any]:
-    """What `load(path, **options)` returns: a dict that has `key`. No code in the file is run.
+    """Return `load(path, **options)`, a dict that has `key`. Runs no code in the file, unless weights_only=False.
+
+    Raises ValueError if the file can't be read, or holds something else; also a FileNotFoundError if there is none.
 
     Args:
         load: reads the file.
         path: of the file.
-        what: for the message: what is read.
-        key: that the dict must have.
+        what: the file, for the message.
+        key: an entry that the dict must have.
         allowed: for the message.
-        options: of `load`. weights_only=False runs what is in the file.
-
-    Raises:
-        ValueError: the file can't be read, or holds something else; also a FileNotFoundError where there is no file.
+        options: of `load`.
     """
     try:
         with no_code(options.get("weights_only")):
@@ -75,7 +74,7 @@ def read(load: Callable[..., Any], path: Any, what: str, key: str, allowed: str,
         raise MissingFile(str(refusal(what, f"{path}: {error}", allowed))) from error
     except OSError as error:
         raise refusal(what, f"{path}: {error}", allowed) from error
-    except Exception as error:  # torch.load has an error of its own for each way in which a file can be broken
+    except Exception as error:  # torch.load raises another error for each way in which a file can be broken
         if isinstance(error, UnpicklingError) and "weights" in str(error).lower():
             allowed += (
                 f"; if you trust the file: weights_only=False (lightning 2.6), or {FORCE_NOT}=1 in the environment"
@@ -93,15 +92,13 @@ def _in_short(error: Exception) -> str:
 
 TOKEN_LETTERS = 12
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
-"""No digits: Lightning takes all of those in "hpc_ckpt_1.ckpt.ranks-..." for the version of SLURM's checkpoint."""
-
-
+"""For tokens without digits: Lightning reads the digits in "hpc_ckpt_1.ckpt.ranks-..." as a version number."""
 NAME_BYTES = 255
-"""The longest file name that common filesystems allow."""
+"""Length of the longest file name that common filesystems allow."""
 
 
 def with_suffix(name: str, suffix: str) -> str:
-    """`name` + `suffix`; a name that would be too long is cut, and gets a digest of the whole."""
+    """`name` + `suffix`. A name that would be too long is cut, and a digest of the whole added."""
     encoded, room = os.fsencode(name), NAME_BYTES - len(suffix)
     if len(encoded) > room:
         digest = hashlib.sha256(encoded).hexdigest()[:12].translate(LETTERS)
@@ -110,8 +107,8 @@ def with_suffix(name: str, suffix: str) -> str:
 
 
 def of_rank_zero(value: Any) -> Any:
-    """Rank 0's `value`. A checkpoint's path, for one: rank 0's file is the checkpoint, and sidecars are beside it,
-    whatever others call it. A collective call."""
+    """Rank 0's `value`, such as a checkpoint's path: rank 0's file is the checkpoint, and sidecars are beside it.
+    Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
@@ -121,7 +118,7 @@ class Sidecars:
     """Writes, reads and removes sidecar files, on any filesystem that fsspec knows.
 
     Args:
-        io: the strategy's, which also writes the checkpoints.
+        io: the strategy's, which also writes checkpoints.
     """
 
     def __init__(self, io: CheckpointIO) -> None:
@@ -129,14 +126,13 @@ class Sidecars:
 
     @property
     def possible(self) -> bool:
-        """False where checkpoints are written in the background: it is then unknown when one is complete."""
+        """False if checkpoints are written in the background: it is then unknown when one is complete."""
         return not isinstance(self.io, _WrappingCheckpointIO)
 
     def write(self, state: dict[str, Any], checkpoint: str | Path, steps: int) -> str:
-        """Write this rank's file; return the folder's name once all ranks have written theirs. A collective call.
+        """Write this rank's file, and return the folder's name once all ranks have written theirs. Collective.
 
-        Raises:
-            ExchangeFailed: another rank is lost; it names rank, `steps` and the phase.
+        Raises ExchangeFailed if another rank is lost; it names rank, `steps` and the phase.
         """
         with explained(steps, "saving a checkpoint"):
             token = of_rank_zero(uuid.uuid4().hex[:TOKEN_LETTERS].translate(LETTERS))
@@ -149,10 +145,9 @@ class Sidecars:
         return name
 
     def read(self, checkpoint: str | Path, name: str, rank: int) -> dict[str, Any]:
-        """The state in the file of `rank` in the folder `name` beside `checkpoint`, or beside what that links to.
+        """The state of `rank` from its file in the folder `name` beside `checkpoint`, or beside the target of a link.
 
-        Raises:
-            ValueError: the file is missing (also a FileNotFoundError), can't be read, or belongs to another save.
+        Raises ValueError if the file is missing (also a FileNotFoundError), can't be read, or belongs to another save.
         """
         fs, beside = get_filesystem(checkpoint), str(checkpoint)
         if isinstance(fs, LocalFileSystem):  # also as file://
@@ -165,7 +160,7 @@ class Sidecars:
         return content["state"]
 
     def remove_old(self, checkpoint: str | Path, keep: str | None) -> None:
-        """Remove the folders of `checkpoint` but `keep`. On a disk every rank does it: nodes may have their own."""
+        """Remove the folders of `checkpoint` except `keep`. On a disk, every rank does it: nodes may have their own."""
         fs = get_filesystem(checkpoint)
         on_disk = isinstance(fs, LocalFileSystem)
         if not self.possible or (not on_disk and dist.is_initialized() and dist.get_rank() != 0):
@@ -183,7 +178,7 @@ class Sidecars:
 
 
 def _folders_of(name: str) -> str:
-    """How the names of all folders of the checkpoint `name` begin; the token follows."""
+    """The names of all folders of the checkpoint `name`, without the token at their end."""
     return with_suffix(name, f".ranks-{'x' * TOKEN_LETTERS}")[:-TOKEN_LETTERS]
 
 

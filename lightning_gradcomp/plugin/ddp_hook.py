@@ -1,42 +1,48 @@
-"""DDP's communication hook: dense steps are averaged by DDP, compressed steps by the `GradientAverager`.
+"""What DDP sends: gradients of dense steps, initial weights only if ranks hold others, buffers before they are read.
 
-A dense step keeps DDP's bucketed all-reduce, overlapped with backward. In a compressed step the averager runs after
-backward, or, in manual optimization, before the optimizer step. DDP does nothing then, where the step is known before
-the forward pass (`forward`), so that backward copies no gradients into its buckets; elsewhere the hook returns the
-local gradient.
+A dense step keeps DDP's bucketed all-reduce, overlapped with backward. In a compressed step the `GradientAverager` runs
+after backward, or, in manual optimization, before the optimizer step. If the step is known before the forward pass
+(`DDPHook.forward`), DDP then does nothing, so that backward copies no gradients into its buckets; otherwise the hook
+returns the local gradient.
 """
 
 # No postponed annotations in this file: DDP reads the hook's, and needs the type itself.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.exchange import to_wire
-from lightning_gradcomp.compressors import LossyCompressor
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.replicas import broadcast, identical, ignored_by_ddp
+from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.errors import refusal
 
 
 class DDPHook:
-    """The hook of one DDP module. Call forward in `forward`, `before_backward`, backward, `after_backward`; then,
-    around each optimizer step, `before_optimizer_step` and `after_optimizer_step`.
+    """The communication hook of one DDP module.
 
-    Whether a backward synchronises is DDP's `require_backward_grad_sync` (False in `no_sync()`). It is not read off
-    from DDP's hook, which does not fire where DDP knows none of the parameters that train: it knows those that required
-    a gradient when it wrapped the model. What DDP can't average, the averager does.
+    Call forward in `forward`, `before_backward`, backward, `after_backward`; step each optimizer in `stepping`, after
+    `before_optimizer_step` with `at_optimizer_step`.
+
+    Whether a backward synchronises is DDP's `require_backward_grad_sync` (False in `no_sync()`). DDP's hook can't tell:
+    it does not fire if DDP knows none of the parameters that train, and it knows those that required a gradient when it
+    wrapped the model. The averager averages what DDP can't.
 
     Args:
         ddp: the wrapped model.
-        at_optimizer_step: when compressed steps are averaged. False: after backward, all gradients; for automatic
-            optimization. True: before an optimizer step, the gradients of that optimizer's parameters. Gradients that
-            `zero_grad()` discards, as a GAN does with those of the other network, are then not accumulated.
+        at_optimizer_step: False: a compressed step averages all gradients after backward; for automatic optimization.
+            True: before an optimizer step, the gradients of that optimizer's parameters. Gradients that `zero_grad()`
+            discards, as a GAN does with those of the other network, are then not accumulated.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, at_optimizer_step: bool = False) -> None:
@@ -46,20 +52,20 @@ class DDPHook:
         self._known_to_ddp = {id(p) for p in ddp.parameters() if p.requires_grad}
         self._known = {id(p) for p in ddp.parameters()}
         self._by_ddp, self._wire, self._grad_scale = False, torch.float32, 1.0
-        self._unprepared = False
-        """Whether DDP was not told, before the forward pass, that it will average."""
+        self._ddp_skipped = False
+        """True if DDP was told not to synchronise in this forward pass."""
         self._gradients_ready: float | None = None
         self._seconds = 0.0
         self.accumulating = False
-        """Whether the last backward left local gradients, to which a later one adds."""
-        self._unused_average = False
+        """True if the last backward left local gradients, to which a later one adds."""
+        self._unused_average = self._stepping = False
         self._pending: dict[int, bool] = {}
-        """With `at_optimizer_step`: id of a parameter whose gradient is not used yet -> whether DDP averaged it."""
+        """With `at_optimizer_step`: id of a parameter whose gradient is not used yet -> True if DDP averaged it."""
         self._compressed: set[int] = set()
         """With `at_optimizer_step`: ids of the parameters whose last step was compressed."""
 
     def release(self) -> None:
-        """Let go of the DDP module, which keeps this hook: a cycle through C++, which Python's collector can't see."""
+        """Release the DDP module, which keeps this hook: a cycle through C++, which Python's collector can't see."""
         del self._ddp
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -75,13 +81,13 @@ class DDPHook:
 
     @contextmanager
     def forward(self, decision: Decision) -> Iterator[None]:
-        """For the forward pass of this step. In automatic optimization, DDP prepares no averages for a compressed one.
+        """Around the forward pass. In automatic optimization, DDP does not prepare to average a compressed step.
 
-        With static_graph=True it has to see its first backward passes, and goes on as it does.
+        With static_graph=True it has to see its first backward passes, and always prepares.
         """
         ddp = self._ddp
-        self._unprepared = not (self._at_optimizer_step or ddp.static_graph or self._can_be_by_ddp(decision))
-        if not self._unprepared:
+        self._ddp_skipped = not (self._at_optimizer_step or ddp.static_graph or self._can_be_by_ddp(decision))
+        if not self._ddp_skipped:
             yield
             return
         before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
@@ -91,14 +97,16 @@ class DDPHook:
         finally:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
 
-    def before_backward(self, averager: GradientAverager, precision: object) -> None:
-        """Begin the step, and decide who averages the gradients of the coming backward.
+    def before_backward(self, averager: GradientAverager, decision: Decision, precision: object) -> None:
+        """Decide whether DDP or the averager averages the gradients of the coming backward.
 
-        The gradients hold the loss scale of `precision`'s scaler.
+        Raises ValueError if a parameter was added after DDP wrapped the model; if DDP waits for one that was frozen; or
+        if, in automatic optimization, the gradients would be added to averages that no optimizer has used.
 
-        Raises:
-            ValueError: a parameter that was added after DDP wrapped the model; a frozen one that DDP waits for; or, in
-                automatic optimization, averages that no optimizer has used and that are about to be added to.
+        Args:
+            averager: of the gradients.
+            decision: what this step does.
+            precision: whose loss scale the gradients will have.
         """
         trainable = [p for p in self._ddp.parameters() if p.requires_grad]
         if self._ddp.require_backward_grad_sync:
@@ -107,7 +115,7 @@ class DDPHook:
             self._check_averages_were_used(averager)
         scaler = getattr(precision, "scaler", None)
         self._wire, self._grad_scale = averager.compressor.wire_dtype, scaler.get_scale() if scaler else 1.0
-        self._by_ddp = self._can_be_by_ddp(averager.begin_step()) and not self._unprepared
+        self._by_ddp = not self._ddp_skipped and self._can_be_by_ddp(decision)
         self._gradients_ready = None
 
     def _can_be_by_ddp(self, decision: Decision) -> bool:
@@ -140,7 +148,7 @@ class DDPHook:
         self._unused_average = False
 
     def _nothing_left_for_averager(self, trainable: list[nn.Parameter]) -> bool:
-        """Whether no parameter that trains has a residual to hand back, or a local gradient of an earlier backward."""
+        """True if no parameter that trains has a residual, or a local gradient of an earlier backward."""
         if not self._at_optimizer_step:
             return True
         if any(id(p) in self._compressed for p in trainable):
@@ -149,10 +157,10 @@ class DDPHook:
         return not any(bool(p.grad.any()) for p in left if p.grad is not None)
 
     def after_backward(self, averager: GradientAverager) -> bool:
-        """Average, unless gradients accumulate, DDP has done it, or the optimizer step does.
+        """Average, unless gradients accumulate, DDP has averaged them, or the optimizer step will.
 
         Returns:
-            Whether the averager did it here.
+            True if the averager did it here.
         """
         fired = self._gradients_ready is not None
         self.accumulating = not (fired or self._ddp.require_backward_grad_sync)
@@ -176,28 +184,77 @@ class DDPHook:
             averager.average(grad_scale=self._grad_scale, optimizer=optimizer)
         return not averaged
 
-    def pending(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """The parameters of `optimizer` whose gradients `before_optimizer_step` has yet to average, or to count."""
-        return [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._pending]
+    def _pending_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """ids of `optimizer`'s parameters whose gradients `before_optimizer_step` has yet to average, or to count."""
+        return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._pending.keys()
 
     def before_optimizer_step(self, averager: GradientAverager, optimizer: torch.optim.Optimizer) -> bool:
         """With `at_optimizer_step`: average the gradients of `optimizer`'s parameters, and of no others. Collective.
 
         Returns:
-            Whether the averager did it here.
+            True if the averager did it here.
         """
-        ids = {id(p) for p in self.pending(optimizer)}
+        ids = self._pending_of(optimizer)
         if not ids:
             return False
         by_ddp = [self._pending.pop(i) for i in ids]
         by_averager = self._average(averager, all(by_ddp), optimizer)
-        # In a dense step that comes next, the residual of these parameters is handed back by the averager.
+        # If the next step is dense, the averager sends the residual of compressed parameters.
         if averager.decision.by_ddp:
             self._compressed -= ids
         else:
             self._compressed |= ids
         return by_averager
 
-    def after_optimizer_step(self) -> None:
-        """An optimizer has used the gradients."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around a step of an optimizer, which uses the gradients."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
         self._unused_average = False
+
+    def check_averaged(self, optimizer: torch.optim.Optimizer, what: str, allowed: str) -> None:
+        """Before a step of `optimizer`: raise ValueError unless it is in `stepping`, or its gradients are averaged."""
+        if not self._stepping and self._pending_of(optimizer):
+            raise refusal(what, f"torch's own {type(optimizer).__name__}", allowed)
+
+
+@contextmanager
+def sent_if_they_differ(model: nn.Module, ddp_options: dict[str, Any]) -> Iterator[None]:
+    """Inside, `DistributedDataParallel(model, **ddp_options)` sends rank 0's weights and buffers only if others differ.
+
+    A user's own `init_sync` stays. Collective.
+    """
+    if "init_sync" in ddp_options:
+        yield
+        return
+    ddp_options["init_sync"] = not identical([*model.parameters(), *model.buffers()])
+    try:
+        yield
+    finally:
+        del ddp_options["init_sync"]
+
+
+def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
+    """Keep DDP from sending the buffers of batch norms before every forward pass: a round trip each time.
+
+    Batch norm does not read them while it trains. If other modules have buffers too, nothing changes. SyncBatchNorm,
+    which has exchanges of its own, counts as a batch norm.
+
+    Returns:
+        True if `share_buffers` has to send them before they are read.
+    """
+    owners = [module for module in ddp.module.modules() if next(module.buffers(recurse=False), None) is not None]
+    spared = isinstance(compressor, LossyCompressor) and all(isinstance(module, _BatchNorm) for module in owners)
+    if spared:
+        ddp.broadcast_buffers = False
+    return spared
+
+
+def share_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Copy rank 0's buffers to all ranks, except those that DDP is told to ignore. Collective."""
+    ignored = ignored_by_ddp(model)
+    broadcast([buffer for name, buffer in model.named_buffers() if name not in ignored], ranks)

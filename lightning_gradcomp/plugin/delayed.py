@@ -1,7 +1,7 @@
 """DelayedStrategy: data-parallel training over a link with a long delay. Ranks step alone; averages arrive later.
 
-DDP does not wrap the model: no gradient travels, and no buffer. Wherever Lightning may look at the weights they are
-drained first: at the end of an epoch, before validation, test and prediction, in a checkpoint, and at the end of a fit.
+No gradient travels, and no buffer. Before Lightning may read the weights, ranks drain: at the end of an epoch, before
+validation, test and prediction, in a checkpoint, and at the end of a fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
@@ -28,15 +27,15 @@ from lightning_gradcomp.local_sgd.participants import Participants
 from lightning_gradcomp.local_sgd.rounds import check_error_decay
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from lightning_gradcomp.plugin import sigterm
-from lightning_gradcomp.plugin.base_strategy import BaseStrategy
-from lightning_gradcomp.plugin.validation import check_callbacks, check_checkpoint_state, check_model
+from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy
+from lightning_gradcomp.plugin.validation import check_checkpoint_state
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
 """Where a checkpoint has the averager's state."""
 
 
-class DelayedStrategy(BaseStrategy):
+class DelayedStrategy(UnwrappedStrategy):
     """Delayed gradient averaging, local SGD or DiLoCo: for links with a long delay.
 
         Trainer(strategy=DelayedStrategy(period=8, delay=8), devices=2)
@@ -63,8 +62,11 @@ class DelayedStrategy(BaseStrategy):
         options: arguments with which `DDPStrategy` starts and connects processes, such as `process_group_backend`.
 
     Raises:
-        ValueError: an option that can't be honoured, several optimizers, sync_batchnorm; before training starts.
+        ValueError: if an option can't be honoured, for several optimizers, or for sync_batchnorm; before training
+            starts.
     """
+
+    one_optimizer = "1, whose steps are counted"
 
     def __init__(
         self,
@@ -83,22 +85,18 @@ class DelayedStrategy(BaseStrategy):
         if not isinstance(outer, Nesterov | None):
             raise refusal("DelayedStrategy.outer", outer, "None, or an outer optimizer: Nesterov(lr=0.7, momentum=0.9)")
         super().__init__(timeout=timeout, **options)
-        for option in ("ddp_comm_hook", "model_averaging_period"):
-            if options.get(option) is not None:
-                raise refusal(f"DelayedStrategy.{option}", options[option], "None: DDP is not used")
-        if self._ddp_kwargs:
-            raise refusal("DelayedStrategy(...)", ", ".join(self._ddp_kwargs), "no options of DDP, which is not used")
-        self.compressor: Compressor = build(compressor)
-        RoundSchedule(period, delay)  # refuses
+        self._check_ddp_options(options)
+        self.compressor = build(compressor)
+        RoundSchedule(period, delay)  # checks them
         check_pending_share(pending_share, stale_only=stale_only)
-        Participants(participation)  # refuses
+        Participants(participation)  # checks it
         check_error_decay(error_decay)
         check_checkpoint_state(checkpoint_state)
         if error_decay is None and checkpoint_state != "auto":
-            allowed = "'auto': without error_decay a drain leaves nothing that a rank alone remembers"
+            allowed = "'auto': without error_decay ranks have no residuals after a drain"
             raise refusal("DelayedStrategy.checkpoint_state", checkpoint_state, allowed)
         if participation < 1 and checkpoint_state == "mean":
-            allowed = "auto, gather, sidecar or drop: a rank that has not taken part yet has no moments"
+            allowed = "auto, gather, sidecar or drop: a rank that was never drawn has no moments"
             raise refusal("DelayedStrategy.checkpoint_state with participation below 1", checkpoint_state, allowed)
         self.checkpoint_state = checkpoint_state
         self.rule = {
@@ -107,53 +105,27 @@ class DelayedStrategy(BaseStrategy):
             "participation": participation, "error_decay": error_decay,
         }  # fmt: skip
         """Options of `DelayedAverager`."""
-        self.averager: DelayedAverager | None = None
-        """Set while fitting."""
         self._in_training_step = self._awaits_backward = self._told_of_waits = False
 
-    def check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Refuse what can't be honoured, before other processes are started."""
-        check_callbacks(self, trainer)
-        check_model(self.compressor, module)
-        self._check_sidecars()
-        if self._layer_sync is not None:
-            raise refusal(
-                "sync_batchnorm with DelayedStrategy", True, "False: it waits for the network in each forward"
-            )
-
-    def configure_ddp(self) -> None:
-        """Nothing: no gradients are averaged."""
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
+    def make_averager(self, trainer: Trainer) -> DelayedAverager:
         self._awaits_backward = False
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        assert self.lightning_module is not None
-        if len(self.optimizers) > 1:
-            raise refusal("optimizers with DelayedStrategy", len(self.optimizers), "1, whose steps are counted")
-        with self.explained("setting up the averages"):
-            self.averager = DelayedAverager(
-                self.lightning_module,
-                self.optimizers[0],
-                self.compressor,
-                process_group=torch.distributed.new_group(timeout=self._timeout),  # type: ignore[arg-type] - of all
-                epoch=trainer.current_epoch,
-                **self.rule,
-            )
-        self.averager.steps = trainer.global_step  # another fit goes on counting
-        sigterm.set_handler(trainer)
-        rank_zero_info(self.averager.describe())
+        return DelayedAverager(
+            self.pl_module,
+            self.optimizers[0],
+            self.compressor,
+            process_group=torch.distributed.new_group(timeout=self._timeout),  # type: ignore[arg-type] - of all
+            epoch=trainer.current_epoch,
+            **self.rule,
+        )
 
     @contextmanager
     def explained(self, doing: str) -> Iterator[None]:
-        """Name what fails inside; and say once what it costs where a step waits for it."""
+        """As the template's; warns once if a training step waits for other ranks, and for how long."""
         begin = time.perf_counter()
         with super().explained(doing):
             yield
         if self._in_training_step and doing != "forward" and self.world_size > 1:
             seconds = time.perf_counter() - begin
-            assert self.averager is not None
             self.averager.stats.stall_seconds += seconds
             if not self._told_of_waits:
                 self._told_of_waits = True
@@ -163,13 +135,12 @@ class DelayedStrategy(BaseStrategy):
                 )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         self._in_training_step = self._awaits_backward = True
         try:
             return super().training_step(*args, **kwargs)
         finally:
             self._in_training_step = False
-            self._awaits_backward = self.lightning_module.automatic_optimization
+            self._awaits_backward = self.pl_module.automatic_optimization
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().backward(*args, **kwargs)
@@ -183,76 +154,54 @@ class DelayedStrategy(BaseStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `Strategy.optimizer_step`; then sends, and applies what is due."""
-        assert self.averager is not None and self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self.averager.epoch = trainer.current_epoch
-        measuring = self.averager.round_schedule.measuring
-        with self.averager.stepping():
+        """As `Strategy.optimizer_step`; then sends an update, and applies an average that is due."""
+        averager, trainer = self.averager, self.pl_module.trainer
+        averager.epoch = trainer.current_epoch
+        measuring = averager.round_schedule.measuring
+        with averager.stepping():
             step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-            result = closure() if self.averager.resting else step()  # Lightning counts on the closure's result
-        self._awaits_backward = False  # also where the module calls loss.backward() itself
-        if measuring and not self.averager.round_schedule.measuring:
-            rank_zero_info(self.averager.describe())
-        ends = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
-        if ends or self.averager.flagged:
-            self.drain()
-        if self.averager.flagged:  # SIGTERM: all ranks know at this step, and what is saved on the way out is drained
-            sigterm.stop_after_batch(self.averager, trainer)
+            result = closure() if averager.resting else step()  # Lightning needs the closure's result
+        self._awaits_backward = False  # also if the module calls loss.backward() itself
+        if measuring and not averager.round_schedule.measuring:
+            rank_zero_info(averager.describe())
+        if self._ends or averager.flagged:  # all ranks have the flags at the same step, and save drained weights
+            self.agree()
+        sigterm.stop_after_batch(averager, trainer)
         return result
 
-    def drain(self) -> None:
-        """Let all ranks hold the same weights. Collective; nothing to do where no step was made since the last time.
+    def agree(self) -> None:
+        """Drain: all ranks then hold the average. Nothing happens if no step was made since the last drain.
 
-        Raises:
-            ValueError: a forward pass whose backward is still to come.
+        After an interruption, in which other ranks may not answer, this rank returns to the latest average.
+
+        Raises ValueError between a forward pass and its backward.
         """
-        if self._awaits_backward:
-            allowed = "after backward, as in on_train_batch_end: saving averages the weights that backward needs"
-            raise refusal("checkpoint with DelayedStrategy", "one between forward and backward", allowed)
-        if self.averager is not None:
-            self.averager.drain()
-
-    on_validation_start = on_test_start = on_predict_start = drain
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.drain()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The drained weights. Collective, as the Trainer's `save_checkpoint` is.
-
-        After an interruption, without the others: what all ranks agreed on last.
-        """
-        if self.averager is not None and self._interrupted:
+        if self.averager is None:
+            return
+        if self._interrupted:
             if self.averager.reset_to_last_average():
                 rank_zero_warn(
                     "Interrupted: this checkpoint holds the latest average; each rank's steps since are lost."
                 )
-        else:
-            self.drain()
-        return super().lightning_module_state_dict()
+            return
+        if self._awaits_backward:
+            allowed = "after backward, as in on_train_batch_end: saving averages the weights that backward needs"
+            raise refusal("checkpoint with DelayedStrategy", "one between forward and backward", allowed)
+        self.averager.drain()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As DDP's, with the state of the rounds; a checkpoint of weights alone has none of it."""
-        filepath, with_states = self._meet_to_save(checkpoint, filepath)
-        if with_states:
-            assert self.averager is not None
-            with self.explained("saving a checkpoint"):
-                checkpoint[KEY] = self.averager.state_dict()
-                if self.averager.error_decay is not None:
-                    self.rank_states.put_into(checkpoint[KEY], filepath, self.averager.rounds, accumulating=False)
-                    checkpoint[KEY]["rounds"]["memory"] = {}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        with self.explained("saving a checkpoint"):
-            self.rank_states.after_saving(checkpoint.get(KEY, {}), filepath)
+    def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
+        """The state of the rounds; with `error_decay` also that of each rank."""
+        if not with_states:
+            return {}
+        state = checkpoint[KEY] = self.averager.state_dict()
+        if self.averager.error_decay is not None:
+            self.rank_states.put_into(state, path, self.averager.rounds, accumulating=False)
+            state["rounds"]["memory"] = {}
+        return state
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Also of a checkpoint that another strategy has written, or a world of another size."""
-        super().load_optimizer_state_dict(checkpoint)
-        assert self.averager is not None
+    def restore_states(self, checkpoint: Mapping[str, Any]) -> None:
         if KEY in checkpoint:
             self.averager.load_state_dict(checkpoint[KEY])
             if self.averager.error_decay is not None:
                 self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager.rounds)
-        self.averager.steps = self._steps
+            self.averager.steps = self._steps

@@ -19,8 +19,7 @@ from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code, of_rank_zero
-from lightning_gradcomp.plugin.ddp_hook import DDPHook
-from lightning_gradcomp.plugin.initial_weights import sent_if_they_differ
+from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ
 from lightning_gradcomp.plugin.rank_states import (
     KEY,
     OptimizerState,
@@ -28,7 +27,7 @@ from lightning_gradcomp.plugin.rank_states import (
     export_optimizer_state,
     mean_optimizer_state,
 )
-from lightning_gradcomp.plugin.validation import corrected
+from lightning_gradcomp.plugin.validation import check_clipping_averages, corrected
 from lightning_gradcomp.registry import build
 
 
@@ -44,7 +43,7 @@ class CompressedFabricStrategy(DDPStrategy):
             optimizer.step()
 
     Gradients are averaged when the optimizer steps, those of its parameters; until then `p.grad` is the rank's own in
-    compressed steps. `fabric.save` and `fabric.load`, with the optimizer in `state`, keep what the ranks had not sent.
+    compressed steps. `fabric.save` and `fabric.load`, with the optimizer in `state`, keep the ranks' residuals.
 
     Args:
         compressor: a compressor, or its name.
@@ -52,12 +51,12 @@ class CompressedFabricStrategy(DDPStrategy):
         inside: likewise.
         residual_device: likewise.
         local_weights: False: `local_weights()` has no effect.
-        steps_per_epoch: lets a warm-up that counts epochs count them; else call `set_epoch`.
-        timeout: how long a rank waits for the others, anywhere; then it ends with an error.
+        steps_per_epoch: for a warm-up that counts epochs; or call `set_epoch`.
+        timeout: how long a rank waits for the others before it raises an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.
 
     Raises:
-        ValueError: an option, a second module or an optimizer that can't be honoured.
+        ValueError: if an option or an optimizer can't be honoured, or for a second module.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class CompressedFabricStrategy(DDPStrategy):
     ) -> None:
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
-        resolve(topology, inside, residual_device, self.compressor)  # raises
+        resolve(topology, inside, residual_device, self.compressor)  # checks them
         self._averager_options: dict[str, Any] = {
             "topology": topology,
             "inside": inside,
@@ -88,16 +87,15 @@ class CompressedFabricStrategy(DDPStrategy):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._loaded: tuple[dict[str, Any], Any] | None = None
         """The ranks' states of a checkpoint that was loaded before there was an averager; and the file's path."""
-        self._steps_itself = False
         self._kept: OptimizerState = {}
-        """While a checkpoint is saved: what the averager keeps of the optimizer's state, for it."""
+        """While a checkpoint is saved: the optimizer's state that the averager keeps."""
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch begins."""
         self._epoch = epoch
 
     def local_weights(self) -> AbstractContextManager[None]:
-        """`GradientAverager.local_weights`: around forward and backward, where DGC corrects the momentum."""
+        """`GradientAverager.local_weights`: around forward and backward, if DGC corrects the momentum."""
         return self._averager().local_weights()
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
@@ -119,7 +117,7 @@ class CompressedFabricStrategy(DDPStrategy):
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
         averager = self._averager()
         averager.epoch = self._epoch
-        self._hook.before_backward(averager, self.precision)
+        self._hook.before_backward(averager, averager.begin_step(), self.precision)
         super().backward(tensor, module, *args, **kwargs)
         self._hook.after_backward(averager)
 
@@ -137,29 +135,20 @@ class CompressedFabricStrategy(DDPStrategy):
             self._hook.before_optimizer_step(averager, optimizer)
         else:
             kwargs["closure"] = closure_then_average
-        self._steps_itself = True
-        try:
+        with self._hook.stepping():
             result = super().optimizer_step(optimizer, **kwargs)
-        finally:
-            self._steps_itself = False
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             averager.commit(optimizer)
         return result
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        """Before any step of an optimizer: `optimizer_step`, which averages its gradients, must have called it."""
-        if not self._steps_itself and self._hook.pending(optimizer):
-            allowed = "what fabric.setup returns for it, whose step averages the gradients first"
-            raise refusal("optimizer", f"torch's own {type(optimizer).__name__}", allowed)
+        allowed = "what fabric.setup returns for it, whose step averages the gradients first"
+        self._hook.check_averaged(optimizer, "optimizer", allowed)
 
     def clip_gradients_norm(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kw: Any
     ) -> Any:
-        """Clip the average by norm.
-
-        Raises:
-            ValueError: a compressor that owns the momentum: what is cut off the average has left the memory.
-        """
+        """Clip the average by norm. Raises ValueError if the compressor owns the momentum."""
         self._average_to_clip(optimizer)
         return super().clip_gradients_norm(module, optimizer, *args, **kw)
 
@@ -171,14 +160,11 @@ class CompressedFabricStrategy(DDPStrategy):
         return super().clip_gradients_value(module, optimizer, *args, **kw)
 
     def _average_to_clip(self, optimizer: torch.optim.Optimizer) -> None:
-        name = type(self.compressor).__name__
-        if self.compressor.owns_momentum(corrected(self.compressor, self._optimizers, automatic=False)):
-            allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
-            raise refusal(f"clipping with {name}", "fabric.clip_gradients", allowed)
+        check_clipping_averages(self.compressor, self._corrected, "in Fabric", "fabric.clip_gradients")
         self._hook.before_optimizer_step(self._averager(), optimizer)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state; in a checkpoint with the momentum that the averager keeps, where plain SGD has it."""
+        """The optimizer's state; in a checkpoint with the momentum that the averager keeps, as plain SGD has it."""
         state = super().get_optimizer_state(optimizer)
         export_optimizer_state(self._kept, optimizer, state)  # by itself, `optimizer.state_dict()` may be one rank's
         return state
@@ -186,7 +172,7 @@ class CompressedFabricStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """As DDP's; beside an optimizer also the states of all ranks, under the key "lightning_gradcomp"."""
+        """As DDP's; with an optimizer in `state` also the states of all ranks, under the key "lightning_gradcomp"."""
         saved: dict[str, Any] = {}
         if _has_optimizer(state) and (self.averager is not None or self._loaded is not None):
             path = of_rank_zero(path)
@@ -200,11 +186,10 @@ class CompressedFabricStrategy(DDPStrategy):
         self._rank_states.after_saving(saved, path)
 
     def load_checkpoint(self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As DDP's. Into an optimizer, the states of the ranks are loaded, too. Runs no code from the file, unless
+        """As DDP's; with an optimizer in `state` also the states of the ranks. Runs no code from the file, unless
         weights_only=False is given.
 
-        Raises:
-            ValueError: a state that doesn't fit the model.
+        Raises ValueError if a state does not fit the model.
         """
         with no_code(kwargs.get("weights_only")):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
@@ -212,7 +197,7 @@ class CompressedFabricStrategy(DDPStrategy):
             self._loaded = {KEY: rest.pop(KEY, None)}, path
             if self.averager is not None:
                 if self._loaded[0][KEY] is None:
-                    self.averager = None  # a new one: nothing that this one remembers stays
+                    self.averager = None  # a new one, without this one's residuals
                 self._restore(self._averager())
         elif KEY in rest:
             rank_zero_warn(
@@ -237,7 +222,7 @@ class CompressedFabricStrategy(DDPStrategy):
             self.averager = GradientAverager(
                 self._ddp.module,
                 self.compressor,
-                optimizer=corrected(self.compressor, self._optimizers, automatic=False),
+                optimizer=self._corrected,
                 optimizers=self._optimizers,
                 ranks_per_node=self.num_processes,
                 **self._averager_options,
@@ -245,9 +230,12 @@ class CompressedFabricStrategy(DDPStrategy):
                 epoch=self._epoch,
             )
             self._restore(self.averager)
-        optimizer = corrected(self.compressor, self._optimizers, automatic=False)
-        self.averager.use_optimizers(optimizer, self._optimizers)  # another may have been set up since
+        self.averager.use_optimizers(self._corrected, self._optimizers)  # another may have been set up since
         return self.averager
+
+    @property
+    def _corrected(self) -> torch.optim.Optimizer | None:
+        return corrected(self.compressor, self._optimizers, automatic=False)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

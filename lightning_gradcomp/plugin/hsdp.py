@@ -1,7 +1,7 @@
 """CompressedHSDPStrategy: FSDP2 inside a replica, compressed averages between replicas.
 
-The ranks are a mesh (replicate, shard). FSDP2 knows the shard dimension alone: it gathers weights, and averages and
-divides gradients, between the ranks of one replica, which a quick link joins. The `GradientAverager` averages each
+The ranks are a mesh (replicate, shard). FSDP2 only uses the shard dimension: it gathers weights, and averages and
+divides gradients, between the ranks of one replica, which a fast link joins. The `GradientAverager` averages each
 rank's shards with the ranks that hold the same shards of other replicas: after backward, once for each optimizer step.
 
 Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`,
@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,20 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
+from lightning_gradcomp.averaging import save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
 from lightning_gradcomp.averaging.fsdp.mesh import MESH, mesh_shape
 from lightning_gradcomp.averaging.fsdp.shards import is_sharded, local, reshard
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.replicas import broadcast_unless_identical, compare_replicas, replicated
+from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import is_whole, refusal
-from lightning_gradcomp.plugin import sigterm
-from lightning_gradcomp.plugin.base_strategy import ExplainedStrategy, warn_of_stale_addresses
+from lightning_gradcomp.plugin.base_strategy import warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
-from lightning_gradcomp.plugin.clipping import LocalClipping
-from lightning_gradcomp.plugin.launchers import SubprocessLauncher
-from lightning_gradcomp.plugin.local_weights import forward_at_local_weights
+from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
 from lightning_gradcomp.plugin.rank_states import (
     FORMAT,
     KEY,
@@ -49,18 +44,11 @@ from lightning_gradcomp.plugin.rank_states import (
     mean_over_ranks,
     name_of,
 )
-from lightning_gradcomp.plugin.validation import (
-    check_callbacks,
-    check_clipping,
-    check_gradients,
-    check_local_weights,
-    check_optimizers,
-    check_verification,
-)
+from lightning_gradcomp.plugin.validation import check_verification
 from lightning_gradcomp.registry import build
 
 
-class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
+class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
     """FSDP2 inside a replica, compressed averages between replicas: for models that don't fit one GPU.
 
         class Model(L.LightningModule):
@@ -89,9 +77,12 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         process_group_backend: "nccl" or "gloo", as for `ModelParallelStrategy`. Default: Lightning's choice.
 
     Raises:
-        ValueError: an option, a mesh, a model, a Trainer feature or an optimizer that can't be honoured, before
-            training starts.
+        ValueError: if an option, a mesh, a model, a Trainer feature or an optimizer can't be honoured; before training
+            starts.
     """
+
+    one_optimizer = "1"
+    no_sync_batchnorm = "FSDP2 has no wrapper that would convert the layers; convert them in configure_model()"
 
     def __init__(
         self,
@@ -114,22 +105,14 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
             if size != "auto" and (isinstance(size, str) or not is_whole(size) or size < 1):
                 raise refusal(f"CompressedHSDPStrategy.{name}", size, "'auto', or a whole number from 1")
         check_verification(verify_replicas_every_n_steps)
-        self.compressor: Compressor = build(compressor)
+        self.compressor = build(compressor)
         self.replicate, self.shard, self.residual_device = replicate, shard, residual_device
         self.verify_replicas_every_n_steps, self.local_weights = verify_replicas_every_n_steps, local_weights
-        self.averager: GradientAverager | None = None
-        """Set while fitting."""
-        self._clipping = LocalClipping()
-        self._compared, self._accumulating = 0, False
+        self._accumulating = False
 
-    # Before and around a fit
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = SubprocessLauncher(self.check, self.cluster_environment, self.num_processes, self.num_nodes)
+    # Around a fit
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Refuse what can't be honoured, before other processes are started."""
         mesh_shape(self.replicate, self.shard, self.num_nodes, self.num_processes)
         if not is_overridden("configure_model", module):
             allowed = "a configure_model() that calls fully_shard(..., mesh=self.device_mesh['shard'])"
@@ -137,10 +120,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         if not module.automatic_optimization:
             what = f"{type(module).__name__}.automatic_optimization with CompressedHSDPStrategy"
             raise refusal(what, False, "True: clipping by hand would clip each replica's gradients before the average")
-        if self._layer_sync is not None:
-            allowed = "False: FSDP2 has no wrapper that would convert the layers; convert them in configure_model()"
-            raise refusal("sync_batchnorm with CompressedHSDPStrategy", True, allowed)
-        check_callbacks(self, trainer)
+        super().check(trainer, module)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -154,78 +134,32 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         warn_of_stale_addresses()
         shape = mesh_shape(self.replicate, self.shard, self.num_nodes, self.num_processes)
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=MESH)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        self.pl_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        if not is_sharded(self.lightning_module):
+        if not is_sharded(self.pl_module):
             allowed = "fully_shard(..., mesh=self.device_mesh['shard']) of the modules that have parameters"
             raise refusal("configure_model() with CompressedHSDPStrategy", "a model that is not sharded", allowed)
-        reshard(self.lightning_module)  # an earlier validation has left whole parameters
+        reshard(self.pl_module)  # an earlier validation has left whole parameters
         super().setup(trainer)
-        self._share_initial_weights()
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        check_optimizers(self.compressor, self.optimizers)
-        if len(self.optimizers) > 1:
-            raise refusal("optimizers with CompressedHSDPStrategy", len(self.optimizers), "1")
-        [optimizer] = self.optimizers
-        check_clipping(self.compressor, optimizer, trainer, self.lightning_module)
-        with self.explained("setting up the averages"):
-            self.averager = GradientAverager(
-                self.lightning_module,
-                self._clipping.take_over(self.compressor, optimizer, trainer),
-                optimizer=optimizer,
-                process_group=self.device_mesh.get_group("replicate"),
-                residual_device=self.residual_device,
-                epoch=trainer.current_epoch,
-                local_weights=self.local_weights,
-            )
-        if self.averager.has_local_weights:
-            check_local_weights(trainer, self.lightning_module)
-        if self.verify_replicas_every_n_steps:
-            self.averager.compare_all_local_weights()
-        sigterm.set_handler(trainer)
-        self.averager.steps = trainer.global_step  # another fit goes on counting
-        self._compared = 0
-        rank_zero_info(self.averager.describe())
 
-    def _share_initial_weights(self) -> None:
-        """Let all replicas begin with the first one's weights, and all ranks with the first one's buffers."""
+    def model_to_device(self) -> None:
+        """As `ModelParallelStrategy`'s; then all replicas have the first one's weights, and all ranks its buffers."""
+        super().model_to_device()
         assert self.model is not None
         with self.explained("sharing the initial weights"):
             shards = [shard for parameter in self.model.parameters() if (shard := local(parameter)).numel()]
             broadcast_unless_identical(shards, Ranks(self.device_mesh.get_group("replicate")))
             broadcast_unless_identical(list(self.model.buffers()), Ranks(torch.distributed.group.WORLD))
 
-    def teardown(self) -> None:
-        self._clipping.restore_trainer()
-        if self.averager is not None:
-            self.averager.detach()
-        super().teardown()
+    def averager_options(self) -> dict[str, Any]:
+        return {
+            "process_group": self.device_mesh.get_group("replicate"),
+            "residual_device": self.residual_device,
+            "local_weights": self.local_weights,
+        }
 
     # Steps
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None and self.averager is not None
-        self.averager.epoch = self.lightning_module.current_epoch
-        with self.explained("before a dense step"):
-            sigterm.stop_before_dense_step(self.averager.begin_step(), self.lightning_module.trainer)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Strategy.training_step`, at local weights, which stay until the end of backward."""
-        averager = self.averager
-        assert averager is not None and self.lightning_module is not None
-        averager.use_optimizers(self.optimizers[0])
-        forward = partial(super().training_step, *args, **kwargs)
-        return forward_at_local_weights(averager, self.lightning_module.trainer, forward)
-
-    def on_exception(self, exception: BaseException) -> None:
-        if self.averager is not None:
-            self.averager.use_shared_weights(check=False)
-        super().on_exception(exception)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -237,60 +171,18 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         finally:
             self._accumulating = False
 
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """As `Strategy.backward`: FSDP2 averages inside the replica. Then the replicas average, before
-        `on_after_backward`, unless gradients accumulate."""
-        module, precision, averager = self.lightning_module, self.precision_plugin, self.averager
-        assert module is not None and averager is not None
-        with averager.leaving_local_weights():
-            self.pre_backward(closure_loss)
-            closure_loss = precision.pre_backward(closure_loss, module)
-            with self.explained("backward"):
-                precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self.post_backward(closure_loss)
+    def average_after_backward(self) -> bool:
         if not self._accumulating:
-            scaler = getattr(precision, "scaler", None)
-            with self.explained("averaging gradients"):
-                averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
-            sigterm.stop_after_batch(averager, module.trainer)
-        return precision.post_backward(closure_loss, module)
-
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As `Strategy.optimizer_step`. Error feedback is committed."""
-        assert self.averager is not None and self.lightning_module is not None
-        averager, gradients = self.averager, 0
-
-        def counted_closure() -> Any:
-            nonlocal gradients
-            result = closure()
-            gradients += 1
-            check_gradients(averager.compressor, optimizer, gradients)
-            return result
-
-        result = super().optimizer_step(optimizer, counted_closure, model, **kwargs)
-        every = self.verify_replicas_every_n_steps
-        if every and averager.steps != self._compared and averager.steps % every == 0:
-            self._compared = averager.steps
-            with self.explained("comparing replicas"):
-                named = [(name, local(tensor)) for name, tensor in replicated(self.lightning_module)]
-                compare_replicas(named, averager.steps, averager.ranks.group)
-        return result
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self.averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
+        return not self._accumulating
 
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights that all replicas share.
 
-        Raises:
-            ValueError: between forward and backward, where the shards in memory are this rank's own.
+        Raises ValueError between forward and backward: the shards in memory are then this rank's local weights.
         """
         if self.averager is not None and self.averager.in_local_weights:
             allowed = "before the forward pass or after backward, or local_weights=False for the strategy"
@@ -298,7 +190,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state as without compression: with the momentum that is kept in the averager."""
+        """The optimizer's state as without compression, with the momentum that the averager keeps."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self.averager is None or not all_ranks_present(self.lightning_module):
             return super().optimizer_state(optimizer)
@@ -314,7 +206,7 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
                     optimizer.state[parameter] = state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As `ModelParallelStrategy`'s, with what replicas remember; a checkpoint of weights alone has none of it."""
+        """As `ModelParallelStrategy`'s, with the states of the replicas, unless it is a checkpoint of weights alone."""
         averager, folder = self.averager, None
         with_states = self.broadcast("optimizer_states" in checkpoint)  # a hook may have removed them from one rank's
         if with_states and averager is not None and all_ranks_present(self.lightning_module):
@@ -340,11 +232,9 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
         """As `ModelParallelStrategy`'s, of a folder or a file. No code in it is run, unless weights_only=False is
         given; but torch reads the list of what a folder holds (`.metadata`) as a pickle."""
         path = self.broadcast(checkpoint_path)
-        module, averager = self.lightning_module, self.averager
-        assert module is not None
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        averager, fitting = self.averager, self.pl_module.trainer.state.fn == TrainerFn.FITTING
         with self.explained("loading a checkpoint"), no_code(weights_only), ExitStack() as afterwards:
-            if not fitting:  # of weights alone, into which an earlier fit's optimizers don't fit
+            if not fitting:  # weights alone; an earlier fit's optimizers don't fit them
                 afterwards.callback(setattr, self, "optimizers", self.optimizers)
                 self.optimizers = []
             checkpoint = super().load_checkpoint(path, weights_only)
@@ -356,12 +246,12 @@ class CompressedHSDPStrategy(ExplainedStrategy, ModelParallelStrategy):
 
 @contextmanager
 def _replaced(path: Path, barrier: Callable[[], None]) -> Iterator[Path]:
-    """A new folder for all ranks to write into, which then takes the place of `path`: until it is whole, the one before
-    it stays. A collective call."""
+    """A new folder for all ranks to write into, which then replaces `path`. Until then, an earlier one stays.
+    Collective."""
     part, old = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.old")
     first = torch.distributed.get_rank() == 0
     if first:
-        _remove(part)  # of a run that has not ended its writing
+        _remove(part)  # of a run that was stopped while it wrote
     barrier()
     yield part
     barrier()

@@ -1,4 +1,4 @@
-"""The states of all ranks' averagers in a checkpoint: how they are saved, and how each rank gets its own back.
+"""The states of all ranks' averagers in a checkpoint: how they are saved, and how each rank loads its own.
 
 Under the key "lightning_gradcomp" are the compressor's name, the number of ranks, and one of
 
@@ -34,33 +34,33 @@ GATHER_LIMIT = 2**30
 """Bytes of all ranks' states up to which "auto" gathers them into one file, which every rank reads in full."""
 
 once = WarningCache()
-"""Says a thing once."""
+"""Logs each message once."""
 
 State = dict[str, Any]
 OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
-"""Parameter -> torch's name -> tensor, of what an optimizer has without compression, and averagers keep."""
+"""Parameter -> torch's name -> tensor: optimizer state that the averager keeps."""
 
 
 def interrupted(module: LightningModule) -> bool:
-    """Whether an interruption has ended the fit, which may have hit this rank alone.
+    """True if an interruption has ended the fit, perhaps on this rank alone.
 
-    A SIGTERM is none: it ends all ranks after the same step (plugin/sigterm.py).
+    A SIGTERM is not an interruption: it ends all ranks after the same step (plugin/sigterm.py).
     """
     return module.trainer.state.status == TrainerStatus.INTERRUPTED and not module.trainer.received_sigterm
 
 
 def all_ranks_present(module: LightningModule | None) -> bool:
-    """Whether all ranks are here to gather: not after an interruption, of which this warns."""
+    """True if all ranks can gather; False, with a warning, after an interruption."""
     if module is None:
         return False
     if interrupted(module):
-        rank_zero_warn("Interrupted: this checkpoint holds the model, without what the ranks had not sent yet.")
+        rank_zero_warn("Interrupted: this checkpoint holds the model, without the ranks' residuals.")
         return False
     return True
 
 
 def rank_state(averager: GradientAverager, accumulating: bool) -> State:
-    """This rank's state, on the CPU; in the midst of an accumulation with the gradients accumulated so far."""
+    """This rank's state, on the CPU; while gradients accumulate also those accumulated so far."""
     state = averager.state_dict()
     memory = {kind: {name: part.cpu() for name, part in parts.items()} for kind, parts in state["memory"].items()}
     if accumulating:
@@ -74,24 +74,24 @@ class RankStates:
     Args:
         mode: `checkpoint_state` of the strategy.
         sidecars: the files beside checkpoints.
-        nodes: on how many the ranks are.
+        nodes: number of nodes.
     """
 
     def __init__(self, mode: str, sidecars: Sidecars, nodes: int) -> None:
         self.mode, self.sidecars, self.nodes = mode, sidecars, nodes
         self._removed: list[Any] = []
-        """Paths of checkpoints that rank 0 has removed, and the others don't know of."""
+        """Paths of checkpoints that rank 0 has removed, and of which the others do not know."""
         self._accumulated: dict[str, torch.Tensor] = {}
 
     def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> list[State]:
-        """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. A collective call.
+        """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. Collective.
 
-        Returns, on rank 0, which writes the optimizer's state, the states that it has then: all ranks', their mean, or
-        its own. Others return none.
+        Returns:
+            On rank 0, which writes the optimizer's state: all ranks' states, their mean, or its own. Elsewhere nothing.
         """
         state = rank_state(averager, accumulating)
         mode = self.mode
-        if mode == "auto":  # a rank that has rested in all rounds so far has less than others
+        if mode == "auto":  # a rank that has skipped all rounds so far has less than others
             mode = of_rank_zero(self._chosen(averager.world * _size(state, averager)))
         saved: State = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
         states: list[State] = [state]
@@ -110,46 +110,45 @@ class RankStates:
         return states if averager.ranks.rank == 0 else []
 
     def _chosen(self, total: int) -> str:
-        """Where "auto" puts `total` bytes: in sidecars, if gathering them would load a network or rank 0's memory."""
+        """Where "auto" puts `total` bytes: in sidecars if gathering would load a network, or rank 0's memory."""
         if total <= (GATHER_LIMIT if self.nodes == 1 else 0) or not self.sidecars.possible:
             return "gather"
-        once.info("What the ranks have not sent is saved in files of their own, in folders beside the checkpoints.")
+        once.info("The ranks' residuals are saved in a file for each rank, in folders beside the checkpoints.")
         return "sidecar"
 
     def after_saving(self, checkpoint: State, path: Any) -> None:
-        """Rank 0 has written the checkpoint: remove the sidecars of an earlier one. Collective where it has any."""
+        """Remove the sidecars of an earlier checkpoint once rank 0 has written a new one. Collective if it has any."""
         keep = checkpoint.get(KEY, {}).get("sidecars")
         if keep is not None:
-            dist.barrier()  # until the checkpoint is complete, the earlier one is what there is
+            dist.barrier()  # until the checkpoint is complete, the earlier one is needed
         if keep is not None or not dist.is_initialized() or dist.get_rank() == 0:
             self.sidecars.remove_old(path, keep)
 
     def after_removing(self, path: Any) -> None:
-        """Rank 0 has removed the checkpoint: it removes the sidecars too.
+        """Remove the sidecars of a checkpoint that rank 0 has removed.
 
-        Other ranks, which are asked to remove the checkpoint that is the worst by a metric of their own, do nothing.
+        Other ranks do nothing: the checkpoint that they would remove is the worst by a metric of their own.
         """
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.sidecars.remove_old(path, keep=None)
             self._removed.append(path)
 
     def remove_on_every_disk(self) -> None:
-        """Remove the sidecars of what rank 0 has removed, on the disks of other nodes too. A collective call."""
+        """Remove the sidecars of checkpoints that rank 0 has removed, on other nodes' disks too. Collective."""
         for path in of_rank_zero(self._removed):
             self.sidecars.remove_old(path, keep=None)
         self._removed = []
 
     def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: GradientAverager) -> None:
-        """Load this rank's state into `averager`; the mean of all ranks' where their number has changed.
+        """Load this rank's state into `averager`; the mean of all ranks' if their number has changed.
 
-        Raises:
-            ValueError: a state that can't be read, or doesn't fit the model.
+        Raises ValueError if a state can't be read, or does not fit the model.
         """
         saved = None if self.mode == "drop" else checked_header(checkpoint.get(KEY))
         if saved is None or saved["compressor"] != name_of(averager):
-            held = "nothing that ranks remember" if saved is None else f"what {saved['compressor']!r} remembers"
+            held = "no residuals" if saved is None else f"residuals of {saved['compressor']!r}"
             why = "checkpoint_state='drop'" if self.mode == "drop" else f"the checkpoint holds {held}"
-            rank_zero_info(f"{why}: {name_of(averager)} starts with nothing remembered.")
+            rank_zero_info(f"{why}: {name_of(averager)} starts with empty residuals.")
             return
         world = saved["world_size"]
         if "sharded" in saved:
@@ -165,7 +164,7 @@ class RankStates:
         if "mean" not in saved and world == averager.world:
             state = of_rank(averager.ranks.rank)
         else:
-            rank_zero_info(f"{averager.world} ranks start with the mean of what the checkpoint's {world} remembered.")
+            rank_zero_info(f"{averager.world} ranks start with the mean residual of the checkpoint's {world}.")
             state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
             check_state(state, ())
         memory = dict(state["memory"])
@@ -176,22 +175,21 @@ class RankStates:
     def _restore_sharded(self, path: Any, saved: State, averager: GradientAverager) -> None:
         if not averager.shards:
             what, allowed = "checkpoint of a sharded model", "one saved with save_distributed_checkpoint=False"
-            raise refusal(what, "what replicas remember in a folder", f"{allowed}, or checkpoint_state='drop'")
+            raise refusal(what, "residuals of replicas in a folder", f"{allowed}, or checkpoint_state='drop'")
         if saved["world_size"] != averager.world:
-            rank_zero_info(f"{averager.world} replicas start with the mean of what {saved['world_size']} remembered.")
+            rank_zero_info(f"{averager.world} replicas start with the mean residual of {saved['world_size']}.")
         load_sharded_state(averager, Path(path) / saved["sharded"])
 
     def put_back_accumulated(self, averager: GradientAverager) -> None:
-        """Set the gradients of an unfinished accumulation, which Lightning zeroes after restoring."""
+        """Restore the gradients of an unfinished accumulation, which Lightning zeroes after loading."""
         averager.gradients.put_back(self._accumulated)
         self._accumulated = {}
 
 
 def checked_header(saved: Any) -> State | None:
-    """What a checkpoint has under `KEY`, None if that is nothing.
+    """A checkpoint's entry under `KEY`, if there is one.
 
-    Raises:
-        ValueError: an entry that is missing, or of another type than `RankStates.put_into` writes.
+    Raises ValueError if a part of it is missing, or of another type than `RankStates.put_into` writes.
     """
     if saved is None:
         return None
@@ -214,7 +212,7 @@ def checked_header(saved: Any) -> State | None:
 
 
 def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) -> OptimizerState:
-    """The mean of what `states` hold of the optimizer's state, for a checkpoint as plain DDP has it."""
+    """The mean over `states` of the optimizer state in them, for a checkpoint as plain DDP has it."""
     if not states:
         return {}
     moments: Mapping[str, str] = averager.state.moments if averager.state else {}
@@ -228,7 +226,7 @@ def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) ->
 
 
 def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Write what is kept in the averager into `state` (an optimizer's state_dict), as plain DDP has it."""
+    """Write the state that the averager keeps into `state` (an optimizer's state_dict), as plain DDP has it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         if parameter in kept:  # in a dict of its own: those in a state_dict are the optimizer's
@@ -236,7 +234,7 @@ def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimize
 
 
 def _size(state: State, averager: GradientAverager) -> int:
-    """Bytes of a rank's state; the same on all, though an accumulation may lack gradients on some."""
+    """Bytes of a rank's state; the same on all ranks, though some may lack accumulated gradients."""
     memory = state["memory"]
     differ = ("accumulated", PARTITION)
     rest = (part.nbytes for kind, parts in memory.items() if kind not in differ for part in parts.values())
@@ -244,11 +242,11 @@ def _size(state: State, averager: GradientAverager) -> int:
 
 
 def mean_over_ranks(state: State, averager: GradientAverager) -> State:
-    """As `mean_state`, made by all ranks together."""
+    """As `mean_state`, computed by all ranks. Collective."""
     memory = {kind: parts for kind, parts in state["memory"].items() if all_floating(parts)}
     mean: State = {kind: {} for kind in memory}
     for kind in sorted(memory):
-        # A residual has the same names on all ranks; accumulated gradients, and shards, may lack some on some.
+        # Residuals have the same names on all ranks. Accumulated gradients, and partitions, may lack some.
         named = {name: part.shape for name, part in memory[kind].items()}
         shapes = averager.gradients.shapes if kind in ("accumulated", PARTITION) else named
         for name, shape in sorted(shapes.items()):
@@ -260,6 +258,6 @@ def mean_over_ranks(state: State, averager: GradientAverager) -> State:
 
 
 def name_of(averager: GradientAverager) -> str:
-    """The name of the averager's compressor; that of its base, for a class which is not registered."""
+    """The name of the averager's compressor; if its class is not registered, that of its base."""
     names = {entry.cls: entry.name for entry in entries()}
     return next(names[cls] for cls in type(averager.compressor).__mro__ if cls in names)

@@ -2,9 +2,13 @@
 
 Lightning 2.6 broadcasts from inside the signal handler, where it meets another rank's exchange of gradients, and both
 wait until the timeout; it also broadcasts from rank 0 before every batch, one round trip each. Here the handler only
-sets a flag. A compressed step, or a delayed round, sends it with its message; before a dense step, and at the end of an
-epoch, which no step may follow, it is all-reduced; a push has it for the servers, whose answers say after which step
-all stop.
+sets the averager's flag. A compressed step, or a delayed round, sends it with its message. A push sends it to the
+servers, whose answers say after which step all stop. Before a dense step, and at the end of an epoch, which no step may
+follow, the ranks meet.
+
+Ranks meet to save a checkpoint, too. All meetings are one collective, in which each rank says whether it saves. If some
+ranks call `trainer.save_checkpoint` and others go on, all raise an error at once, instead of waiting for each other
+until the timeout. That still happens if a compressed step comes next, before which no ranks meet.
 
 Private Lightning names used here: the Trainer's `_signal_connector` with its `_sigterm_notifier_fn` and
 `received_sigterm`, the epoch loop's `_broadcast_sigterm_tensor`, and the fit loop's `on_advance_end`.
@@ -15,24 +19,27 @@ from __future__ import annotations
 import logging
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradcomp.averaging import Decision, GradientAverager
-from lightning_gradcomp.local_sgd.averager import DelayedAverager
-from lightning_gradcomp.parameter_server.averager import AsyncAverager
-from lightning_gradcomp.plugin.meeting import meet
+from lightning_gradcomp.averaging import Decision
+from lightning_gradcomp.errors import refusal
+
+if TYPE_CHECKING:
+    from lightning_gradcomp.plugin.base_strategy import Averager, BaseStrategy
 
 log = logging.getLogger(__name__)
-Averager = GradientAverager | DelayedAverager | AsyncAverager
 HANDLER, BROADCAST, EPOCH_END = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor", "on_advance_end"
 
 
 def set_handler(trainer: Trainer) -> None:
-    """Set the flag of the strategy's averager at SIGTERM. Call it before Lightning registers its handlers.
+    """Let SIGTERM set the flag of the strategy's averager. Call it before Lightning registers its handlers.
 
-    Module-level functions, so that a Trainer can be copied and saved while it fits.
+    It sets functions of this module, so that a Trainer can be copied and saved while it fits.
     """
     setattr(trainer._signal_connector, HANDLER, partial(_note, trainer))
     setattr(trainer.fit_loop.epoch_loop, BROADCAST, _nothing)
@@ -46,12 +53,16 @@ def restore_handler(trainer: Trainer) -> None:
     vars(trainer.fit_loop).pop(EPOCH_END, None)
 
 
+def _strategy(trainer: Trainer) -> BaseStrategy:
+    return trainer.strategy  # type: ignore[return-value] - only our strategies set the handler
+
+
 def _note(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
     log.info(f"rank {trainer.global_rank} received SIGTERM: training ends, on every rank, after the next step")
-    averager: Averager = trainer.strategy.averager  # type: ignore[attr-defined]
-    if not averager.flag and trainer.strategy.launcher is not None:
-        trainer.strategy.launcher.kill(signum)  # as Lightning does: the processes that it started
-    averager.flag = True
+    strategy = _strategy(trainer)
+    if not strategy.averager.flag and strategy.launcher is not None:
+        strategy.launcher.kill(signum)  # type: ignore[arg-type] - as Lightning does: the processes that it started
+    strategy.averager.flag = True
 
 
 def _nothing() -> None:
@@ -61,23 +72,44 @@ def _nothing() -> None:
 def _end_epoch(trainer: Trainer) -> None:
     """End the epoch as Lightning does; then end the run if any rank received a SIGTERM since its last step."""
     type(trainer.fit_loop).on_advance_end(trainer.fit_loop)
-    with trainer.strategy.explained("at the end of an epoch"):  # type: ignore[attr-defined]
+    with _strategy(trainer).explained("at the end of an epoch"):
         _stop_if_flagged(trainer)
 
 
 def stop_after_batch(averager: Averager, trainer: Trainer) -> None:
-    """After a step whose message had all ranks' flags: if any is set, Lightning ends all ranks after this batch."""
+    """After an exchange that had all ranks' flags: if any was set, Lightning ends all ranks after this batch."""
     trainer._signal_connector.received_sigterm = averager.flagged
 
 
 def stop_before_dense_step(decision: Decision, trainer: Trainer) -> None:
-    """Before a dense step: end the run if any rank received a SIGTERM. Collective."""
+    """Before a step that DDP averages: end the run if any rank received a SIGTERM. Collective."""
     if decision.by_ddp:
         _stop_if_flagged(trainer)
 
 
 def _stop_if_flagged(trainer: Trainer) -> None:
-    averager: Averager = trainer.strategy.averager  # type: ignore[attr-defined]
-    if meet(trainer.strategy.root_device, flag=averager.flag):
+    if meet(trainer.strategy.root_device, flag=_strategy(trainer).averager.flag):
         trainer._signal_connector.received_sigterm = True
         raise SIGTERMException()
+
+
+def meet(device: torch.device, *, saving: bool = False, flag: bool = False) -> bool:
+    """Wait for all ranks. Collective.
+
+    Raises ValueError if some ranks save a checkpoint and others do not.
+
+    Args:
+        device: of collectives.
+        saving: True if this rank is in `trainer.save_checkpoint`.
+        flag: a flag of this rank.
+
+    Returns:
+        True if any rank set its flag.
+    """
+    said = torch.tensor([flag, saving, not saving], dtype=torch.uint8, device=device)
+    dist.all_reduce(said, dist.ReduceOp.MAX)
+    any_flag, some_save, some_go_on = said.tolist()
+    if some_save and some_go_on:
+        allowed = "a call on every rank, as under ddp; or torch.save(module.state_dict(), path) on one"
+        raise refusal("trainer.save_checkpoint", "a call on some ranks alone", allowed)
+    return bool(any_flag)

@@ -7,33 +7,31 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
-from lightning_gradcomp.plugin.communication_monitor import averager_of
-from lightning_gradcomp.plugin.delayed import DelayedStrategy
+from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
 
 
 class SparsityWarmup(Callback):
-    """Sets the sparsity by training progress, in place of the compressor's own warm-up.
+    """Sets the sparsity by training progress, instead of the compressor's own warm-up.
 
         SparsityWarmup([0.75, 0.9375, 0.984375, 0.996])          # the DGC paper's, one level an epoch
         SparsityWarmup("exponential", periods=500, by="step", dense=100)
         SparsityWarmup([0.9375, 0.984375], by="coverage")        # for 16 steps and for 64
 
-    The position is the Trainer's epoch (or the count of averaged steps), so it survives a checkpoint. A level that
-    would cost more than a dense step travels dense.
+    The position is the Trainer's epoch, or the number of averaged steps, so it survives a checkpoint. Where a level
+    would cost more than a dense step, the step is dense.
 
     Args:
         schedule: "exponential", "linear", a list of sparsities, or a callable (epoch, step) -> sparsity in [0, 1).
         periods: number of levels of "exponential" and "linear".
-        by: what a level lasts: "epoch"; "step"; or "coverage": 1 / density steps, in which as many entries are sent as
+        by: the length of a level: an "epoch", a "step", or "coverage": 1 / density steps, which send as many entries as
             the model has elements, so that the warm-up costs the same whatever the length of an epoch.
-        dense: epochs of dense training before the first level; steps, where `by` is not "epoch".
+        dense: epochs of dense training before the first level; steps, if `by` is not "epoch".
 
     Raises:
-        ValueError: an option out of its range, or a strategy whose compressor has no sparsity, before training starts.
+        ValueError: if an option is out of its range, or the strategy's compressor has no sparsity; before training
+            starts.
     """
 
     def __init__(
@@ -52,25 +50,20 @@ class SparsityWarmup(Callback):
         self.schedule, self.periods, self.by, self.dense = schedule, periods, by, dense
 
     def check_strategy(self, strategy: Any) -> None:
-        """ValueError for a strategy whose compressor has no sparsity."""
-        if isinstance(strategy, AsyncStrategy):
-            allowed = "a strategy whose ranks step together: a push has one sparsity from start to end"
-            raise refusal("the strategy of SparsityWarmup", "AsyncStrategy", allowed)
-        if not hasattr(getattr(strategy, "compressor", None), "sparsity"):
-            compressor = getattr(strategy, "compressor", None)
-            got = type(strategy if compressor is None else compressor).__name__
-            raise refusal("the strategy of SparsityWarmup", got, "one whose compressor has a sparsity, such as 'dgc'")
-        if isinstance(strategy, DelayedStrategy):
-            allowed = "a strategy that sends at every step; rounds have the compressor's own warm-up"
-            raise refusal("the strategy of SparsityWarmup", "DelayedStrategy", allowed)
+        """Raise ValueError if the strategy does not send at every step, or its compressor has no sparsity."""
+        if not isinstance(strategy, GradientStrategy):
+            allowed = "a strategy that sends gradients at every step: CompressedDDPStrategy or CompressedHSDPStrategy"
+            raise refusal("the strategy of SparsityWarmup", type(strategy).__name__, allowed)
+        if getattr(strategy.compressor, "sparsity", None) is None:
+            got, allowed = type(strategy.compressor).__name__, "one whose compressor has a sparsity, such as 'dgc'"
+            raise refusal("the strategy of SparsityWarmup", got, allowed)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.check_strategy(trainer.strategy)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        averager = averager_of(trainer)
-        assert isinstance(averager, GradientAverager)
-        final = getattr(averager.compressor, "sparsity")  # noqa: B009 - checked by check_strategy
+        averager: Any = trainer.strategy.averager  # type: ignore[attr-defined] - see check_strategy
+        final = averager.compressor.sparsity
         if callable(self.schedule):
             averager.schedule = self.schedule
         else:

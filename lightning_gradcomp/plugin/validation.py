@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -19,29 +18,16 @@ from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.clipping import clips
-
-TAKEN_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
-"""Options of DDPStrategy that say how gradients are averaged, or need DDP's one hook: that is the strategy's part."""
-
-
-def check_options(checkpoint_state: str, verify_replicas_every_n_steps: int | None, ddp: Mapping[str, Any]) -> None:
-    """ValueError for an option of the strategy itself, or for one of `DDPStrategy` (`ddp`) that it has no room for."""
-    for option in TAKEN_OPTIONS:
-        if ddp.get(option) is not None:
-            raise refusal(f"CompressedDDPStrategy.{option}", ddp[option], "None: the compressor averages")
-    check_checkpoint_state(checkpoint_state)
-    check_verification(verify_replicas_every_n_steps)
 
 
 def check_verification(every_n_steps: int | None) -> None:
-    """ValueError for a number of steps between two comparisons of replicas that is none."""
+    """Raise ValueError unless the interval of replica comparisons is None or at least 1 step."""
     if every_n_steps is not None and every_n_steps < 1:
         raise refusal("verify_replicas_every_n_steps", every_n_steps, "None (never), or 1 or more")
 
 
 def check_checkpoint_state(checkpoint_state: str) -> None:
-    """ValueError for what is none of `CHECKPOINT_STATES`."""
+    """Raise ValueError unless it is one of `CHECKPOINT_STATES`."""
     if checkpoint_state not in CHECKPOINT_STATES:
         raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in CHECKPOINT_STATES))
 
@@ -49,28 +35,32 @@ def check_checkpoint_state(checkpoint_state: str) -> None:
 def corrected(
     compressor: Compressor, optimizers: Sequence[torch.optim.Optimizer], automatic: bool
 ) -> torch.optim.Optimizer | None:
-    """The optimizer that the averager is told of, so that its momentum is corrected where the compressor does that.
+    """The optimizer whose momentum the averager may correct; None if there are several, or none is known yet.
 
-    None where there are several, or none is known yet. In manual optimization (not `automatic`), where the user clips
-    averages, only for compressors that can't do without: error feedback stays on gradients.
+    In manual optimization (not `automatic`), in which users clip averages, only for compressors that need one: error
+    feedback of others stays on gradients.
     """
     known = len(optimizers) == 1 and (automatic or compressor.needs_optimizer)
     return optimizers[0] if known else None
 
 
+def clips(trainer: Trainer) -> bool:
+    """True if the Trainer clips gradients."""
+    return trainer.gradient_clip_val is not None and trainer.gradient_clip_val > 0  # as Lightning reads it
+
+
 def check_clipping(
     compressor: Compressor, optimizer: torch.optim.Optimizer | None, trainer: Trainer, module: LightningModule
 ) -> None:
-    """Refuse clipping that can't be done locally, before the accumulation, where the momentum is corrected.
+    """Raise ValueError if the compressor owns the momentum, and can't do the Trainer's clipping before accumulation.
 
-    Raises:
-        ValueError: clipping by value, in a hook of the user's, or with a second threshold.
+    It can't clip by value, in a hook of the user's, or with two thresholds.
     """
     if not isinstance(compressor, LossyCompressor) or not compressor.owns_momentum(optimizer):
         return
     name = type(compressor).__name__
     if is_overridden("configure_gradient_clipping", module):
-        allowed = f"{name}(clip_norm=...): the hook would clip what is sent, which has left the memory already"
+        allowed = f"{name}(clip_norm=...): the hook would clip averages, which have left the residual already"
         raise refusal(f"configure_gradient_clipping with {name}", "a hook of the module", allowed)
     if not clips(trainer):
         return
@@ -81,11 +71,22 @@ def check_clipping(
         raise refusal(f"{name}.clip_norm and Trainer(gradient_clip_val)", "both", allowed)
 
 
-def check_local_weights(trainer: Trainer, module: LightningModule) -> None:
-    """ValueError for what keeps tensors that it derives from the weights of a forward pass: they would be a rank's own.
+def check_clipping_averages(
+    compressor: Compressor, optimizer: torch.optim.Optimizer | None, where: str, got: str
+) -> None:
+    """Raise ValueError if the compressor owns the momentum: what is cut off an average has left the residual."""
+    name = type(compressor).__name__
+    if compressor.owns_momentum(optimizer):
+        allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
+        raise refusal(f"clipping with {name} {where}", got, allowed)
 
-    Pruning masks come from the weights of the latest forward pass, and torch.nn.utils.weight_norm stores the weight
-    that it computes before each.
+
+def check_local_weights(trainer: Trainer, module: LightningModule) -> None:
+    """Raise ValueError for features that keep tensors computed from the weights of a forward pass, which would differ
+    between ranks.
+
+    Pruning masks come from the weights of the latest forward pass; torch.nn.utils.weight_norm stores the weight that it
+    computes before each.
     """
     allowed = "local_weights=False for the strategy"
     pruning = [c for c in trainer.callbacks if isinstance(c, ModelPruning)]  # type: ignore[attr-defined]
@@ -99,7 +100,7 @@ def check_local_weights(trainer: Trainer, module: LightningModule) -> None:
 
 
 def check_model(compressor: Compressor, module: LightningModule) -> None:
-    """ValueError for parameters that can't be trained, or a pattern of the compressor that no parameter's name fits.
+    """Raise ValueError if a parameter can't be trained, or a pattern of the compressor matches no parameter.
 
     Not if `module` makes or freezes layers after the launch: they are checked then.
     """
@@ -109,14 +110,14 @@ def check_model(compressor: Compressor, module: LightningModule) -> None:
 
 
 def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:
-    """ValueError for a callback of this package that `strategy` has nothing for."""
+    """Raise ValueError if a callback of this package does not work with `strategy`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if hasattr(callback, "check_strategy"):
             callback.check_strategy(strategy)
 
 
 def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """ValueError for optimizers whose momentum the compressor can't own, or that take several gradients a step."""
+    """Raise ValueError if the compressor can't own an optimizer's momentum, or one takes several gradients a step."""
     if compressor.needs_optimizer and len(optimizers) > 1:
         allowed = "1, a torch.optim.SGD, Adam or AdamW"
         raise refusal(f"optimizers with {type(compressor).__name__}", len(optimizers), allowed)
@@ -127,14 +128,14 @@ def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Op
 
 
 def check_gradients(compressor: Compressor, optimizer: torch.optim.Optimizer, gradients: int) -> None:
-    """ValueError for an optimizer that takes so many gradients in one step: each would be accumulated as a step's."""
+    """Raise ValueError if an optimizer takes several gradients in a step: each would be accumulated as a step's."""
     if gradients > 1 and isinstance(compressor, LossyCompressor):
         what = f"gradients in one step of {type(optimizer).__name__} with {type(compressor).__name__}"
         raise refusal(what, gradients, "1; for optimizers that need more: strategy='ddp_dense'")
 
 
 def check_batches(trainer: Trainer, device: torch.device) -> None:
-    """ValueError for ranks with different numbers of batches an epoch (infinite where it is not known). Collective.
+    """Raise ValueError if ranks have different numbers of batches an epoch (infinite if it is unknown). Collective.
 
     The ranks with more of them would wait for the others.
     """

@@ -10,7 +10,6 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.plugin.uncompressed_run import why_uncompressed
 from tests.averaging.laws import CODECS, KEPT, LOSSY, PARTITIONED, REMEMBERING, with_defaults
 from tests.averaging.workers import Table, all_equal, averaged, backward, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks, subgroups
@@ -288,7 +287,7 @@ def test_from_sparse_to_dense_everything_is_sent():
 def test_one_node_alone_is_dense():
     def work(rank, group):
         averager = begin(group, LOSSLESS["dgc"])[2]
-        return averager.begin_step().by_ddp, why_uncompressed(averager)
+        return averager.begin_step().by_ddp, averager.why_uncompressed()
 
     assert run_ranks(NODE, work) == [(True, "there is one node, and only nodes compress")] * NODE
 

@@ -3,7 +3,6 @@
 import pytest
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.plugin.uncompressed_run import why_uncompressed
 from tests.averaging.simulated_clock import EACH, simulated_clock, timed_steps
 from tests.averaging.workers import Table, averaged, prescribed_loss, train
 from tests.local_sgd import training
@@ -34,21 +33,21 @@ def test_a_run_that_has_compressed_nothing_knows_why(world, compressor, options,
         model = Table()
         optimizer, averager = averaged(model, group, compressor, **options)
         train(model, optimizer, averager, rank, 5, prescribed_loss)
-        return why_uncompressed(averager)
+        return averager.why_uncompressed()
 
     assert all(said.startswith(why) and bool(said) == bool(why) for said in run_ranks(world, work))
 
 
 @pytest.mark.filterwarnings("ignore:.*Steps are dense")
 @pytest.mark.parametrize(
-    ("compressed", "why"), [(0.5, ""), (2.0, 'topology="auto" found dense steps the quickest')], ids=["gain", "loss"]
+    ("compressed", "why"), [(0.5, ""), (2.0, 'topology="auto" found dense steps the fastest')], ids=["gain", "loss"]
 )
 def test_steps_of_a_trial_do_not_count(compressed, why):
     def work(rank, group):
         model = Table()
         parts = model, *averaged(model, group, onebit(), topology="auto")
         timed_steps(parts, rank, clock, range(3 * EACH), lambda what, _: 1.0 if what == "dense" else compressed)
-        return why_uncompressed(parts[2])
+        return parts[2].why_uncompressed()
 
     with simulated_clock() as clock:
         assert run_ranks(2, work) == [why, why]
@@ -69,7 +68,7 @@ def test_dense_rounds_have_the_dense_steps(warmup_steps, period, steps, why):
         said = averager.describe()
         training.train(model, optimizer, averager, rank, steps)
         averager.drain()
-        return said, why_uncompressed(averager)
+        return said, averager.why_uncompressed()
 
     for said, reason in training.run_ranks(2, work):
         assert ("2 dense rounds first" in said) == bool(warmup_steps)

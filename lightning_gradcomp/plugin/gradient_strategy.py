@@ -1,0 +1,202 @@
+"""The template of strategies that average the gradients of each step: CompressedDDPStrategy, CompressedHSDPStrategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_gradcomp.averaging import Decision, GradientAverager
+from lightning_gradcomp.averaging.autotune import DENSE
+from lightning_gradcomp.averaging.fsdp.shards import local
+from lightning_gradcomp.averaging.replicas import compare_replicas, replicated
+from lightning_gradcomp.compressors import Compressor, LossyCompressor
+from lightning_gradcomp.plugin import sigterm
+from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.validation import (
+    check_clipping,
+    check_gradients,
+    check_local_weights,
+    check_optimizers,
+    clips,
+    corrected,
+)
+
+
+class GradientStrategy(BaseStrategy):
+    """A strategy with a `GradientAverager`: once a batch its decision, local weights around forward and backward, and
+    averages before Lightning's `on_after_backward`.
+
+    Private Lightning name used here: the fit loop's `_skip_backward`, set for passes that only update statistics.
+    """
+
+    verify_replicas_every_n_steps: int | None
+    _decision: Decision
+    """What the step of this batch does."""
+    _compared = 0
+    """Steps after which replicas were compared last."""
+    _clips_itself: tuple[Trainer, float] | None = None
+    """The Trainer, and its threshold, which the compressor applies for the length of a fit."""
+
+    def averager_options(self) -> dict[str, Any]:
+        """Options of the averager that are this strategy's own."""
+        raise NotImplementedError
+
+    def average_after_backward(self) -> bool:
+        """Average the gradients if this backward ends an accumulation. Returns True if the averager did it."""
+        raise NotImplementedError
+
+    # Around a fit
+
+    def make_averager(self, trainer: Trainer) -> GradientAverager:
+        check_optimizers(self.compressor, self.optimizers)
+        optimizer = self._corrected
+        check_clipping(self.compressor, optimizer, trainer, self.pl_module)
+        return GradientAverager(
+            self.pl_module,
+            self._with_clipping(optimizer, trainer),
+            optimizer=optimizer,
+            optimizers=self.optimizers,
+            epoch=trainer.current_epoch,
+            **self.averager_options(),
+        )
+
+    @property
+    def _corrected(self) -> torch.optim.Optimizer | None:
+        return corrected(self.compressor, self.optimizers, self.pl_module.automatic_optimization)
+
+    def _with_clipping(self, optimizer: torch.optim.Optimizer | None, trainer: Trainer) -> Compressor:
+        """The compressor to train with: it does the Trainer's clipping if it owns the momentum.
+
+        Lightning clips gradients after the average. What a sparse average holds has left the residual by then, and what
+        is cut off would be lost. DGC clips each rank's gradient before it is accumulated (Lin et al. 2018, §3.2).
+        """
+        clip_norm, compressor = trainer.gradient_clip_val, self.compressor
+        if not clips(trainer) or not isinstance(compressor, LossyCompressor):
+            return compressor
+        if not compressor.owns_momentum(optimizer):
+            rank_zero_info(f"gradient_clip_val={clip_norm} clips the average that was sent: what it cuts off is lost.")
+            return compressor
+        rank_zero_info(f"gradient_clip_val={clip_norm} clips each rank's gradient before it is accumulated.")
+        assert clip_norm is not None
+        self._clips_itself, trainer.gradient_clip_val = (trainer, clip_norm), None
+        return replace(compressor, clip_norm=float(clip_norm))
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._compared = 0
+            if self.averager.has_local_weights:
+                check_local_weights(trainer, self.pl_module)
+            if self.verify_replicas_every_n_steps:
+                self.averager.compare_all_local_weights()
+
+    def teardown(self) -> None:
+        if self._clips_itself is not None:
+            trainer, trainer.gradient_clip_val = self._clips_itself
+            self._clips_itself = None
+        if self.averager is not None:
+            self.averager.detach()
+        super().teardown()
+
+    # Steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.averager.epoch = self.pl_module.current_epoch
+        self._decision = self.averager.begin_step()
+        with self.explained("before a dense step"):
+            sigterm.stop_before_dense_step(self._decision, self.pl_module.trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; in automatic optimization at local weights, until the end of backward.
+
+        They end here after an exception, or an output without a loss.
+        """
+        averager, forward = self.averager, super().training_step
+        if not self.pl_module.automatic_optimization:  # there may be several backwards
+            return forward(*args, **kwargs)
+        averager.use_optimizers(self._corrected, self.optimizers)
+        if not self.pl_module.trainer.fit_loop._skip_backward:
+            averager.use_local_weights()
+        try:
+            output = forward(*args, **kwargs)
+        except BaseException:
+            averager.use_shared_weights(check=False)
+            raise
+        if output is None or (isinstance(output, Mapping) and output.get("loss") is None):
+            averager.use_shared_weights()  # there will be no backward
+        return output
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self.averager is not None:
+            self.averager.use_shared_weights(check=False)
+        super().on_exception(exception)
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As Lightning's. In automatic optimization the averages are there before `on_after_backward`."""
+        precision = self.precision_plugin
+        with self.averager.leaving_local_weights():
+            self.pre_backward(closure_loss)
+            closure_loss = precision.pre_backward(closure_loss, self.pl_module)
+            with self.explained("backward"):  # a strategy may exchange gradients in it
+                precision.backward(closure_loss, self.pl_module, optimizer, *args, **kwargs)
+        self.post_backward(closure_loss)
+        self._average(self.average_after_backward)
+        return precision.post_backward(closure_loss, self.pl_module)
+
+    def _average(self, average: Callable[[], bool]) -> None:
+        """Call `average`, which returns True if the averager did it. Then end after a SIGTERM, and log what
+        topology="auto" chose."""
+        autotune = self.averager.autotune
+        before = autotune.outcome if autotune else ""
+        with self.explained("averaging gradients"):
+            by_averager = average()
+        if by_averager:
+            sigterm.stop_after_batch(self.averager, self.pl_module.trainer)
+        if autotune and autotune.outcome != before and autotune.choice != DENSE:
+            rank_zero_info(autotune.outcome)
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As Lightning's; error feedback is committed, and replicas are compared every few steps."""
+        averager, gradients = self.averager, 0
+        averager.use_optimizers(self._corrected, self.optimizers)
+
+        def counted_closure() -> Any:
+            nonlocal gradients
+            result = closure()
+            gradients += 1
+            check_gradients(averager.compressor, optimizer, gradients)
+            return result
+
+        result = super().optimizer_step(optimizer, counted_closure, model, **kwargs)
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # a wrapper of another optimizer may lack torch's
+            averager.commit(optimizer)
+        every = self.verify_replicas_every_n_steps
+        if every and averager.steps != self._compared and averager.steps % every == 0:
+            self._compared = averager.steps
+            with self.explained("comparing replicas"):
+                named = [(name, local(tensor)) for name, tensor in replicated(self.pl_module)]
+                compare_replicas(named, averager.steps, averager.ranks.group)
+        return result
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that all ranks share, also between forward and backward."""
+        with nullcontext() if self.averager is None else self.averager.shared_weights():
+            return super().lightning_module_state_dict()
