@@ -198,8 +198,7 @@ class CommunicationMonitor(Callback):
             names = ("clock", "staleness", "dropped")
             more = {f"async/{name}": float(getattr(averager.stats, name)) for name in names}
         else:
-            now, residual = replace(averager.spent), averager.stats.residual_to_gradient
-            more = {} if residual is None else {"memory/residual_to_gradient": residual}
+            now, more = replace(averager.spent), averager.metrics()
         stats, self._counted = now.since(self._counted), now
         return stats, more
 
@@ -222,10 +221,7 @@ class CommunicationMonitor(Callback):
             seen = {str(staleness): steps for staleness, steps in sorted(averager.staleness.items())}
             how = {"topology": "dist_async", "auto": "", "async": {"staleness": seen}}
         else:
-            topology = "all_reduce" if averager.decision.by_ddp else averager.topology
-            how = {"topology": topology, "auto": averager.autotune.outcome if averager.autotune else ""}
-            if averager.shards:
-                how["shards"] = averager.shards.number
+            how = averager.summary()
         self._summary = {
             "world_size": averager.world,
             **how,
