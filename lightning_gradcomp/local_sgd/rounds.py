@@ -116,7 +116,7 @@ class Rounds(GradientAverager):
             if self.error_decay is not None and self.world == 1:
                 self.after_dense_step()  # alone: the update is the mean, and what waits to be sent goes on waiting
             else:
-                self._average(1.0, self.optimizers)
+                self.average()
             self.stats.bytes_sent += self.ranks.gather_traffic(report_bytes(len(own.frozen)))
             return reports
 
