@@ -201,7 +201,7 @@ class CompressedFabricStrategy(DDPStrategy):
                 self._restore(self._averager())
         elif KEY in rest:
             rank_zero_warn(
-                "fabric.load: what the ranks had not sent yet is in the checkpoint, and was not restored. "
+                "fabric.load: the checkpoint holds the ranks' residuals, which were not restored. "
                 "That needs the optimizer: fabric.load(path, {'model': model, 'optimizer': optimizer})."
             )
         return rest
