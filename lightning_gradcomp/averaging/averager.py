@@ -368,7 +368,13 @@ class GradientAverager:
         self.optimizer.step()
         self.commit(self.optimizer)
 
-    def average(self, *, grad_scale: float = 1.0, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def average(
+        self,
+        *,
+        grad_scale: float = 1.0,
+        optimizer: torch.optim.Optimizer | None = None,
+        during: tuple[int, str] | None = None,
+    ) -> None:
         """Replace every `p.grad` by its average over the ranks, as the compressor sends it. A collective call.
 
         Where any rank's gradient is not finite, all ranks get non-finite gradients and all state stays as it was.
@@ -376,6 +382,7 @@ class GradientAverager:
         Args:
             grad_scale: the loss scale that is in the gradients; error feedback is free of it.
             optimizer: one of several, to average the gradients of its parameters alone.
+            during: step and phase that an error names. Default: `steps`, and "averaging gradients".
 
         Raises:
             ValueError: the ranks train different parameters; or an average of other parameters waits for its step.
@@ -384,7 +391,7 @@ class GradientAverager:
         if optimizer is not None and not any(optimizer is each for each in self.optimizers):
             allowed = "one of those that the averager was given"
             raise refusal("GradientAverager.average(optimizer)", type(optimizer).__name__, allowed)
-        with explained(self.steps, "averaging gradients", self.ranks.group):
+        with explained(*(during or (self.steps, "averaging gradients")), self.ranks.group):
             self._average(grad_scale, self.optimizers if optimizer is None else [optimizer])
 
     def _average(self, grad_scale: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
