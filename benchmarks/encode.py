@@ -25,10 +25,12 @@ from matplotlib.axes import Axes
 import lightning_gradcomp as lgc
 from benchmarks import report, started
 from benchmarks.methods import compressor
+from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.step import CompressedStep, Flags
+from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 
 TENSORS = 20
@@ -87,23 +89,23 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 def measure(elements: int, methods: list[str], device: torch.device, steps: int) -> dict[str, dict[str, float]]:
     """Method -> median milliseconds and GB/s of fp32 gradient; methods take turns at every step."""
-    models, compressions = {}, {}
+    models, memories = {}, {}
     for method in methods:
         model = Matrices(elements, device)
         how = compressor(method)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         ranks = Ranks(dist.group.WORLD)
         models[method] = model
-        compressions[method] = CompressedStep(how, Gradients(model, how), ranks, Topology(), optimizer)
+        memory = Memory(how, Gradients(model, how), ranks, Topology(), optimizer)
+        memories[method] = how.with_sparsity(how.final_sparsity), memory
     plain = passes(torch.randn(elements, device=device))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in [*plain, *methods]}
     for step in range(steps + 2):
         figures = {name: (timed(action, device), 0.0) for name, action in plain.items()}
-        for method, compression in compressions.items():
+        for method, (final, memory) in memories.items():
             models[method].new_gradients()
             stats = Timed(device)
-            final = compression.compressor.with_sparsity(compression.compressor.final_sparsity)
-            average = compression.compressed(final, "all_gather", step, 1.0, stats, Flags())
+            average = average_compressed(memory, final, "all_gather", step, Flags(), stats)
             average.commit(average.names)
             figures[method] = (1e3 * stats.seconds["compress"], 1e3 * stats.seconds["decompress"])
         if step >= 2:  # the first find their buffers

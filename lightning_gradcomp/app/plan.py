@@ -30,10 +30,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import nn
 
+from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
+from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM, Ranks, dense_traffic
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.step import CompressedStep, Flags
+from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.averaging.traffic import messages, traffic
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
@@ -420,13 +422,13 @@ class EchoRanks(Ranks):
 def compressed_steps(compressor: LossyCompressor, gradients: Gradients, world: int, adam: bool) -> list[float]:
     """Seconds of a few compressed steps of `world` ranks that send the same."""
     optimizer = (torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9))(gradients.compressed, lr=1e-3)
-    step = CompressedStep(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
+    memory = Memory(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
     final = compressor.with_sparsity(compressor.final_sparsity)
     local, times = [torch.randn_like(parameter) for parameter in gradients.parameters], []
     for number in range(1 + REPEATS):
         for parameter, gradient in zip(gradients.parameters, local, strict=True):
             parameter.grad = gradient.clone()
-        call = partial(step.compressed, final, "all_gather", number, 1.0, Stats(), Flags())
+        call = partial(average_compressed, memory, final, "all_gather", number, Flags(), Stats())
         times.append(timed(call, gradients.device))
     return times[1:]  # the first also allocates
 

@@ -1,7 +1,8 @@
 """How gradients travel: torch.distributed, no Lightning."""
 
-from lightning_gradcomp.averaging.averager import Decision, GradientAverager
+from lightning_gradcomp.averaging.averager import GradientAverager
 from lightning_gradcomp.averaging.checkpoint_state import mean_state
+from lightning_gradcomp.averaging.decision import Decision
 from lightning_gradcomp.averaging.fsdp.checkpoint import load_sharded_state, save_sharded_state
 from lightning_gradcomp.averaging.stats import Stats
 

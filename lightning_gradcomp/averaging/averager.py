@@ -1,11 +1,11 @@
 """GradientAverager: averages gradients, compressed, once per optimizer step, after backward, on `p.grad`.
 
-It works on the gradients that backward has left, not inside a DDP hook: the state is then keyed by parameter name
-whatever DDP does to its buckets, there is one message a step, and a failing step leaves DDP usable. The average itself
-is in step.py.
+It works on the gradients that backward has left, not inside a DDP hook: state is keyed by parameter name whatever DDP
+does to its buckets, there is one message a step, and a failing step leaves DDP usable. The average itself is in
+step.py.
 
 An average is an ordinary gradient until the optimizer steps. The step applies what `p.grad` is by then, and commits the
-error feedback of the parameters that it has stepped (optimizer_step.py). An average that no step uses is dropped, with
+error feedback of the parameters that it has stepped (optimizer_step.py). An average that no step uses is dropped with
 its batch: the state stays as it was.
 """
 
@@ -16,91 +16,43 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging.autotune import CANDIDATES, DENSE, Autotune
+from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
+from lightning_gradcomp.averaging.decision import Choice, Decision
+from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.faults import explained
-from lightning_gradcomp.averaging.fsdp.shards import Shards, check_group, is_sharded, local, reshard
+from lightning_gradcomp.averaging.fsdp.shards import Shards, check_group, is_sharded, reshard
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.local_weights import LocalWeights
+from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.optimizer_step import OptimizerStep
+from lightning_gradcomp.averaging.pending import Pending
 from lightning_gradcomp.averaging.ranks import ranks_of
 from lightning_gradcomp.averaging.stats import Stats, norm
-from lightning_gradcomp.averaging.step import Average, CompressedStep, Flags, average_dense
+from lightning_gradcomp.averaging.step import Average, average_compressed, average_dense, flush
 from lightning_gradcomp.averaging.topology import resolve
-from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.schedules import COMPRESSED, Ramp, Schedule, check_sparsity, dense_start
+from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
 from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What a step does.
-
-    Args:
-        sparsity: what the schedule asks for: 0 in a dense phase, None for a method without a sparsity.
-        compressor: as it is in this step; None for a dense step.
-        topology: how the payloads travel; "dense" without a compressor.
-        by_ddp: True for an ordinary dense average with nothing unsent, which DDP can overlap with backward.
-    """
-
-    sparsity: float | None
-    compressor: LossyCompressor | None
-    topology: str
-    by_ddp: bool
-
-    @property
-    def density(self) -> float:
-        """Share of all elements that the schedule asks to send."""
-        return 1 - (COMPRESSED if self.sparsity is None else self.sparsity)
-
-
-@dataclass(frozen=True)
-class Unused:
-    """An average that no optimizer step has used yet.
-
-    Args:
-        average: what became of it.
-        written: id of a parameter of the model -> its gradient as it was written, and its versions then.
-        optimizers: those whose step uses it.
-    """
-
-    average: Average
-    written: Mapping[int, tuple[torch.Tensor, tuple[int, int]]]
-    optimizers: Sequence[torch.optim.Optimizer]
-
-    def belongs_to(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """True if it is this optimizer that uses it."""
-        return optimizer is None or any(optimizer is each for each in self.optimizers)
-
-    def is_untouched(self, parameter: torch.Tensor) -> bool:
-        """True if `parameter.grad` is the average as it was written."""
-        grad, versions = self.written.get(id(parameter), (None, (0, 0)))
-        return grad is not None and parameter.grad is grad and _versions(grad) == versions
-
-
-def _versions(grad: torch.Tensor) -> tuple[int, int]:
-    """How often torch has seen it written to. A DTensor and its local part count their own writes."""
-    return grad._version, local(grad)._version
-
-
 class GradientAverager:
-    """Averages a model's gradients over a process group, compressed, in place of DDP.
+    """Averages a model's gradients over a process group, compressed, instead of DDP.
 
         averager = GradientAverager(model, DGC(), optimizer=optimizer)
         with averager.local_weights():  # of DGC; other methods need no such line
             loss(model, batch).backward()
         averager.step()  # = averager.average(), then optimizer.step()
 
-    Between the two lines of `step`, `p.grad` is the averaged gradient, or, where the compressor owns the momentum, the
+    Between the two halves of `step`, `p.grad` is the averaged gradient, or, where the compressor owns the momentum, the
     averaged update direction: `optimizer.step()` subtracts lr · `p.grad`. It may be changed, clipped or discarded.
 
     Every rank ends each step with bitwise the same gradients. State is fp32 and keyed by parameter name.
@@ -110,31 +62,31 @@ class GradientAverager:
             `torch.distributed.fsdp.fully_shard` has prepared with a mesh of one dimension: each rank then averages its
             own shards with the ranks of `process_group`, which hold the same shards of other replicas.
         compressor: an instance, or a name with default options.
-        optimizer: what steps the parameters; those that it does not have are not averaged. DGC needs `torch.optim.SGD`,
-            `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and AdamW, whatever has error feedback,
-            except PowerSGD, accumulates the optimizer's steps instead of gradients. Without an optimizer, error
-            feedback is committed by `average`, of all parameters.
-        optimizers: where there are several; the compressor owns the momentum of none of them. All their parameters are
+        optimizer: steps the parameters; those that it does not have are not averaged. DGC needs `torch.optim.SGD`,
+            `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and AdamW, every method with error feedback,
+            except PowerSGD, accumulates the optimizer's steps instead of gradients. Without an optimizer, `average`
+            commits the error feedback of all parameters.
+        optimizers: if there are several; the compressor owns the momentum of none of them. All their parameters are
             averaged.
         local_weights: False: `local_weights()` has no effect, and gradients are taken at the weights that all ranks
             share. It costs accuracy (docs/dgc.md), and allows writes into the weights during a forward pass.
         process_group: default: the world; a process without torch.distributed is a world of one. For a sharded model,
             that of the mesh's replicate dimension: `mesh.get_group("replicate")`.
-        topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a shard, and sends the mean
-            on, compressed again; for many ranks. "server": the same with dense means. "auto": what a trial in the first
-            steps finds quickest: dense steps, or one of the first two. Or a kvstore's name: "device", "dist_sync",
+        topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a partition and sends the
+            mean on, compressed again; for many ranks. "server": the same with dense means. "auto": a trial in the first
+            steps chooses the fastest of dense steps and the first two. Or a kvstore's name: "device", "dist_sync",
             "dist_sync_device" (docs/clusters.md).
-        inside: "compressed": every rank compresses its own gradient. "dense": ranks of a node average theirs first, and
-            only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" where there are several
-            nodes of several ranks (`ranks_per_node`).
-        residual_device: where what is not sent is kept between steps: with the gradients ("device", default), or in
-            "cpu" memory.
-        ranks_per_node: for inside="dense", whose default is what torchrun has started on this node.
+        inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average theirs first,
+            and only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" if several nodes have
+            several ranks each (`ranks_per_node`).
+        residual_device: where residuals are kept between steps: with the gradients ("device", default), or in "cpu"
+            memory.
+        ranks_per_node: for inside="dense". Default: the number that torchrun started on this node.
         steps_per_epoch: lets a schedule that counts epochs count them.
-        epoch: the epoch to begin with, for a caller that counts epochs itself, in `averager.epoch`.
+        epoch: the first epoch, for a caller that counts epochs itself, in `averager.epoch`.
 
     Raises:
-        ValueError: an option, optimizer or model that can't be honoured, before anything is exchanged.
+        ValueError: if an option, optimizer or model can't be honoured, before anything is exchanged.
     """
 
     def __init__(
@@ -159,7 +111,7 @@ class GradientAverager:
         self.compressor.check_optimizer(optimizer)
         route = resolve(topology, inside, residual_device, self.compressor)
         self.shards = Shards(model, optimizer) if is_sharded(model) else None
-        """Of a sharded model: where its parameters, gradients and optimizer become plain tensors, and back."""
+        """Of a sharded model: converts parameters, gradients and optimizer state to plain tensors, and back."""
         if self.shards:
             check_group(self.shards, process_group, route)
         elif process_group is None and dist.is_initialized():
@@ -168,45 +120,38 @@ class GradientAverager:
         self.world = self.ranks.world
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.optimizers = list(optimizers) if optimizer is None else [optimizer]
-        self._local_weights = local_weights
         self.schedule: Schedule | None = self.compressor.schedule()
         """Sparsity as a function of (epoch, step); may be replaced at any time."""
         self.epoch, self.steps = epoch, 0
         self._check_epochs_are_counted()
         self.stats = Stats()
-        """What the last step cost."""
+        """What the latest step cost."""
         self.spent = Stats()
         """What all steps have cost."""
         self.flag = self.flagged = False
-        """What this rank tells the others along with its gradients, and whether any rank did in the last `average`."""
+        """A flag that travels with the gradients; and, after `average`, True if any rank set its flag."""
         self.measures_residual = False
-        """Whether compressed steps also measure `stats.residual_to_gradient`: two passes over the model."""
-        self._directions: frozenset[int] = frozenset()
-        """ids of the parameters whose gradients are update directions, from the latest average on."""
-        self._unused: Unused | None = None
-        self._dropped: Unused | None = None
-        self._compressed_average, self._gradient_norm = False, 0.0
+        """True to measure `stats.residual_to_gradient` in compressed steps: two passes over the model."""
         self.parameters_agree = False
         """True once the ranks have compared which parameters train."""
-        self._averaged_for = self.optimizers
-        self._stepped = self._ids(self.optimizers)
-        self.gradients = self._lay_out()
-        self.decision = Decision(0.0, None, DENSE, by_ddp=True)
+        self.decision = Decision()
         """What the latest `begin_step` decided."""
         self._decided_for: Any = None
-        self._known_traffic: dict[str, tuple[Any, int]] = {}
-        self._compressed: CompressedStep | None = None
-        self._topologies = [route.name]
-        self.autotune: Autotune | None = None
-        """With topology="auto": finds out what is quickest."""
+        self._averaged_for = self.optimizers
+        self.gradients = Gradients(model, self.compressor, self.shards, self._averaged_for)
+        stepped = self.shards.optimizer if self.shards else optimizer
+        self._memory = Memory(self.compressor, self.gradients, self.ranks, route, stepped)
+        self._choice = None
         if isinstance(self.compressor, LossyCompressor):
-            stepped = self.shards.optimizer if self.shards else optimizer
-            self._compressed = CompressedStep(self.compressor, self.gradients, self.ranks, route, stepped)
-            if route.name == "auto":
-                sharded = self.ranks.workers > 2 and self.compressor.not_partitioned_because is None
-                self._topologies = list(CANDIDATES) if sharded else ["all_gather"]
-                if self.ranks.workers > 1 and self.gradients.compressed:
-                    self.autotune = Autotune(process_group, self.gradients.device, self._topologies)
+            self._choice = Choice(self.compressor, self.ranks, route.name, process_group, self.gradients)
+        self.autotune = self._choice.autotune if self._choice else None
+        """With topology="auto": the trials."""
+        self._may_be_local, self._local = local_weights, LocalWeights(self._memory)
+        self._directions: frozenset[int] = frozenset()
+        """ids of the parameters whose gradients are update directions, from the latest average on."""
+        self._pending: Pending | None = None
+        self._dropped: Pending | None = None
+        self._gradient_norm = 0.0
         self._optimizer_steps = self._attached()
 
     def _check_epochs_are_counted(self) -> None:
@@ -215,7 +160,7 @@ class GradientAverager:
             allowed = "steps_per_epoch=len(loader), or a compressor without warm-up (warmup_epochs=0, dense_epochs=0)"
             raise refusal("steps_per_epoch, with a warm-up that counts epochs", None, allowed)
 
-    # What a step does
+    # A step: begin_step, average, commit
 
     def begin_step(self) -> Decision:
         """Decide what the coming step does: ask the schedule, and let topology="auto" choose.
@@ -229,127 +174,23 @@ class GradientAverager:
         return self.decision
 
     def _decide(self) -> Decision:
-        dense = Decision(0.0, None, DENSE, by_ddp=not self.has_unsent)
-        alone = self.ranks.workers == 1
-        largest = self.gradients.largest
-        if alone or self.schedule is None or self._compressed is None or not largest.layout.n:
+        dense, compressible = Decision(by_ddp=not self.has_unsent), self.gradients.largest.layout.n
+        if self._choice is None or self.schedule is None or self.ranks.workers == 1 or not compressible:
             return dense
         self._check_epochs_are_counted()
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
-        if not sparsity:
-            return dense
-        compressor = self._compressed.compressor.with_sparsity(sparsity)
-        budget = self.ranks.dense_traffic(largest.nbytes)
-        affordable = [name for name in self._topologies if self._traffic(compressor, name) < budget]
-        topology = affordable[0] if affordable else DENSE
-        if self.autotune:
-            topology = self.autotune.choose(1 - sparsity, affordable)
-        asked = sparsity if hasattr(compressor, "sparsity") else None
-        if topology == DENSE:
-            return replace(dense, sparsity=asked)
-        return Decision(asked, compressor, topology, by_ddp=False)
-
-    @property
-    def topology(self) -> str:
-        """How the latest compressed messages have travelled; "all_reduce" where none can be."""
-        return self._compressed.state.topology if self._compressed else "all_reduce"
-
-    @property
-    def state(self) -> State | None:
-        """What this rank has not sent yet; None for a baseline, which sends everything."""
-        return self._compressed.state.compressed if self._compressed else None
+        return self._choice.choose(sparsity, self.gradients, dense) if sparsity else dense
 
     @property
     def has_unsent(self) -> bool:
         """True if compressed steps have left something out that error feedback still has to send."""
-        return self._compressed is not None and not self._compressed.state.empty
-
-    # Steps
-
-    @contextmanager
-    def local_weights(self) -> Iterator[None]:
-        """For forward and backward, with an optimizer that the compressor corrects (DGC's SGD, Adam, AdamW): let the
-        weights be without what this rank has not sent yet.
-
-            with averager.local_weights():
-                loss(model(x), y).backward()
-            averager.step()
-
-        A gradient there knows this rank's latest steps. In other methods, and without it, gradients are taken at the
-        weights that all ranks share. One backward at a time: no graph of inside may be used outside.
-
-        Raises:
-            ValueError: a weight was written to inside, which would be lost.
-        """
-        self.use_local_weights()
-        with self.leaving_local_weights():
-            yield
-
-    @contextmanager
-    def leaving_local_weights(self) -> Iterator[None]:
-        """At the end the weights are those of all ranks. Writes into them are checked unless an exception ends it."""
-        try:
-            yield
-        except BaseException:
-            self.use_shared_weights(check=False)
-            raise
-        self.use_shared_weights()
+        return self._memory.has_unsent
 
     @property
-    def has_local_weights(self) -> bool:
-        """True if gradients are taken at this rank's own weights."""
-        state = self.state
-        return self._local_weights and state is not None and state.local_scales(self.ranks.workers) is not None
-
-    @property
-    def in_local_weights(self) -> bool:
-        """True inside `local_weights`, where it has an effect."""
-        return self._compressed is not None and self._compressed.local_weights.in_use
-
-    def use_local_weights(self) -> None:
-        """Enter `local_weights`, for a caller that leaves it by `use_shared_weights`. It drops an unused average."""
-        self._drop_unused()
-        if self._compressed and self._local_weights and not self._changed():
-            with self._plain_tensors():
-                self._compressed.use_local_weights()
-            if self.shards:
-                reshard(self.model)
-
-    def use_shared_weights(self, *, check: bool = True) -> None:
-        """Let the weights be those of all ranks.
-
-        Args:
-            check: raise ValueError for a weight that was written to inside `local_weights`.
-        """
-        if self._compressed and self._compressed.local_weights.in_use:
-            try:
-                self._compressed.local_weights.restore(check=check)
-            finally:
-                if self.shards:
-                    reshard(self.model)
-
-    @contextmanager
-    def shared_weights(self) -> Iterator[None]:
-        """Inside, the weights are those of all ranks, also in the midst of `local_weights`: to save them."""
-        if self._compressed is None:
-            yield
-        else:
-            with self._compressed.local_weights.suspended():
-                yield
-
-    def compare_all_local_weights(self) -> None:
-        """Let `local_weights` notice every write, at the cost of two passes over the model."""
-        if self._compressed:
-            self._compressed.local_weights.compares_all = True
-
-    def _plain_tensors(self) -> AbstractContextManager[None]:
-        """Inside, the parameters of `gradients` are plain tensors with the model's gradients and optimizer state."""
-        return self.shards.entered() if self.shards else nullcontext()
-
-    def _whole(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """The model's own parameters, for those of `gradients`: of a sharded model, DTensors."""
-        return [self.shards.whole_of(each) for each in parameters] if self.shards else parameters
+    def state(self) -> State:
+        """Error feedback of the compressed parameters."""
+        return self._memory.compressed
 
     def step(self) -> None:
         """Average the gradients, then step the optimizer.
@@ -357,8 +198,8 @@ class GradientAverager:
         A collective call.
 
         Raises:
-            ValueError: there is no optimizer.
-            ExchangeFailed: the other ranks can't be reached; it names rank, step and who is missing.
+            ValueError: if there is no optimizer.
+            ExchangeFailed: if the other ranks can't be reached; it names rank, step and who is missing.
         """
         if self.optimizer is None:
             raise refusal(
@@ -377,114 +218,93 @@ class GradientAverager:
     ) -> None:
         """Replace every `p.grad` by its average over the ranks, as the compressor sends it. A collective call.
 
-        Where any rank's gradient is not finite, all ranks get non-finite gradients and all state stays as it was.
+        If any rank's gradient is not finite, all ranks get non-finite gradients and all state stays as it was.
 
         Args:
             grad_scale: the loss scale that is in the gradients; error feedback is free of it.
-            optimizer: one of several, to average the gradients of its parameters alone.
+            optimizer: one of several, to average the gradients of its parameters only.
             during: step and phase that an error names. Default: `steps`, and "averaging gradients".
 
         Raises:
-            ValueError: the ranks train different parameters; or an average of other parameters waits for its step.
-            ExchangeFailed: the other ranks can't be reached; it names rank, step and who is missing.
+            ValueError: if the ranks train different parameters, or an earlier average waits for its optimizer step.
+            ExchangeFailed: if the other ranks can't be reached; it names rank, step and who is missing.
         """
         if optimizer is not None and not any(optimizer is each for each in self.optimizers):
             allowed = "one of those that the averager was given"
             raise refusal("GradientAverager.average(optimizer)", type(optimizer).__name__, allowed)
+        optimizers = self.optimizers if optimizer is None else [optimizer]
         with explained(*(during or (self.steps, "averaging gradients")), self.ranks.group):
-            self._average(grad_scale, self.optimizers if optimizer is None else [optimizer])
-
-    def _average(self, grad_scale: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.use_shared_weights()
-        self._check_average_was_used()
-        self._drop_unused()
-        self._dropped = None
-        with self._plain_tensors():
-            if [*map(id, optimizers)] != [*map(id, self._averaged_for)]:  # optimizers take turns, on all ranks alike
-                self._averaged_for = list(optimizers)
-                self._follow()
-            if not self.parameters_agree:
-                self._follow()
-                self.check_same_parameters()
-            average = self._average_once(grad_scale, Flags(self.flag, self._changed()))
-            if average.flags.changed:
-                self._follow()
-                self.check_same_parameters()
-                average = self._average_once(grad_scale, Flags(self.flag))
+            self.use_shared_weights()
+            self._check_average_was_used()
+            with self._plain_tensors():
+                takes_turns = [*map(id, optimizers)] != [*map(id, self._averaged_for)]  # on all ranks alike
+                self._averaged_for = optimizers
+                if takes_turns or not self.parameters_agree:
+                    self._follow()
+                if not self.parameters_agree:
+                    self.check_same_parameters()
+                while True:
+                    decision, flags = self._begin_average(grad_scale), Flags(self.flag, self._changed())
+                    memory, stats = self._memory, self.stats
+                    if decision.by_ddp:
+                        with stats.phase("exchange"):
+                            average = average_dense(self.gradients, self.ranks, self.compressor, flags)
+                    elif decision.compressor:
+                        how = decision.compressor, decision.topology, self.steps
+                        average = average_compressed(memory, *how, flags, stats)
+                    else:
+                        average = flush(memory, flags, stats)
+                    if not average.flags.changed:
+                        break
+                    self._follow()
+                    self.check_same_parameters()
+                self._local.check()
             self.flagged = average.flags.stop
-            if self._compressed:
-                self._compressed.local_weights.check()
-        named = zip(self.gradients.names, self._whole(self.gradients.parameters), strict=True)
-        present = [(p, p.grad) for name, p in named if name in average.names and p.grad is not None]
-        written = {id(p): (grad, _versions(grad)) for p, grad in present}
-        self._unused = Unused(average, written, self._averaged_for)
-        if not self._compressed_average:
-            self._clip_dense(grad_scale)
-        self._record()
+            self._record(Pending(average, self._named(), optimizers))
 
-    def _average_once(self, grad_scale: float, flags: Flags) -> Average:
-        decision, dense = self.begin_step(), self._dense_traffic()
-        self._compressed_average = not decision.by_ddp
-        self._directions = frozenset()
+    def _begin_average(self, grad_scale: float) -> Decision:
+        decision = self.begin_step()
+        self.gradients.scale, self._directions = grad_scale, frozenset()
         if decision.by_ddp:
-            self._record_dense()
-            with self.stats.phase("exchange"):
-                return Average(average_dense(self.compressor, self.gradients, self.ranks, grad_scale, flags))
-        assert self._compressed is not None
-        self.stats = Stats(dense_bytes=dense, sparsity=decision.sparsity or 0.0 if decision.compressor else 0.0)
+            self.stats = self._dense_stats()
+            return decision
+        sparsity = decision.sparsity or 0.0 if decision.compressor else 0.0
+        self.stats = Stats(dense_bytes=self.ranks.dense_traffic(self.gradients.nbytes), sparsity=sparsity)
         self._gradient_norm = self._measured_norm() / grad_scale
         if self.compressor.owns_momentum(self.optimizer):
-            self._directions = frozenset(map(id, self._whole(self.gradients.compressed)))
-        if decision.compressor:
-            how = decision.compressor, decision.topology, self.steps
-            return self._compressed.compressed(*how, grad_scale, self.stats, flags)
-        return self._compressed.sparse_to_dense(grad_scale, self.stats, flags)
-
-    def _measured_norm(self) -> float:
-        """The norm of this rank's gradient; 0 where it is not asked for."""
-        timed = self.autotune is not None and self.autotune.measuring
-        if not self.measures_residual or timed or self.state is None or self.state.unsent is None:
-            return 0.0
-        begin = time.perf_counter()
-        found = norm([parameter.grad for parameter in self.gradients.compressed if parameter.grad is not None])
-        self.stats.norm_seconds += time.perf_counter() - begin
-        return found if found < math.inf else 0.0
+            compressed = set(self.gradients.layout.names)
+            self._directions = frozenset(id(p) for name, p in self._named() if name in compressed)
+        return decision
 
     def after_dense_step(
-        self,
-        *,
-        grad_scale: float = 1.0,
-        seconds: float = 0.0,
-        optimizer: torch.optim.Optimizer | None = None,
+        self, *, grad_scale: float = 1.0, seconds: float = 0.0, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Record a dense average that DDP has made, in `seconds` that backward did not hide.
+        """Record a dense average that DDP has made.
 
         Args:
             grad_scale: the loss scale that is in the gradients.
-            seconds: as said.
-            optimizer: one of several, whose parameters' gradients it is.
+            seconds: time of the exchange that backward did not hide.
+            optimizer: one of several, whose parameters' gradients were averaged.
         """
         self._check_average_was_used()
-        self._drop_unused()
         self.begin_step()
-        self._dropped, self._directions = None, frozenset()
-        self._record_dense(seconds)
-        self._unused = Unused(Average(Flags()), {}, self.optimizers if optimizer is None else [optimizer])
-        self._clip_dense(grad_scale)
-        self._record()
-
-    def _record_dense(self, seconds: float = 0.0) -> None:
-        dense = self._dense_traffic()
-        sent = dense * self.compressor.wire_dtype.itemsize // 4
-        self.stats = Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
+        self.gradients.scale, self._directions = grad_scale, frozenset()
+        self.stats = self._dense_stats()
         self.stats.seconds["exchange"] = seconds
+        optimizers = self.optimizers if optimizer is None else [optimizer]
+        self._record(Pending(Average(Flags()), [], optimizers), by_ddp=True)
 
-    def _clip_dense(self, grad_scale: float) -> None:
-        stepped = self._stepped
-        mine = [p for p in self.model.parameters() if p.requires_grad and (stepped is None or id(p) in stepped)]
-        self.compressor.clip_average(mine, grad_scale)
+    def _dense_stats(self) -> Stats:
+        dense = self.ranks.dense_traffic(self.gradients.nbytes)
+        sent = dense * self.compressor.wire_dtype.itemsize // 4
+        return Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
 
-    def _record(self) -> None:
+    def _record(self, pending: Pending, *, by_ddp: bool = False) -> None:
+        """An average is made: count it, and let it wait for the optimizer."""
+        self._pending = pending
+        if by_ddp or self.decision.by_ddp:
+            trained = [p for p in self.gradients.averaged if p.requires_grad]
+            self.compressor.clip_average(trained, self.gradients.scale)
         self.spent.add(self.stats)
         decided = self.autotune and self.autotune.step_ended(self.decision.topology, self.decision.density)
         if self.autotune and decided and self.autotune.choice == DENSE and self.ranks.rank == 0:
@@ -493,51 +313,129 @@ class GradientAverager:
         if not self.optimizers:
             self.commit()
 
-    # The optimizer's step
-
-    def is_direction(self, parameter: torch.Tensor) -> bool:
-        """True if `parameter.grad` is an update direction, which contains the optimizer's momentum."""
-        return id(parameter) in self._directions
-
     def commit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The optimizer has stepped: what it has used of the latest average leaves error feedback.
+        """The optimizer has stepped: commit the error feedback of the parameters whose average it has used.
 
         torch's optimizers call it at the end of their step. A second call does nothing. The state of a parameter whose
         gradient was discarded (None, or all zeros where the average was not) stays as it was.
 
         Raises:
-            ValueError: the optimizer has used an average that a later forward pass had dropped.
+            ValueError: if the optimizer has used an average that a later forward pass had dropped.
         """
         if self._dropped is not None and self._dropped.belongs_to(optimizer):
-            self._check_not_dropped()
-        unused = self._unused
-        if unused is None or not unused.belongs_to(optimizer):
+            dropped, self._dropped = self._dropped, None
+            if dropped.is_in_gradients:
+                allowed = "a step before the next forward pass, or averages made after it"
+                raise refusal("an optimizer step", "averages that a later forward pass has dropped", allowed)
+        pending = self._pending
+        if pending is None or not pending.belongs_to(optimizer):
             return
-        self._unused = None
-        if unused.average.commit is not None:
+        self._pending = None
+        if pending.average.commit is not None:
             with self._plain_tensors():
-                unused.average.commit(self._used(unused))
+                pending.average.commit(pending.used())
             self._measure_residual()
         self.steps += 1
 
-    def _used(self, unused: Unused) -> set[str]:
-        """Names of the parameters whose gradients the optimizer has used."""
-        named = zip(self.gradients.names, self._whole(self.gradients.parameters), strict=True)
-        present = [(name, p, p.grad) for name, p in named if name in unused.average.names and p.grad is not None]
-        names = {name for name, _, _ in present}
-        touched = [(name, local(grad)) for name, p, grad in present if p.numel() and not unused.is_untouched(p)]
-        if not touched:
-            return names
-        largest = torch.stack([grad.abs().max().float() for _, grad in touched]).tolist()
-        zero = {name for (name, _), most in zip(touched, largest, strict=True) if most == 0}
-        return names - {name for name in zero if bool(unused.average.values(name).any())}
+    def is_direction(self, parameter: torch.Tensor) -> bool:
+        """True if `parameter.grad` is an update direction, which contains the optimizer's momentum."""
+        return id(parameter) in self._directions
 
-    def _measure_residual(self) -> None:
-        state, begin = self.state, time.perf_counter()
-        if self._gradient_norm and state is not None and state.unsent is not None and not state.empty:
-            self.stats.residual_to_gradient = norm([state.unsent]) / self._gradient_norm
-            self.spent.residual_to_gradient = self.stats.residual_to_gradient
-            self.spent.norm_seconds += time.perf_counter() - begin
+    def _check_average_was_used(self) -> None:
+        """Drop an average that no optimizer step has used; raises ValueError if it is still in `p.grad`."""
+        if self._pending is not None and self._pending.is_in_gradients:
+            allowed = "a step of the optimizer, or zero_grad(), before gradients are averaged again"
+            raise refusal("averaging gradients", "averages that no optimizer step has used", allowed)
+        self._drop_pending()
+        self._dropped = None
+
+    def _drop_pending(self) -> None:
+        if self._pending is not None:
+            self._dropped, self._pending = self._pending, None
+            self._memory.offload()
+
+    # Local weights
+
+    @contextmanager
+    def local_weights(self) -> Iterator[None]:
+        """For forward and backward, with an optimizer that the compressor corrects (DGC's SGD, Adam, AdamW): the
+        weights are the shared ones less the steps that this rank has not sent yet.
+
+            with averager.local_weights():
+                loss(model(x), y).backward()
+            averager.step()
+
+        Gradients then take this rank's latest steps into account. With other methods, and without it, gradients are
+        taken at the shared weights. One backward at a time: do not use a graph from inside after the block.
+
+        Raises:
+            ValueError: if a weight was written to inside; the write would be lost.
+        """
+        self.use_local_weights()
+        with self.leaving_local_weights():
+            yield
+
+    @contextmanager
+    def leaving_local_weights(self) -> Iterator[None]:
+        """Return to the shared weights at the end; checks for writes into local weights unless an exception ends it."""
+        try:
+            yield
+        except BaseException:
+            self.use_shared_weights(check=False)
+            raise
+        self.use_shared_weights()
+
+    @property
+    def has_local_weights(self) -> bool:
+        """True if gradients are taken at this rank's own weights."""
+        return self._may_be_local and self.state.local_scales(self.ranks.workers) is not None
+
+    @property
+    def in_local_weights(self) -> bool:
+        """True while the weights are local."""
+        return self._local.in_use
+
+    def use_local_weights(self) -> None:
+        """Enter `local_weights`; the caller leaves it by `use_shared_weights`. Drops an unused average."""
+        self._drop_pending()
+        if self.has_local_weights and not self._changed():
+            with self._plain_tensors():
+                self._local.use()
+            if self.shards:
+                reshard(self.model)
+
+    def use_shared_weights(self, *, check: bool = True) -> None:
+        """Return to the weights that all ranks share.
+
+        Args:
+            check: raise ValueError if a local weight was written to.
+        """
+        if self._local.in_use:
+            try:
+                self._local.restore(check=check)
+            finally:
+                if self.shards:
+                    reshard(self.model)
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Inside, the weights are those of all ranks, even within `local_weights`: to save them."""
+        return self._local.suspended()
+
+    def compare_all_local_weights(self) -> None:
+        """Let `local_weights` detect every write, at the cost of two passes over the model."""
+        self._local.compares_all = True
+
+    # What trains, and what steps it
+
+    def _changed(self) -> bool:
+        """True if other parameters train than the gradients are laid out for."""
+        return not self.gradients.fits(self._averaged_for)
+
+    def _follow(self) -> None:
+        """Lay the gradients out for the parameters that train now."""
+        if self._changed():
+            self.gradients = Gradients(self.model, self.compressor, self.shards, self._averaged_for)
+            self._memory.lay_out(self.gradients)
 
     def check_same_parameters(self) -> None:
         """Compare with the other ranks which parameters train. Collective; the first `average` does it otherwise.
@@ -547,6 +445,16 @@ class GradientAverager:
         """
         self.gradients.check_same(self.ranks)
         self.parameters_agree = True
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """Name and parameter of everything that is averaged, as the model has it: of a sharded model, DTensors."""
+        own, shards = self.gradients.parameters, self.shards
+        wholes = [shards.whole_of(each) for each in own] if shards else own
+        return list(zip(self.gradients.names, wholes, strict=True))
+
+    def _plain_tensors(self) -> AbstractContextManager[None]:
+        """Inside, the parameters of `gradients` are plain tensors with the model's gradients and optimizer state."""
+        return self.shards.entered() if self.shards else nullcontext()
 
     def use_optimizers(
         self, optimizer: torch.optim.Optimizer | None, optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -558,7 +466,7 @@ class GradientAverager:
             optimizers: likewise.
 
         Raises:
-            ValueError: error feedback accumulates something else with it than with the one before.
+            ValueError: if error feedback accumulates something else with it than with the one before.
         """
         every = list(optimizers) if optimizer is None else [optimizer]
         if [*map(id, every)] == [*map(id, self.optimizers)]:
@@ -570,13 +478,12 @@ class GradientAverager:
                 what = f"another optimizer in mid-run with {type(self.compressor).__name__}"
                 allowed = f"one of the same class, {type(self.optimizer).__name__}, whose steps are accumulated already"
                 raise refusal(what, type(optimizer).__name__, allowed)
-        self._drop_unused()
+        self._drop_pending()
         self.detach()
         self.optimizer, self.optimizers, self._averaged_for = optimizer, every, every
         if self.shards:
             self.shards.use_optimizer(optimizer)
-        if self._compressed:
-            self._compressed.state.use_optimizer(self.shards.optimizer if self.shards else optimizer)
+        self._memory.use_optimizer(self.shards.optimizer if self.shards else optimizer)
         self._optimizer_steps = self._attached()
 
     def _attached(self) -> list[OptimizerStep]:
@@ -588,172 +495,118 @@ class GradientAverager:
         for step in self._optimizer_steps:
             step.detach()
 
-    def _drop_unused(self) -> None:
-        if self._unused is not None:
-            self._dropped, self._unused = self._unused, None
-            if self._compressed:
-                self._compressed.state.offload()
+    # What is logged
 
-    def _check_average_was_used(self) -> None:
-        """ValueError if an average of these parameters, or of others, is in `p.grad` and was not used yet."""
-        unused = self._unused
-        if unused is None or unused.average.commit is None:
-            return
-        if any(unused.is_untouched(parameter) for parameter in self._whole(self.gradients.parameters)):
-            allowed = "a step of the optimizer, or zero_grad(), before gradients are averaged again"
-            raise refusal("averaging gradients", "averages that no optimizer step has used", allowed)
+    def _measured_norm(self) -> float:
+        """The norm of this rank's gradient; 0 where it is not asked for."""
+        timed = self.autotune is not None and self.autotune.measuring
+        if not self.measures_residual or timed or self.state.unsent is None:
+            return 0.0
+        begin = time.perf_counter()
+        found = norm([parameter.grad for parameter in self.gradients.compressed if parameter.grad is not None])
+        self.stats.norm_seconds += time.perf_counter() - begin
+        return found if found < math.inf else 0.0
 
-    def _check_not_dropped(self) -> None:
-        dropped, self._dropped = self._dropped, None
-        assert dropped is not None
-        parameters = self._whole(self.gradients.parameters)
-        if dropped.average.commit is not None and any(dropped.is_untouched(p) for p in parameters):
-            allowed = "a step before the next forward pass, or averages made after it"
-            raise refusal("an optimizer step", "averages that a later forward pass has dropped", allowed)
+    def _measure_residual(self) -> None:
+        state, begin = self.state, time.perf_counter()
+        if self._gradient_norm and state.unsent is not None and not state.empty:
+            self.stats.residual_to_gradient = norm([state.unsent]) / self._gradient_norm
+            self.spent.residual_to_gradient = self.stats.residual_to_gradient
+            self.spent.norm_seconds += time.perf_counter() - begin
 
-    # What trains
+    def metrics(self) -> dict[str, float]:
+        """What CommunicationMonitor logs of the latest step besides its costs."""
+        residual = self.stats.residual_to_gradient
+        return {} if residual is None else {"memory/residual_to_gradient": residual}
 
-    def _ids(self, optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int] | None:
-        """ids of the parameters that these optimizers have; None without any."""
-        if not optimizers:
-            return None
-        return frozenset(id(p) for each in optimizers for group in each.param_groups for p in group["params"])
+    def summary(self) -> dict[str, Any]:
+        """What CommunicationMonitor's summary has besides costs: topology, the outcome of "auto", number of shards."""
+        topology = "all_reduce" if self.decision.by_ddp else self._memory.topology
+        shards = {"shards": self.shards.number} if self.shards else {}
+        return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
 
-    def _lay_out(self) -> Gradients:
-        return Gradients(self.model, self.compressor, self.shards, self._stepped)
+    def why_uncompressed(self, unit: str = "step") -> str:
+        """Why no step was compressed, apart from the trials of topology="auto". Empty if one was, or for a baseline.
 
-    def _changed(self) -> bool:
-        """True if other parameters train than the gradients are laid out for."""
-        return self.gradients.stale or self._ids(self._averaged_for) != self._stepped
-
-    def _follow(self) -> None:
-        """Lay the gradients out for the parameters that train now."""
-        if self._changed():
-            self._stepped = self._ids(self._averaged_for)
-            self.gradients = self._lay_out()
-            if self._compressed:
-                self._compressed.lay_out(self.gradients)
-
-    def _traffic(self, compressor: LossyCompressor, topology: str) -> int:
-        """Bytes that a step of this compressor sends; known for the latest sparsity."""
-        key = topology, getattr(compressor, "sparsity", 0.0), self.gradients
-        if self._known_traffic.get(topology, (None, 0))[0] != key:
-            self._known_traffic[topology] = key, traffic(compressor, self.gradients.largest, self.ranks, topology)
-        return self._known_traffic[topology][1]
-
-    def _dense_traffic(self) -> int:
-        return self.ranks.dense_traffic(self.gradients.nbytes)
-
-    # Log and checkpoints
+        Args:
+            unit: what a step is called: "step" or "round".
+        """
+        auto, compressed = self.autotune, self.spent.bytes_sent < self.spent.dense_bytes
+        if self._choice is None or (auto.choice not in (None, DENSE) if auto else compressed):
+            return ""
+        if self.ranks.workers == 1:
+            alone = "replica" if self.shards else "rank" if self.world == 1 else "node, and only nodes compress"
+            return f"there is one {alone}"
+        if not self.gradients.compressed:
+            return "no tensor is large enough"
+        if self.schedule is not None and not self.schedule(self.epoch or 0, self.steps - 1):
+            start = dense_start(self.schedule, unit)
+            return f"its warm-up of {start} lasted to the end" if start else "its sparsity was 0"
+        if auto:
+            outcome = "had not chosen yet" if auto.choice is None else "found dense steps the quickest"
+            return f'topology="auto" {outcome}'
+        return f"a compressed {unit} costs no fewer bytes than a dense one"
 
     def describe(self) -> str:
-        """One line for the log: dense steps first, what is compressed, and what a step sends then, how and why."""
-        name, ranks, dense = type(self.compressor).__name__, self.ranks, self._dense_traffic()
+        """One line for the log: dense steps first, what is compressed, and what a step then sends, how and why."""
+        name, ranks, dense = type(self.compressor).__name__, self.ranks, self.ranks.dense_traffic(self.gradients.nbytes)
         if ranks.group is None or ranks.world == 1:
             return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
         nodes = f" on {ranks.workers} nodes" if ranks.per_worker > 1 else ""
         shards = f" replicas of {self.shards.number} shards each" if self.shards else ""
         where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
-        if self._compressed is None:
-            sent = dense * self.compressor.wire_dtype.itemsize // 4
-            return f"{name}: {sent:,} bytes sent a step ({where}, ring all-reduce)."
+        if self._choice is None:
+            return f"{name}: {self._dense_stats().bytes_sent:,} bytes sent a step ({where}, ring all-reduce)."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
-        return f"{name}: {self._describe_message(self._compressed)}, against {dense:,} dense ({where}).{tried}"
+        message = "no tensor is large enough to be compressed, all travel dense"
+        if self.gradients.compressed:
+            first = f"{start}, then " if (start := dense_start(self.schedule)) else ""
+            message = first + self._choice.describe(self.gradients)
+        return f"{name}: {message}, against {dense:,} dense ({where}).{tried}"
 
-    def _describe_message(self, compressed: CompressedStep) -> str:
-        gradients, sparsity = self.gradients, compressed.compressor.final_sparsity
-        if not gradients.compressed:
-            return "no tensor is large enough to be compressed, all travel dense"
-        final = compressed.compressor.with_sparsity(sparsity)
-        between = "" if self.ranks.per_worker == 1 else " between nodes"
-        sent = [f"{self._traffic(final, name):,} bytes sent{between} a step by {name}" for name in self._topologies]
-        listed = " or ".join(sent)
-        at_sparsity = f"at sparsity {sparsity:g} " if hasattr(compressed.compressor, "sparsity") else ""
-        first = f"{start}, then " if (start := dense_start(self.schedule)) else ""
-        return (
-            f"{first}{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, "
-            f"{len(gradients.dense)} ({gradients.dense_layout.n:,}) dense in the same message; {at_sparsity}{listed}"
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """The residual after the latest step over its gradient, by the name of its metric, if it was measured."""
-        residual = self.stats.residual_to_gradient
-        return {} if residual is None else {"memory/residual_to_gradient": residual}
-
-    def summary(self) -> dict[str, Any]:
-        """The topology of the latest step, what topology="auto" chose, and the number of shards if there are any."""
-        topology = "all_reduce" if self.decision.by_ddp else self.topology
-        shards = {"shards": self.shards.number} if self.shards else {}
-        return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
-
-    def why_uncompressed(self, step: str = "step") -> str:
-        """The reason why no step was compressed, other than in trials of topology="auto".
-
-        Empty if one was, or if there is nothing to compress.
-
-        Args:
-            step: the word for a step.
-        """
-        auto, ranks, schedule = self.autotune, self.ranks, self.schedule
-        compressed = self.spent.bytes_sent < self.spent.dense_bytes
-        if not isinstance(self.compressor, LossyCompressor) or (
-            auto.choice not in (None, DENSE) if auto else compressed
-        ):
-            return ""
-        if ranks.workers == 1:
-            alone = "replica" if self.shards else "rank" if ranks.world == 1 else "node, and only nodes compress"
-            return f"there is one {alone}"
-        if not self.gradients.compressed:
-            return "no tensor is large enough"
-        if schedule is not None and not schedule(self.epoch or 0, self.steps - 1):
-            start = dense_start(schedule, step)
-            return f"its warm-up of {start} lasted to the end" if start else "its sparsity was 0"
-        if auto:
-            return f'topology="auto" {"had not chosen yet" if auto.choice is None else "found dense steps the fastest"}'
-        return f"a compressed {step} costs no fewer bytes than a dense one"
+    # Checkpoints
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Parameter -> torch's name -> mean over ranks of the optimizer's state that is kept here. Collective."""
+        """Parameter -> torch's name -> mean over ranks of the optimizer state that is computed here. Collective."""
         with self._plain_tensors():
-            kept = self._compressed.optimizer_state() if self._compressed else {}
+            kept = self._memory.optimizer_state()
         return self.shards.whole_state(kept, self.gradients.chosen) if self.shards else kept
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name and plain numbers; `torch.load(weights_only=True)` reads it.
 
-        A world of another size goes on from `averaging.mean_state` of all ranks' states.
+        A world of another size continues from `averaging.mean_state` of all ranks' states.
         """
         with self._plain_tensors():
-            state = self._compressed.state.state_dict() if self._compressed else {}
-        remembers_dense = any(kind.startswith("dense_") for kind in state)
+            memory = self._memory.state_dict()
+        keeps_dense = any(kind.startswith("dense_") for kind in memory)
         return {
             "steps": self.steps,
-            "memory": state,
+            "memory": memory,
             "shapes": self.gradients.chosen,
-            "dense_shapes": self.gradients.left_dense if remembers_dense else {},
+            "dense_shapes": self.gradients.left_dense if keeps_dense else {},
             "workers": self.ranks.workers,
             "trained": list(self.gradients.layout.names),
-            "shared_by": self._compressed.state.shared_by if self._compressed else 1,
+            "shared_by": self._memory.shared_by,
             "autotune": self.autotune and {"world": self.world, **self.autotune.state_dict()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's state. A parameter that only the state or only the model has is named in a warning.
+        """Replace this rank's state. A warning names parameters that only the state or only the model has.
 
         Raises:
-            ValueError: what is no such state, another method's, or a tensor whose shape is not its parameter's, or of a
-                parameter that is not compressed here.
+            ValueError: if it is not such a state, or another method's; if the shape of a tensor is not its parameter's,
+                or the parameter is not compressed here.
         """
-        check_state(state, self.state.state_dict() if self.state is not None else ())
-        if self._compressed and state["memory"]:
+        check_state(state, self.state.state_dict())
+        if self._choice and state["memory"]:
             check_shapes(state["shapes"], state["dense_shapes"], self.gradients, warn=self.ranks.rank == 0)
             how = {key: state[key] for key in ("workers", "trained", "shared_by")}
             with self._plain_tensors():
-                self._compressed.state.load_state_dict(state["memory"], **how)
+                self._memory.load_state_dict(state["memory"], **how)
             if self.ranks.rank == 0:
-                warn_of_lost_kinds(state["memory"], self._compressed.state.state_dict(), self.gradients)
+                warn_of_lost_kinds(state["memory"], self._memory.state_dict(), self.gradients)
         tuned = state["autotune"]
-        # Other ranks need a trial of their own; version 0.1.0 had no rounds.
-        if self.autotune and tuned and tuned["world"] == self.world and "round" in tuned:
+        if self.autotune and tuned and tuned["world"] == self.world:  # other ranks need a trial of their own
             self.autotune.load_state_dict(tuned)
         self.steps, self._decided_for = state["steps"], None

@@ -1,10 +1,10 @@
-"""One step's communication: collectives that carry what all ranks must know of each other along with the payload."""
+"""One step's communication: collectives that carry the payload, the uncompressed gradients and the flags."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -16,131 +16,79 @@ from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, 
 from lightning_gradcomp.compressors.layout import Layout, Slice
 
 PARTS = 4
-"""In so many parts at most does a payload travel, each of more than `SHORT` bytes on average."""
-CALLER_FLAGS = 2
-"""Flags that travel with a message besides those of the parameters."""
+"""Maximum number of parts that a payload is split into, each longer than `SHORT` bytes on average."""
+
+
+class Flags(NamedTuple):
+    """What the averager of a rank tells the others in a step; afterwards, True if any rank set the flag.
+
+    Args:
+        stop: set by the averager's user, for example after a SIGTERM.
+        changed: other parameters train than the gradients are laid out for. No rank then applies the average.
+    """
+
+    stop: bool = False
+    changed: bool = False
+
+
+CALLER_FLAGS = len(Flags._fields)
+"""Flags in a message besides the one for finite gradients and one per parameter."""
+
+
+class Extras:
+    """What travels with a step's payload: the uncompressed gradients, and flags. The first message carries it.
+
+    After the exchange `mean` is the workers' mean of the uncompressed gradients (fp32 [d]), and `sent` is this
+    worker's share of it, as decoded by the others.
+
+    Args:
+        dense: this worker's uncompressed gradients, fp32 [d].
+        values: their format in a payload, a `dense_values`.
+        finite: True if this worker's whole gradient is finite, 0-d bool.
+        present: for each parameter, True if this worker has a gradient; then the `Flags`.
+    """
+
+    def __init__(self, dense: torch.Tensor, values: str, finite: torch.Tensor, present: list[bool]) -> None:
+        self.dense, self.values = dense, values
+        self.mean = self.sent = dense
+        self.flags = torch.cat([finite.view(1), to_flags(present, dense.device)])
+        """[finite, *present], bool; after the exchange, those of all workers."""
+        self.carried = False
+        """True once a message has carried them."""
+
+    def combine(self, rows: list[torch.Tensor]) -> None:
+        """Combine all workers' flags: finite if every gradient is, present if any worker has a gradient."""
+        flags = torch.stack(rows)
+        self.flags = torch.cat([flags[:, :1].all(0), flags[:, 1:].any(0)])
 
 
 class Exchange:
-    """One step's `Collectives`, by topology="all_gather": every worker's payload goes to every worker.
-
-    The first `gather` or `mean` also carries the uncompressed gradients and the flags. After `finish`, `dense_mean` is
-    the mean of all workers' uncompressed gradients, `agreed` says what they know of each other, and `dense_sent` is
-    what the others have decoded of this worker's.
+    """One step's `Collectives` by topology="all_gather": every worker's payload goes to every worker.
 
     Args:
         ranks: who exchanges.
         step: steps so far.
-        dense: uncompressed gradients, fp32 [d].
-        dense_values: how they are written in a gather.
-        finite: whether this worker's gradient is, 0-d bool.
-        present: per parameter, True if this worker has a gradient; then the caller's `CALLER_FLAGS` flags.
+        extras: what travels with the payload.
         stats: where bytes and seconds are recorded.
-        buffer: returns a buffer for the average of what is compressed, fp32 [n], kept from step to step.
+        buffer: returns an fp32 [n] buffer for the mean of the compressed gradients, the same in every step.
     """
 
     partitions: Sequence[Slice] | None = None
     dense_pull = False
 
     def __init__(
-        self,
-        ranks: Ranks,
-        step: int,
-        dense: torch.Tensor,
-        dense_values: str,
-        finite: torch.Tensor,
-        present: list[bool],
-        stats: Stats,
-        buffer: Callable[[], torch.Tensor],
+        self, ranks: Ranks, step: int, extras: Extras, stats: Stats, buffer: Callable[[], torch.Tensor]
     ) -> None:
         self.ranks, self.workers, self.worker, self.step = ranks, ranks.workers, ranks.worker, step
-        self.stats, self.buffer = stats, buffer
-        self._dense, self._dense_values = dense, dense_values
-        self._finite, self._present = finite.view(1), to_flags(present, dense.device)
-        self.dense_mean = self.dense_sent = dense
-        self._carried = False
-        """Whether the uncompressed gradients and the flags have travelled."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Adds the time spent inside to phase `name`."""
-        return self.stats.phase(name)
-
-    def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """The payloads (uint8 [p]) of all workers, in order."""
-        return self.start_gather(payload)()
-
-    def start_gather(self, payload: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """Begins a `gather`. What it returns waits for the payloads; called in the same order on all workers."""
-        frame = None
-        if not self._carried:
-            self._carried = True
-            with self.phase("compress"):
-                flags = self._flags
-                frame = Frame(self._dense.numel(), self._dense_values, payload.numel(), flags.numel())
-                dense = frame.pack_dense(self._dense)
-                self.dense_sent = frame.read_dense(dense)
-                payload = frame.pack(dense, payload, flags)
-        with self.phase("exchange"):
-            rows_of_all = self.ranks.start_gather(payload)
-        self._record(self.ranks.gather_traffic(payload.numel()))
-
-        def wait() -> list[torch.Tensor]:
-            with self.phase("exchange"):
-                rows = rows_of_all()
-            if frame is None:
-                return list(rows)
-            with self.phase("decompress"):
-                self.dense_mean = mean_of_rows([frame.read_dense(row) for row in rows])
-                self._combine([frame.read_flags(row) for row in rows])
-            return [frame.read_payload(row) for row in rows]
-
-        return wait
-
-    @property
-    def _flags(self) -> torch.Tensor:
-        """Whether this worker's gradient is finite, and which parameters have one: bool."""
-        return torch.cat([self._finite, self._present])
-
-    def _combine(self, rows: list[torch.Tensor]) -> None:
-        """Finite if all workers' gradients are, present if any worker's is."""
-        flags = torch.stack(rows)
-        self._finite, self._present = flags[:, :1].all(0), flags[:, 1:].any(0)
-
-    def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean of `flat` (fp32 [m]) over the workers."""
-        with self.phase("exchange"):
-            # not finite: 1, so that the sum says something; a sum of "finite" would have to be compared with N
-            rest = [] if self._carried else [self._dense, torch.cat([~self._finite, self._present]).float()]
-            parts = [flat, *rest]
-            total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
-            mean, *means = total.split([part.numel() for part in parts])
-            if rest:
-                self.dense_mean, flags = means
-                self._finite, self._present, self._carried = flags[:1] == 0, flags[1:] > 0, True
-            self._record(self.ranks.add_traffic(total.nbytes, total.device))
-            return mean
-
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of each of `values` (fp32 [m]) over the workers. Carries nothing else."""
-        with self.phase("exchange"):
-            self._record(self.ranks.maximum_traffic(values.nbytes))
-            return self.ranks.maximum(values)
-
-    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For topologies with partitions."""
-        raise NotImplementedError("scatter: topology='all_gather' has no partitions")
-
-    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """For topologies with partitions."""
-        raise NotImplementedError("gather_partitions: topology='all_gather' has no partitions")
+        self.extras, self.stats, self.phase, self.buffer = extras, stats, stats.phase, buffer
 
     def mean_of_payloads(
         self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
-        """Encodes `flat`, gathers payloads, decodes and adds them in the workers' order: (mean, what this one sent).
+        """Encode `flat`, gather the payloads, decode them and add them in the workers' order: (mean, what was sent).
 
-        A long payload of tensors that are encoded one by one travels in parts: each while the next one is encoded, and
-        the one before it decoded.
+        A long payload of tensors that are encoded one by one travels in parts: each part travels while the next one is
+        encoded and the one before it is decoded.
         """
         parts = [Slice(0, layout)]
         if codec.tensor_by_tensor:
@@ -161,23 +109,86 @@ class Exchange:
             return means[0], begun[0][0]
         return Dense(self.buffer()), concatenate([sent for sent, _ in begun], [part.start for part in parts])
 
-    def finish(self) -> None:
-        """Sends the uncompressed gradients and the flags, if no message has carried them."""
-        if not self._carried:
-            self.gather(self._dense.new_empty(0, dtype=torch.uint8))
+    def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The payloads (uint8 [p]) of all workers, in order."""
+        return self.start_gather(payload)()
 
-    def agreed(self, mean: Decoded) -> tuple[bool, list[bool]]:
+    def start_gather(self, payload: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Start a `gather`. Returns a function that waits for the payloads; call it in the same order on all workers.
+
+        The first message carries the extras.
+        """
+        extras, frame = self.extras, None
+        if not extras.carried:
+            extras.carried = True
+            with self.phase("compress"):
+                frame = Frame(extras.dense.numel(), extras.values, payload.numel(), extras.flags.numel())
+                dense = frame.pack_dense(extras.dense)
+                extras.sent = frame.read_dense(dense)
+                payload = frame.pack(dense, payload, extras.flags)
+        with self.phase("exchange"):
+            rows_of_all = self.ranks.start_gather(payload)
+        self._record(self.ranks.gather_traffic(payload.numel()))
+
+        def wait() -> list[torch.Tensor]:
+            with self.phase("exchange"):
+                rows = rows_of_all()
+            if frame is None:
+                return list(rows)
+            with self.phase("decompress"):
+                extras.mean = mean_of_rows([frame.read_dense(row) for row in rows])
+                extras.combine([frame.read_flags(row) for row in rows])
+            return [frame.read_payload(row) for row in rows]
+
+        return wait
+
+    def mean(self, flat: torch.Tensor) -> torch.Tensor:
+        """The mean of `flat` (fp32 [m]) over the workers. The first message carries the extras."""
+        extras = self.extras
+        with self.phase("exchange"):
+            rest = []
+            if not extras.carried:  # a 1 for "not finite", so that the sum says if any worker's gradient is not
+                rest = [extras.dense, torch.cat([~extras.flags[:1], extras.flags[1:]]).float()]
+            parts = [flat, *rest]
+            total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
+            mean, *means = total.split([part.numel() for part in parts])
+            if rest:
+                extras.mean, flags = means
+                extras.flags, extras.carried = torch.cat([flags[:1] == 0, flags[1:] > 0]), True
+            self._record(self.ranks.add_traffic(total.nbytes, total.device))
+            return mean
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The maximum over the workers of each of `values` (fp32 [m])."""
+        with self.phase("exchange"):
+            self._record(self.ranks.maximum_traffic(values.nbytes))
+            return self.ranks.maximum(values)
+
+    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For topologies with partitions."""
+        raise NotImplementedError("scatter: topology='all_gather' has no partitions")
+
+    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """For topologies with partitions."""
+        raise NotImplementedError("gather_partitions: topology='all_gather' has no partitions")
+
+    def finish(self) -> None:
+        """Send the extras by themselves if no message has carried them."""
+        if not self.extras.carried:
+            self.gather(self.extras.dense.new_empty(0, dtype=torch.uint8))
+
+    def agreed(self, mean: Decoded) -> tuple[bool, list[bool], Flags]:
         """What all ranks know, now that they have the same mean.
 
         Returns:
-            True if every worker's gradient and the mean are finite; per parameter, and for each of the caller's flags,
-            True if any worker has one.
+            True if every worker's gradient and the mean are finite; for each parameter, True if any worker has a
+            gradient; the flags of all ranks.
         """
-        bad = ~(self._finite & mean.finite())
-        present, flags = self._present[:-CALLER_FLAGS], self._present[-CALLER_FLAGS:]
+        finite, present, flags = self.extras.flags.split([1, len(self.extras.flags) - 1 - CALLER_FLAGS, CALLER_FLAGS])
+        bad = ~(finite & mean.finite())
         bad, flags = self.ranks.any_shard(torch.cat([bad, flags])).split([1, CALLER_FLAGS])
-        good, *anywhere = read_flags(torch.cat([~bad, present, flags]))
-        return good, anywhere
+        good, *found = read_flags(torch.cat([~bad, present, flags]))
+        return good, found[:-CALLER_FLAGS], Flags(*found[-CALLER_FLAGS:])
 
     def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent
@@ -189,7 +200,7 @@ def _part_of_buffer(part: Slice, buffer: Callable[[], torch.Tensor]) -> torch.Te
 
 
 def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """The mean of fp32 [d] each, added in order."""
+    """The mean of fp32 [d] rows, added in order."""
     mean = torch.zeros_like(rows[0])
     for row in rows:
         mean += row
@@ -197,12 +208,12 @@ def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def read_flags(flags: torch.Tensor) -> list[bool]:
-    """The `flags` as Python's: the one place in a compressed step where the host waits for a GPU."""
+    """`flags` as a list: the one place in a compressed step where the host waits for a GPU."""
     return flags.tolist()
 
 
 def to_flags(flags: list[bool], device: torch.device) -> torch.Tensor:
-    """`flags` on the device, bool. Waiting for the copy would be waiting for everything queued on a GPU."""
+    """`flags` as a bool tensor. A blocking copy would wait for everything that is queued on a GPU."""
     return torch.tensor(flags, dtype=torch.bool).to(device, non_blocking=True)
 
 
@@ -213,7 +224,10 @@ def all_reduce_mean(
     wire_dtype: torch.dtype = torch.float32,
     saturate: bool = True,
 ) -> tuple[list[torch.Tensor], list[bool]]:
-    """The means of flat `tensors` over the ranks, fp32, in one all-reduce that also says what is `present` anywhere."""
+    """The means of flat `tensors` over the ranks, fp32, and True for each of `present` that any rank set.
+
+    One all-reduce.
+    """
     flags = to_flags(present, tensors[0].device).float()
     parts = [*tensors, flags]
     buffer = torch.cat(parts)
@@ -225,10 +239,10 @@ def all_reduce_mean(
 
 
 def to_wire(values: torch.Tensor, world: int, wire_dtype: torch.dtype, saturate: bool) -> torch.Tensor:
-    """What a rank adds to the mean of `values` over `world` ranks: values / world, as `wire_dtype`.
+    """A rank's share of the mean of `values` over `world` ranks: values / world, as `wire_dtype`.
 
     With `saturate`, finite elements that are too large for 16 bits become the largest that `world` ranks can add;
-    infinities and NaN stay what they are. Under a loss scale they must not: the scaler has to see the overflow.
+    infinities and NaN stay as they are. With a loss scale, do not saturate: the scaler has to see the overflow.
     """
     part = values / world
     if saturate and wire_dtype != torch.float32:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -23,7 +23,7 @@ from lightning_gradcomp.errors import refusal
 
 @dataclass(frozen=True)
 class Layouts:
-    """How a rank's gradients are laid out, without the gradients: what the bytes of a step follow from."""
+    """The layouts of a rank's gradients, from which the bytes of a step follow."""
 
     layout: Layout
     dense_layout: Layout
@@ -36,19 +36,19 @@ class Layouts:
 
 
 class Gradients:
-    """Which parameters are compressed, and their gradients, collected and assigned afresh at every step.
+    """Which parameters are compressed, and flat buffers for their gradients, filled and written back in every step.
 
     Names are those of `model.named_parameters()` without the prefixes of torch.compile and activation checkpointing.
 
     Args:
-        model: the bare module. Its `_ddp_params_and_buffers_to_ignore` is honoured.
+        model: the bare module. Parameters in its `_ddp_params_and_buffers_to_ignore` are left out.
         compressor: chooses what is compressed, by the shapes of whole tensors.
-        shards: of a sharded model: this rank's part of it, which all but `chosen` and `left_dense` is about.
-        stepped: ids of the model's parameters that an optimizer has; others have no part in an average. None: all.
+        shards: of a sharded model: this rank's shards. Only `chosen` and `left_dense` are about whole tensors then.
+        optimizers: parameters that none of them has are left out. Without any, all parameters are averaged.
 
     Raises:
-        ValueError: parameters whose gradients can't be laid out flat (sparse embeddings, complex numbers), or shards
-            that the compressor can't work with.
+        ValueError: if gradients can't be laid out flat (sparse embeddings, complex numbers), or the compressor can't
+            compress shards.
     """
 
     def __init__(
@@ -56,17 +56,20 @@ class Gradients:
         model: nn.Module,
         compressor: Compressor,
         shards: Shards | None = None,
-        stepped: Container[int] | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         check_trainable(model)
         ignored = ignored_by_ddp(model)
+        self._stepped = stepped = _ids(optimizers)
         mine = {
-            plain_name(name): id(p) for name, p in model.named_parameters()
+            plain_name(name) for name, p in model.named_parameters()
             if name not in ignored and (stepped is None or id(p) in stepped)
         }  # fmt: skip
+        self.averaged = [p for p in model.parameters() if stepped is None or id(p) in stepped]
+        """The model's parameters that the optimizers have."""
         every = shards.named if shards else [(plain_name(name), p) for name, p in model.named_parameters()]
         self._every = [(name, p) for name, p in every if name in mine]
-        self._trainable = self.trainable_now()
+        self._trainable = self._trainable_now()
         named = [(name, p) for (name, p), trains in zip(self._every, self._trainable, strict=True) if trains]
         shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in every}
         compressor.check_names(shapes)
@@ -84,28 +87,30 @@ class Gradients:
         self.compressed: list[nn.Parameter] = [p for _, p in taken]
         self.dense: list[nn.Parameter] = [p for _, p in left]
         self.sharded = shards is not None
-        """Whether the parameters are this rank's shards of others."""
+        """True if the parameters are this rank's shards."""
+        self.scale = 1.0
+        """The loss scale that is in `p.grad` in this step."""
         self.device = named[0][1].device if named else torch.device("cpu")
         self.compressed_flat = torch.zeros(self.layout.n, dtype=torch.float32, device=self.device)
-        """A buffer for the gradients of `compressed`, fp32 [n]; a step may exchange it for another."""
+        """A buffer for the gradients of `compressed`, fp32 [n]. A commit may exchange it for another."""
         self.dense_flat = torch.zeros(self.dense_layout.n, dtype=torch.float32, device=self.device)
-        """The same for those of `dense`."""
+        """The same for `dense`."""
+        self._mean_buffer = torch.empty(0, dtype=torch.float32)
         self.largest = Layouts(self.layout, self.dense_layout, self.device)
-        """The layouts of the rank that has most to send: of a replica's first shard. All ranks decide by them."""
+        """The layouts of the largest shard, by which all ranks decide."""
         if shards:
-            trainable = shards.trainable & mine.keys()
+            trainable = shards.trainable & mine
             first = {name: shape for name, shape in shards.shapes_on(0).items() if name in trainable}
             taken, left = ({n: s for n, s in first.items() if (n in names) is chosen} for chosen in (True, False))
             self.largest = Layouts(
                 Layout(tuple(taken), tuple(taken.values())), Layout(tuple(left), tuple(left.values())), self.device
             )
 
-    def trainable_now(self) -> list[bool]:
-        """Which of the model's parameters require a gradient at this moment."""
+    def _trainable_now(self) -> list[bool]:
         return [parameter.requires_grad for _, parameter in self._every]
 
     def check_same(self, ranks: Ranks) -> None:
-        """ValueError, on every rank, if the ranks train different parameters. Collective."""
+        """Collective. Raises ValueError on every rank if the ranks train different parameters."""
         check_same_parameters(self._every, self._trainable, ranks, self.device)
 
     @property
@@ -135,13 +140,17 @@ class Gradients:
 
     @property
     def frozen(self) -> set[str]:
-        """Names of the parameters that don't train just now."""
+        """Names of the parameters that do not train at present."""
         return {name for (name, _), trains in zip(self._every, self._trainable, strict=True) if not trains}
 
     @property
-    def stale(self) -> bool:
-        """Whether a parameter was frozen or unfrozen since this was made."""
-        return self.trainable_now() != self._trainable
+    def is_stale(self) -> bool:
+        """True if a parameter was frozen or unfrozen since the gradients were laid out."""
+        return self._trainable_now() != self._trainable
+
+    def fits(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """True if the gradients are laid out for the parameters of `optimizers` that train now."""
+        return not self.is_stale and _ids(optimizers) == self._stepped
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -149,7 +158,7 @@ class Gradients:
         return self.compressed + self.dense
 
     def local(self) -> dict[str, torch.Tensor]:
-        """Name -> copy, in fp32, of every gradient there is, as it is in `p.grad`."""
+        """Name -> fp32 copy of `p.grad`, where there is one."""
         return {name: p.grad.float().clone() for name, p in self._every if p.grad is not None}
 
     def put_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -160,38 +169,64 @@ class Gradients:
 
     @property
     def present(self) -> list[bool]:
-        """Which of `parameters` have a gradient."""
+        """True for each of `parameters` that has a gradient."""
         return [parameter.grad is not None for parameter in self.parameters]
 
-    def collect(self, scale: float) -> None:
-        """Fill the buffers with every `p.grad` / scale, 0 where there is none."""
-        _fill(self.layout, self.compressed_flat, self.compressed, scale)
-        self.collect_dense(scale)
+    def marked(self, marks: list[bool]) -> frozenset[str]:
+        """Names of the parameters whose mark is True."""
+        return frozenset(name for name, mark in zip(self.names, marks, strict=True) if mark)
 
-    def collect_dense(self, scale: float) -> None:
-        """As `collect`, of the dense ones alone."""
+    def collect(self, *, unscale: bool = True) -> None:
+        """Fill the buffers with `p.grad`, 0 where there is none; with `unscale`, divided by the loss scale."""
+        scale = self.scale if unscale else 1.0
+        _fill(self.layout, self.compressed_flat, self.compressed, scale)
         _fill(self.dense_layout, self.dense_flat, self.dense, scale)
 
-    def local_gradient(self, scale: float) -> LocalGradient:
-        """The compressed ones: as they are in `p.grad`, or on a GPU from `compressed_flat`, where they are put."""
+    def collected(self) -> LocalGradient:
+        """The compressed parameters' gradients that are in the buffer."""
+        return LocalGradient.of(self.compressed_flat, self.layout)
+
+    def local_gradient(self) -> LocalGradient:
+        """The compressed parameters' gradients without the loss scale; fills the buffer of the others.
+
+        A CPU reads them from `p.grad`, a GPU from the buffer, which it fills.
+        """
         if self.device.type == "cuda":
-            _fill(self.layout, self.compressed_flat, self.compressed, scale)
-            return LocalGradient.of(self.compressed_flat, self.layout)
+            self.collect()
+            return self.collected()
+        _fill(self.dense_layout, self.dense_flat, self.dense, self.scale)
         parts = [None if p.grad is None else p.grad.reshape(-1) for p in self.compressed]
-        return LocalGradient(parts, self.layout, scale)
+        return LocalGradient(parts, self.layout, self.scale)
+
+    def mean_buffer(self) -> torch.Tensor:
+        """A buffer for a mean that is not sparse, fp32 [n]. A new one in each step would take longer."""
+        if self._mean_buffer.numel() != self.layout.n:
+            self._mean_buffer = torch.empty_like(self.compressed_flat)
+        return self._mean_buffer
 
     def assign(
-        self, compressed: Decoded, dense: torch.Tensor, present: list[bool], scale: float, factors: Sequence[float]
+        self,
+        compressed: Decoded,
+        dense: torch.Tensor,
+        present: list[bool],
+        rates: Sequence[float] | None = None,
+        *,
+        rescale: bool = True,
     ) -> None:
-        """Write the averages into `p.grad` wherever `present`, making a gradient where there is none.
+        """Write averages, times the loss scale, into `p.grad` of the parameters that are `present`.
 
         Args:
-            compressed: the average of `compressed`, multiplied here by a factor for each parameter.
-            dense: the average of `dense`, fp32 [d], multiplied here by `scale`.
-            present: of each parameter.
-            scale: the loss scale.
-            factors: of each compressed parameter.
+            compressed: the average of `compressed`.
+            dense: the average of `dense`, fp32 [d].
+            present: True for each parameter that has a gradient on any rank.
+            rates: the learning rate of each compressed parameter, if the average is one of steps. Dividing by it turns
+                a step into an update direction.
+            rescale: False if the averages contain the loss scale.
         """
+        scale = self.scale if rescale else 1.0
+        factors = [scale] * len(self.compressed)
+        if rates is not None:
+            factors = [scale / rate if rate else 0.0 for rate in rates]
         few, rest = present[: len(self.compressed)], present[len(self.compressed) :]
         if isinstance(compressed, Dense):
             _write(self.layout, compressed.values, self.compressed, few, factors)
@@ -203,18 +238,36 @@ class Gradients:
         _write(self.dense_layout, dense, self.dense, rest, [scale] * len(self.dense))
 
     def fill(self, value: float, present: list[bool]) -> None:
-        """Let every `p.grad` that is `present` be `value`."""
+        """Set `p.grad` to `value` for every parameter that is `present`."""
         for parameter, wanted in zip(self.parameters, present, strict=True):
             if wanted:
                 parameter.grad = torch.full_like(parameter, value)
 
+    def values(self, compressed: Decoded, dense: torch.Tensor, name: str) -> torch.Tensor:
+        """The part of a parameter in the averages that `assign` takes, 1-D: some or all elements."""
+        if name in self.dense_layout.names:
+            start, stop = self.dense_layout.bounds[self.dense_layout.names.index(name)]
+            return dense[start:stop]
+        return list(by_tensor(compressed, self.layout))[self.layout.names.index(name)][1]
+
+
+def _ids(optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int] | None:
+    """ids of the optimizers' parameters; None without an optimizer."""
+    if not optimizers:
+        return None
+    return frozenset(id(p) for each in optimizers for group in each.param_groups for p in group["params"])
+
 
 def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str, tuple[int, ...]]) -> None:
-    """ValueError where the last rank of a replica has nothing to compress, or shards that the compressor can't.
+    """Check that every rank of a replica has shards that the compressor can compress.
 
     Args:
-        names: of the tensors that are compressed.
-        smallest: name -> shape of that rank's shard, of every parameter.
+        compressor: of the averages.
+        names: of the compressed tensors.
+        smallest: name -> shape of the last rank's shard, of every parameter.
+
+    Raises:
+        ValueError: if the last rank has nothing to compress, or a shard that the compressor can't compress.
     """
     taken = {name: shape for name, shape in smallest.items() if name in names}
     if taken and not any(prod(shape) for shape in taken.values()):
@@ -227,7 +280,7 @@ def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str,
 
 
 def _fill(layout: Layout, flat: torch.Tensor, parameters: list[nn.Parameter], scale: float) -> None:
-    """Let `flat` be every `p.grad` / scale, 0 where there is none."""
+    """Fill `flat` with `p.grad` / scale, 0 where there is none."""
     views = layout.views(flat)
     grads = [(view, p.grad) for view, p in zip(views, parameters, strict=True) if p.grad is not None]
     if len(grads) < len(parameters):
@@ -242,7 +295,7 @@ def _fill(layout: Layout, flat: torch.Tensor, parameters: list[nn.Parameter], sc
 def _write(
     layout: Layout, values: torch.Tensor, parameters: list[nn.Parameter], wanted: list[bool], factors: Sequence[float]
 ) -> None:
-    """Let every `p.grad` that is `wanted` be its part of `values` (fp32 [n]) times its factor."""
+    """Write its part of `values` (fp32 [n]), times its factor, into every `p.grad` that is `wanted`."""
     copied = []
     for parameter, view, wants, factor in zip(parameters, layout.views(values), wanted, factors, strict=True):
         if not wants:
@@ -261,7 +314,7 @@ def _write(
 
 @torch.no_grad()
 def _write_at(parameter: nn.Parameter, places: torch.Tensor | None, values: torch.Tensor, factor: float) -> None:
-    """Let the gradient be `values` times `factor` at `places`, and 0 elsewhere; without places, everywhere."""
+    """Write `values` times `factor` into the gradient at `places`, and 0 elsewhere; without places, everywhere."""
     if factor != 1:
         values = values * factor
     if places is None:

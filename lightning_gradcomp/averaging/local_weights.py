@@ -1,25 +1,25 @@
-"""The weights at which a rank computes its gradient: those of all ranks, less the steps that it has not sent yet.
+"""Local weights, at which a rank computes its gradient: the shared weights less the steps that it has not sent yet.
 
-What waits to be sent is known to its rank alone, but that rank need not wait for it. In a gradient at the shared
-weights, an update of 1 % of the elements a step is missing for some hundred steps; at the local weights only those of
-the other ranks are missing. CSER (Xie et al., NeurIPS 2020, arXiv 2007.13221) keeps such local models all the time.
-Here the weights are local in forward and backward passes alone: wherever else one looks, all ranks hold the same.
+Unsent steps are known to their rank alone, but that rank need not wait for them. A gradient at the shared weights lacks
+an update of 1 % of the elements a step for some hundred steps; at the local weights it lacks only those of the other
+ranks. CSER (Xie et al., NeurIPS 2020, arXiv 2007.13221) keeps such local models all the time. Here the weights are
+local in forward and backward passes only: everywhere else all ranks hold the same weights.
 
-A rank's own steps are longer than the mean of all ranks' where gradients are mostly noise; `scales` make up for it.
+A rank's own steps are longer than the mean of all ranks' where gradients are mostly noise; scales make up for it.
 
-A write into a weight inside would be lost with the local weights. `restore` notices it: by torch's version counters,
-and, since a write by `.data` does not count there, by comparing a few elements of every weight (all, on request).
+A write into a local weight would be lost. `restore` detects it: by torch's version counters, and, since a write by
+`.data` does not count there, by comparing a few elements of every weight (all, on request).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.replicas import checksum
-from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.errors import refusal
 
 SAMPLE = 32
@@ -27,17 +27,20 @@ SAMPLE = 32
 
 
 class LocalWeights:
-    """Exchanges the data of parameters for that of their local weights, and back.
+    """Exchanges the data of the compressed parameters for local weights, and back.
+
+    The local weights are in the buffer of the compressed gradients, which is free meanwhile. FSDP reads the memory of
+    its shards, so their local weights are written there, and the buffer has a copy of the shared ones.
 
     Args:
-        parameters: those of `layout`.
-        layout: of the flat buffers that `use` is given.
-        in_place: write local weights into the memory of the parameters, which others read too, and keep a copy of the
-            shared ones. Otherwise that memory is only exchanged for another.
+        memory: error feedback, whose unsent steps are subtracted.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout, *, in_place: bool = False) -> None:
-        self._parameters, self._layout, self._in_place = parameters, layout, in_place
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._parameters: list[torch.nn.Parameter] = []
+        self._names: tuple[str, ...] = ()
+        self._in_place = False
         self._shared: list[torch.Tensor] = []
         """The data of the parameters while their local weights are in use."""
         self._local: list[torch.Tensor] = []
@@ -46,20 +49,24 @@ class LocalWeights:
         self.compares_all = False
         """True to compare every element of the weights, which takes two passes over the model."""
         self._unchecked: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Of a GPU: what to compare once the host has to wait for it anyway."""
+        """On a GPU: what to compare when the host has to wait for it anyway."""
 
     @torch.no_grad()
-    def use(self, unsent: torch.Tensor, scales: Sequence[torch.Tensor | float], out: torch.Tensor) -> None:
-        """Let the parameters be the shared weights minus scale · `unsent` (fp32 [n]), unless they are already.
+    def use(self) -> None:
+        """Set the parameters to the shared weights minus scale · unsent until `restore`, unless they are already.
 
-        There is a scale for each parameter, a number or 0-d. `out` (fp32 [n]) holds the local weights, or `in_place`
-        the shared ones, until `restore`; parameters of another type or layout have memory of their own.
+        Parameters that the buffer can't hold, of another type or memory format, get memory of their own.
         """
-        if self._shared:
+        state, gradients = self._memory.compressed, self._memory.gradients
+        scales = state.local_scales(self._memory.ranks.workers)
+        if self._shared or scales is None or state.empty or state.unsent is None:
             return
-        views = zip(self._parameters, self._layout.views(unsent), scales, self._layout.bounds, strict=True)
-        for parameter, view, scale, (start, _) in views:
-            other = _like(parameter, out, start)
+        layout, unsent = gradients.layout, state.unsent.to(gradients.device)
+        self._parameters, self._names, self._in_place = gradients.compressed, layout.names, gradients.sharded
+        for parameter, view, scale, (start, _) in zip(
+            self._parameters, layout.views(unsent), scales, layout.bounds, strict=True
+        ):
+            other = _like(parameter, gradients.compressed_flat, start)
             if self._in_place:
                 other.copy_(parameter)
                 _subtract(parameter, view, scale, parameter.data)
@@ -74,19 +81,21 @@ class LocalWeights:
 
     @property
     def in_use(self) -> bool:
-        """True while the parameters are the local weights."""
+        """True while the parameters hold local weights."""
         return bool(self._shared)
 
     @torch.no_grad()
     def restore(self, *, check: bool = True) -> None:
-        """Let the parameters be the shared weights again.
+        """Set the parameters to the shared weights again.
 
         Args:
-            check: for writes into the local weights.
+            check: False to skip the check for writes.
 
         Raises:
-            ValueError: a local weight was written to. The parameters are the shared weights all the same.
+            ValueError: if a local weight was written to. The parameters hold the shared weights all the same.
         """
+        if not self._shared:
+            return
         locals_ = zip(self._parameters, self._local, self._versions, strict=True)
         written = [p.data_ptr() != own.data_ptr() or p._version != version for p, own, version in locals_]
         earlier = self._unchecked  # of a pass whose gradients are accumulated
@@ -100,12 +109,12 @@ class LocalWeights:
         if check and any(written):
             self._refuse(written)
         self._compare(earlier)
-        if not self._layout.n or not self._parameters[0].is_cuda:
+        if not self._parameters[0].is_cuda:
             self.check()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the parameters have the data of the shared weights."""
+        """Inside, the parameters hold the shared weights."""
         if not self._shared or self._in_place:
             yield
             return
@@ -118,7 +127,7 @@ class LocalWeights:
                 parameter.data = own
 
     def check(self) -> None:
-        """ValueError if the local weights that were restored last had been written to. It waits for a GPU."""
+        """Raises ValueError if the latest local weights had been written to. Waits for a GPU."""
         unchecked, self._unchecked = self._unchecked, None
         self._compare(unchecked)
 
@@ -127,13 +136,13 @@ class LocalWeights:
             self._refuse([not torch.equal(*pair) for pair in zip(*looks, strict=True)])
 
     def _look(self) -> torch.Tensor:
-        """What is compared of each weight, as integers, which compare NaN too: int64 [parameters, 1 or SAMPLE]."""
+        """What is compared of each weight: int64 [parameters, 1 or SAMPLE], in which NaNs compare equal."""
         if self.compares_all:
             return torch.stack([checksum(parameter).view(1) for parameter in self._parameters])
         return torch.stack([_sample(parameter) for parameter in self._parameters]).double().view(torch.int64)
 
     def _refuse(self, written: list[bool]) -> None:
-        names = [repr(name) for name, wrong in zip(self._layout.names, written, strict=True) if wrong]
+        names = [repr(name) for name, wrong in zip(self._names, written, strict=True) if wrong]
         got = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
         allowed = (
             "local_weights=False, or a write before the forward pass or after the optimizer's step "
@@ -143,7 +152,7 @@ class LocalWeights:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Some elements of a parameter, evenly spaced in its memory: [SAMPLE]; of few elements all, and zeros."""
+    """Elements of a parameter, evenly spaced in its memory: [SAMPLE], padded with zeros."""
     n = parameter.numel()
     few = parameter.data.as_strided((min(n, SAMPLE),), (max(n // SAMPLE, 1),))
     return few if n >= SAMPLE else torch.nn.functional.pad(few, (0, SAMPLE - n))
@@ -158,7 +167,7 @@ def _subtract(weights: torch.Tensor, unsent: torch.Tensor, scale: torch.Tensor |
 
 
 def _like(parameter: torch.Tensor, out: torch.Tensor, start: int) -> torch.Tensor:
-    """Memory for a tensor like `parameter`, in `out` from `start` on where that is possible."""
+    """Memory for a tensor like `parameter`: in `out` from `start` on, if possible."""
     whole = parameter.is_contiguous() or (
         parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     )

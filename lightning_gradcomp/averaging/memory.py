@@ -1,142 +1,232 @@
-"""What a worker remembers between compressed steps: of compressed and uncompressed gradients, and of its partition."""
+"""Error feedback of one rank: over compressed and uncompressed gradients, and over the partition that it owns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
 import torch
+from torch import nn
 
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION, all_floating
+from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.averaging.two_phase import PartitionResidual
-from lightning_gradcomp.compressors.base import LossyCompressor
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.decoded import Decoded, Dense
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.state import Residual, State, StateDict
 
 
 class Memory:
-    """The states of one model on one rank; everything is keyed by parameter name.
+    """Error feedback of one model on one rank. State is keyed by parameter name.
+
+    `compensate` adds the residuals to the gradients, `subtract` takes out what was sent, `commit` puts the new
+    residuals in force. Until `commit` the state stays as it was.
 
     Args:
-        compressor: what is remembered.
+        compressor: decides what is accumulated.
         gradients: the model's, laid out flat.
         ranks: who exchanges.
-        topology: how messages travel, and where states are kept. With "auto", they travel as `use_topology` says.
-        optimizer: for a compressor that owns the momentum.
+        topology: how payloads travel, and where residuals are kept. With "auto", `use_topology` decides.
+        optimizer: the only one, if it is known.
+        by_servers: True for dist_async: servers step the parameters and may drop a push. Residuals are then kept for
+            every compressor, and the optimizer's state does not hold the moments.
     """
 
     def __init__(
         self,
-        compressor: LossyCompressor,
+        compressor: Compressor,
         gradients: Gradients,
         ranks: Ranks,
         topology: Topology,
         optimizer: torch.optim.Optimizer | None,
+        *,
+        by_servers: bool = False,
     ) -> None:
-        self._compressor, self._ranks, self._optimizer = compressor, ranks, optimizer
+        self.compressor, self.ranks, self._optimizer, self._by_servers = compressor, ranks, optimizer, by_servers
         self._auto = topology.name == "auto"
         self.topology = "all_gather" if self._auto else topology.name
-        """How the coming step's messages travel."""
+        """How the payloads of the step travel."""
         self._frozen: StateDict = {}
-        """Of parameters that don't train just now."""
+        """State of the parameters that do not train at present."""
         self.shared_by = ranks.per_worker
-        """Ranks that remember the same: those of a worker, but after loading perhaps not until the next step."""
+        """Ranks with the same state: those of a worker. After loading it may differ until the next step."""
         self._offloads = topology.residual_device == "cpu" and gradients.device.type != "cpu"
         self._attach(gradients)
 
     def _attach(self, gradients: Gradients) -> None:
-        self._gradients = gradients
+        self.gradients = gradients
         self.compressed, self.dense, self.partition = self._blank()
+        self._norms: torch.Tensor | None = None
         self.offload()
 
     def _blank(self) -> tuple[State, State, PartitionResidual | None]:
-        gradients = self._gradients
-        dense = State if self._compressor.dense_values == "fp32" else Residual
-        compressed = self._compressor.state(gradients.layout, gradients.device, self._optimizer)
-        compressed.attach(self._optimizer, gradients.compressed)
-        return compressed, dense(gradients.dense_layout, gradients.device), self._blank_partition(self.topology)
+        gradients, compressor = self.gradients, self.compressor
+        place, dense_place = (gradients.layout, gradients.device), (gradients.dense_layout, gradients.device)
+        compressed, dense = State(*place), State(*dense_place)
+        if isinstance(compressor, LossyCompressor):
+            compressed = compressor.state(*place, self._optimizer)
+            dense = dense if compressor.dense_values == "fp32" else Residual(*dense_place)
+        if self._by_servers:
+            compressed = Residual(*place) if type(compressed) is State else compressed
+            dense = Residual(*dense_place)
+        compressed.attach(self._optimizer, gradients.compressed, shares_moments=not self._by_servers)
+        return compressed, dense, self._blank_partition(self.topology)
 
     def _blank_partition(self, topology: str) -> PartitionResidual | None:
         if topology not in PARTITIONED:
             return None
-        return PartitionResidual(self._gradients.layout, self._ranks, self._gradients.device)
+        return PartitionResidual(self.gradients.layout, self.ranks, self.gradients.device)
 
     @property
     def _all(self) -> list[State | PartitionResidual]:
         return [self.compressed, self.dense, *([self.partition] if self.partition else [])]
 
     @property
-    def partition_in_use(self) -> PartitionResidual | None:
-        """The partition's residual, where owners may remember something."""
+    def _partition_in_use(self) -> PartitionResidual | None:
+        """The partition's residual, if owners may have one."""
         return self.partition if self.partition and self.partition.used else None
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing is remembered."""
-        return self.compressed.empty and self.dense.empty and not self.partition_in_use
+    def has_unsent(self) -> bool:
+        """True if there is state: compressed steps may have left something to send."""
+        return not (self.compressed.empty and self.dense.empty) or self._partition_in_use is not None
 
     @property
     def started(self) -> set[str]:
-        """Parameters of which something is remembered."""
+        """Parameters with state."""
         return self.compressed.started | self.dense.started
 
-    def clear(self, names: Set[str]) -> None:
-        """Forget everything of these parameters, after all of it was sent."""
+    # A step
+
+    def compensate(self, gradient: LocalGradient) -> torch.Tensor:
+        """Fill the buffers with what to send: gradients plus residuals.
+
+        Args:
+            gradient: of the compressed parameters. The uncompressed gradients are in their buffer.
+
+        Returns:
+            True if all gradients are finite: 0-d bool.
+        """
+        gradients = self.gradients
+        dense = LocalGradient.of(gradients.dense_flat, gradients.dense_layout)
+        self.compressed.compensate(gradient, gradients.compressed_flat)
+        self.dense.compensate(dense, gradients.dense_flat)
+        return gradient.finite & dense.finite
+
+    def subtract(self, sent: Decoded, dense_sent: torch.Tensor, dense_mean: torch.Tensor | None = None) -> None:
+        """Take out what was sent.
+
+        Args:
+            sent: of the compressed parameters, as decoded by the others.
+            dense_sent: of the uncompressed ones (fp32 [d]).
+            dense_mean: its mean over the workers, for a state that compares the norms of the two. Collective.
+        """
+        self.compressed.subtract(sent)
+        self.dense.subtract(Dense(dense_sent))
+        self._norms = None
+        if dense_mean is not None and self.compressed.accumulates_steps:
+            squares = torch.stack([dense_sent.square().sum(), dense_mean.square().sum()])
+            self._norms = self.ranks.over_shards(squares)
+
+    def commit(self, stepped: Set[str]) -> None:
+        """Put the new residuals in force for the parameters that the optimizer has stepped."""
+        gradients = self.gradients
+        gradients.compressed_flat = self.compressed.commit(stepped, gradients.compressed_flat)
+        gradients.dense_flat = self.dense.commit(stepped, gradients.dense_flat)
+        if self.partition and not self.partition.commit(stepped - self.compressed.withheld):
+            self._dissolve_partitions()  # of another compressor, which had used them
+        if self._norms is not None:
+            self.compressed.observe(*self._norms)
+        self.offload()
+
+    def add_partitions(self) -> None:
+        """Add the owners' residuals to the buffer, to send everything."""
+        if partition := self._partition_in_use:
+            self.gradients.compressed_flat.add_(partition.whole(), alpha=self.ranks.workers)
+
+    def commit_all_sent(self, moments: Mapping[str, torch.Tensor], stepped: Set[str]) -> None:
+        """Everything was sent: clear the state of the parameters that the optimizer has stepped.
+
+        Args:
+            moments: torch's name -> mean over the ranks, fp32 [n], with which the optimizer continues.
+            stepped: names of the parameters.
+        """
+        self.compressed.hand_over(moments, stepped)
+        self._clear(stepped - self.compressed.withheld)
+        self.offload()
+
+    def _clear(self, names: Set[str]) -> None:
         for state in self._all:
             state.clear(names)
 
     def onload(self) -> None:
-        """Before a step: move everything to the gradients' device, and make it the same on all ranks of a worker."""
+        """Before a step: move all state to the gradients' device, and make it the same on all ranks of a worker."""
         for state in self._all if self._offloads else []:
-            state.move(self._gradients.device)
-        if self.shared_by != self._ranks.per_worker:
+            state.move(self.gradients.device)
+        if self.shared_by != self.ranks.per_worker:
             for state in (self.compressed, self.dense):
-                if remembered := state.remembered:
-                    self._ranks.average_inside(remembered, [])
-            self.shared_by = self._ranks.per_worker
+                if flats := state.remembered:
+                    self.ranks.average_inside(flats, [])
+            self.shared_by = self.ranks.per_worker
 
     def offload(self) -> None:
-        """After a step: move everything to CPU memory, with residual_device="cpu"."""
+        """After a step: move all state to CPU memory, with residual_device="cpu"."""
         for state in self._all if self._offloads else []:
             state.move(torch.device("cpu"))
 
+    # Changes between steps
+
     def use_topology(self, topology: str) -> None:
-        """How messages travel from now on. The workers take over what partitions' owners remember."""
+        """Send payloads this way from now on. The workers take over the residuals of partitions."""
         if topology != self.topology:
             self._dissolve_partitions()
             self.topology = topology
             self.partition = self._blank_partition(topology)
             self.offload()
 
-    def commit_partition(self, moved: Set[str]) -> None:
-        """Make the step count. What another compressor's owners remembered is taken over where this one's don't."""
-        if self.partition and not self.partition.commit(moved):
-            self._dissolve_partitions()
-
     def _dissolve_partitions(self) -> None:
-        if partition := self.partition_in_use:
-            self.compressed.absorb(partition.whole().mul_(self._ranks.workers))
-            partition.clear(set(self._gradients.layout.names))
+        if partition := self._partition_in_use:
+            self.compressed.absorb(partition.whole().mul_(self.ranks.workers))
+            partition.clear(set(self.gradients.layout.names))
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Another optimizer steps the parameters from now on."""
         self._optimizer = optimizer
-        self.compressed.attach(optimizer, self._gradients.compressed)
+        self.compressed.attach(optimizer, self.gradients.compressed)
 
     def lay_out(self, gradients: Gradients) -> None:
-        """A parameter was frozen or unfrozen: go on with these gradients. State follows by name."""
+        """Continue with gradients of other parameters. State follows by name."""
         self._dissolve_partitions()
         state = self.state_dict()
         self.compressed.release()
         self._attach(gradients)
         self.load_state_dict(state, shared_by=self.shared_by)
 
+    # Checkpoints
+
+    def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Parameter -> torch's name -> mean over the ranks of the moments that are computed here. Collective."""
+        state, gradients = self.compressed, self.gradients
+        own = {} if state.empty else state.optimizer_state
+        if not own:
+            return {}
+        means, _ = all_reduce_mean(self.ranks, [flat.to(gradients.device) for flat in own.values()], [])
+        named = list(zip(gradients.layout.names, gradients.compressed, strict=True))
+        kept: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for name, p in named if name in state.started}
+        for kind, mean in zip(own, means, strict=True):
+            for (_, parameter), view in zip(named, gradients.layout.views(mean), strict=True):
+                if parameter in kept:
+                    kept[parameter][kind] = torch.empty_like(parameter, dtype=view.dtype).copy_(view)
+        return kept
+
     def state_dict(self) -> StateDict:
-        """Kind -> parameter name -> tensor, frozen parameters included."""
+        """Kind -> parameter name -> tensor, including the state of frozen parameters."""
         dense = {f"dense_{kind}": parts for kind, parts in self.dense.state_dict().items()}
         kinds = {**self.compressed.state_dict(), **dense}
-        if partition := self.partition_in_use:
+        if partition := self._partition_in_use:
             kinds[PARTITION] = partition.state_dict()
         return {kind: {**self._frozen.get(kind, {}), **parts} for kind, parts in kinds.items()}
 
@@ -147,34 +237,34 @@ class Memory:
         trained: Sequence[str] = (),
         shared_by: int = 1,
     ) -> None:
-        """Replace everything; what belongs to a frozen parameter is kept until it trains again.
+        """Replace all state. The state of a frozen parameter is kept until it trains again.
 
         Args:
             state: kind -> parameter name -> tensor.
-            workers: number of owners among which the kind `PARTITION` is divided. Where it has changed, or there are none,
-                the workers take over what the owners remembered.
-            trained: names of the parameters that were divided.
-            shared_by: how many ranks in a row remember the same.
+            workers: number of owners that share the kind `PARTITION`. If it has changed, or there are no owners, the
+                workers take over the owners' residuals.
+            trained: names of the parameters that were partitioned.
+            shared_by: number of consecutive ranks with the same state.
 
         Raises:
-            ValueError: a tensor whose shape is not its parameter's.
+            ValueError: if the shape of a tensor is not its parameter's.
         """
-        if shared_by != self._ranks.per_worker:
+        if shared_by != self.ranks.per_worker:
             state = {kind: parts for kind, parts in state.items() if all_floating(parts)}
-        compressed, dense, partition = self._blank()  # an error leaves those of before as they were
+        compressed, dense, partition = self._blank()  # an error leaves the current state as it is
         compressed.load_state_dict(state)
         of_dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
         dense.load_state_dict({"residual": {}, **of_dense})
-        divided_alike = workers == self._ranks.workers and tuple(trained) == self._gradients.layout.names
+        divided_alike = workers == self.ranks.workers and tuple(trained) == self.gradients.layout.names
         topology = "two_phase" if self._auto and PARTITION in state and divided_alike else self.topology
         if PARTITION in state and divided_alike and (partition := self._blank_partition(topology)):
             partition.load_state_dict(state[PARTITION])
         elif PARTITION in state:
-            compressed.absorb(self._gradients.layout.join(state[PARTITION], self._gradients.device).mul_(workers))
+            compressed.absorb(self.gradients.layout.join(state[PARTITION], self.gradients.device).mul_(workers))
         self.compressed, self.dense, self.partition, self.shared_by = compressed, dense, partition, shared_by
         self.topology = topology
         self.offload()
-        frozen = self._gradients.frozen
+        frozen = self.gradients.frozen
         self._frozen = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}
         for name, part in self._frozen.pop(PARTITION, {}).items():  # it may have another owner when it trains again
             [kind] = self._frozen.keys() & {"residual", "velocity", "unsent_step"}

@@ -1,6 +1,6 @@
-"""The workers of a run, and what they do together. Every collective has one shape on all ranks.
+"""The workers of a run, and their collectives. Every collective has one shape on all ranks.
 
-A worker compresses, remembers and exchanges: each rank by itself (`Ranks`), or the ranks of a node together (`Nodes`,
+A worker compresses a gradient and keeps a residual: one rank (`Ranks`), or all ranks of a node (`Nodes`,
 inside="dense").
 """
 
@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from lightning_gradcomp.errors import refusal
 
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""torch 2.14 renamed it."""
+
 SHORT = 262_144
 """Bytes up to which a gather is an all-to-all, where every rank writes to every other at once: gloo's all-gather is a
 ring, which waits N-1 times for the link's delay, but fills the link better when messages are long."""
@@ -32,7 +35,7 @@ EXIT_PAUSE = 0.05
 
 @cache
 def pause_at_exit() -> None:
-    """From now on, wait a moment when the interpreter ends. Once a process, however often it is called.
+    """Make the interpreter wait a moment when it exits. Has an effect once per process.
 
     gloo's threads release a collective's tensors a moment after it is done, and need the interpreter's lock for that.
     If the interpreter is already shutting down then, the thread is ended inside a destructor, and the process aborts
@@ -52,9 +55,9 @@ class Ranks:
 
     Args:
         group: None is a world of one, where nothing travels.
-        world: without a group, the number of ranks whose traffic is only counted.
-        shards: of a sharded model: the ranks of this replica. Together they are the worker, but each has to do with
-            the ranks of `group` alone, which hold the same shard; what all of a worker must agree on is added up here.
+        world: without a group, the number of ranks for which traffic is computed.
+        shards: of a sharded model: the ranks of this replica. Together they are one worker. Each exchanges payloads
+            with the ranks of `group` alone, which hold the same shard; `shards` agree on norms and flags.
     """
 
     def __init__(
@@ -73,41 +76,53 @@ class Ranks:
 
     @property
     def worker(self) -> int:
-        """The number of the one that this rank is, or is a part of."""
+        """The number of this rank's worker."""
         return self.rank
 
     @property
     def per_worker(self) -> int:
-        """Ranks that make up a worker."""
+        """Ranks per worker."""
         return 1
 
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
-        """From a rank's gradients (flat fp32, in place) to its worker's: the mean, and which flags any rank has set."""
+        """Average `flats` (fp32, in place) over the ranks of this worker. Returns True for each flag that any set."""
         return flags
 
     def over_shards(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values` (fp32 [m]) over the ranks that share a worker's gradient: of a few numbers, not of
-        gradients."""
+        """The sum of a few `values` (fp32 [m]) over the ranks of a sharded replica."""
         if self.shards:
             values = values.clone()
             dist.all_reduce(values, group=self.shards)
         return values
 
     def any_shard(self, flags: torch.Tensor) -> torch.Tensor:
-        """Which `flags` (bool [m]) are set on any rank that has a part of a worker's gradient."""
+        """True for each of `flags` (bool [m]) that any rank of a sharded replica set."""
         return self.over_shards(flags.float()) > 0 if self.shards else flags
 
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins a `gather`. What it returns waits for the messages; called in the same order on all ranks."""
-        return start_gather(self.group, message)
+        """Start a `gather`. Returns a function that waits for the messages; call it in the same order on all ranks."""
+        out = message.new_empty(self.world * message.numel())
+        if self.world > 2 and message.numel() <= SHORT and not message.is_cuda:
+            work: Any = dist.all_to_all_single(out, message.repeat(self.world), group=self.group, async_op=True)
+        else:
+            work = getattr(dist, ALL_GATHER)(out, message, group=self.group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return out.view(self.world, -1)
+
+        return wait
 
     def gather(self, message: torch.Tensor) -> torch.Tensor:
-        """The messages of all workers in their order, uint8 [N, L], from this one's, uint8 [L]."""
+        """The messages of all workers in order, uint8 [N, L], given this worker's, uint8 [L]."""
         return self.start_gather(message)()
 
     def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
-        """What all workers sent to this one, in order, uint8 [N, L]; messages[j], uint8 [L of j], goes to worker j."""
-        return scatter(self.group, messages, self.rank)
+        """Send messages[j], uint8 [L of j], to worker j. Returns what all workers sent to this one, uint8 [N, L]."""
+        length, sizes = messages[self.worker].numel(), [message.numel() for message in messages]
+        out = messages[0].new_empty(self.world * length)
+        dist.all_to_all_single(out, torch.cat(messages), [length] * self.world, sizes, group=self.group)
+        return out.view(self.world, length)
 
     def add(self, flat: torch.Tensor) -> torch.Tensor:
         """The sum of the workers' `flat` (fp32 [n]), which may be overwritten."""
@@ -116,13 +131,13 @@ class Ranks:
         return flat
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of each of the workers' `values` (fp32 [m])."""
+        """The maximum over the workers of each of `values` (fp32 [m])."""
         largest = values.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
 
     def share(self, length: int) -> int:
-        """Bytes of a message of `length` that this rank carries for its worker."""
+        """Bytes of a message of `length` that this rank sends for its worker."""
         return length
 
     def gather_traffic(self, length: int) -> int:
@@ -153,12 +168,12 @@ class Ranks:
 
 
 def in_short_messages(num_bytes: int, device: torch.device) -> bool:
-    """Whether a sum of so many bytes is made of short messages instead of a ring."""
+    """True if a sum of `num_bytes` is made of short messages instead of a ring."""
     return device.type != "cuda" and num_bytes <= SHORT_SUM
 
 
 def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
-    """flat [n] becomes the sum of all ranks' flat, bitwise the same on each."""
+    """Replace flat [n] by its sum over the ranks, bitwise the same on each."""
     if not flat.numel():
         return
     if not in_short_messages(flat.nbytes, flat.device):
@@ -177,46 +192,18 @@ def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
         torch.add(rows[0], rows[1], out=flat)
 
 
-def all_gather_single(
-    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
-) -> Any:
-    """All ranks' `own` [m], in `out` [N · m]. torch 2.14 has renamed the collective."""
-    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return collective(out, own, group=group, async_op=async_op)
-
-
-def start_gather(group: dist.ProcessGroup | None, message: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begins a `gather`. What it returns waits for the messages."""
-    world = group.size() if group else 1
-    out = message.new_empty(world * message.numel())
-    if world > 2 and message.numel() <= SHORT and not message.is_cuda:
-        work: Any = dist.all_to_all_single(out, message.repeat(world), group=group, async_op=True)
-    else:
-        work = all_gather_single(out, message, group, async_op=True)
-
-    def wait() -> torch.Tensor:
-        work.wait()
-        return out.view(world, -1)
-
-    return wait
+def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill `out` [N · m] with all ranks' `own` [m]."""
+    getattr(dist, ALL_GATHER)(out, own, group=group)
 
 
 def gather(group: dist.ProcessGroup | None, message: torch.Tensor) -> torch.Tensor:
     """Every rank's message (uint8 [L]) in rank order, uint8 [N, L]."""
-    return start_gather(group, message)()
-
-
-def scatter(group: dist.ProcessGroup | None, messages: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """What all ranks sent to `rank`, which this is, uint8 [N, L]; messages[j], uint8 [L of j], goes to rank j."""
-    world, length = len(messages), messages[rank].numel()
-    out = messages[0].new_empty(world * length)
-    sizes = [message.numel() for message in messages]
-    dist.all_to_all_single(out, torch.cat(messages), [length] * world, sizes, group=group)
-    return out.view(world, length)
+    return Ranks(group).gather(message)
 
 
 def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
-    """Those of a group, by their rank in it, with its timeout. Called by them alone, in one order."""
+    """The subgroup of these ranks of a group, with its timeout. Only they call it, in the same order."""
     everyone = dist.get_process_group_ranks(group)
     timeout = group._get_backend(group._device_types[0]).options._timeout
     made = dist.new_group([everyone[member] for member in members], timeout, use_local_synchronization=True)
@@ -225,18 +212,18 @@ def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
 
 
 class Nodes(Ranks):
-    """inside="dense": the ranks of a node average their gradients first, and are one worker towards the other nodes.
+    """inside="dense": the ranks of a node average their gradients first, and are one worker.
 
-    All ranks of a node then compress the same gradient in the same way, and remember the same. Each sends its part of
-    the message that this makes to the other nodes, and passes on inside the node what arrives. A node so sends its
-    payload once, whatever the number of its ranks.
+    All ranks of a node then compress the same gradient and keep the same residual. Each sends its part of the node's
+    message to the other nodes, and shares what arrives with its node. A node thus sends its payload once, whatever its
+    number of ranks.
 
     Args:
         group: all ranks.
-        per_node: consecutive ranks that are a node.
+        per_node: number of consecutive ranks that form a node.
 
     Raises:
-        ValueError: nodes that differ in their number of ranks.
+        ValueError: if the number of ranks is not a multiple of `per_node`.
     """
 
     def __init__(self, group: dist.ProcessGroup, per_node: int) -> None:
@@ -245,8 +232,8 @@ class Nodes(Ranks):
             raise refusal("ranks with inside='dense'", self.world, f"a multiple of the {per_node} ranks of a node")
         self._per_node = per_node
         node, self._place = divmod(self.rank, per_node)
-        self._inside = subgroup(group, list(range(node * per_node, (node + 1) * per_node)))
-        self._across = subgroup(group, list(range(self._place, self.world, per_node)))
+        self._inside = Ranks(subgroup(group, list(range(node * per_node, (node + 1) * per_node))))
+        self._across = Ranks(subgroup(group, list(range(self._place, self.world, per_node))))
 
     @property
     def workers(self) -> int:
@@ -263,34 +250,34 @@ class Nodes(Ranks):
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         own = torch.tensor(flags, dtype=torch.float32).to(flats[0].device, non_blocking=True)
         for flat in flats:
-            dist.all_reduce(flat, group=self._inside)
+            dist.all_reduce(flat, group=self._inside.group)
             flat.div_(self._per_node)
-        dist.all_reduce(own, group=self._inside)
+        dist.all_reduce(own, group=self._inside.group)
         return (own > 0).tolist()
 
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
-        rows = start_gather(self._across, self._part(message))
+        rows = self._across.start_gather(self._part(message))
         return lambda: self._share_inside(rows(), message.numel())
 
     def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
-        rows = scatter(self._across, [self._part(message) for message in messages], self.worker)
+        rows = self._across.scatter([self._part(message) for message in messages])
         return self._share_inside(rows, messages[self.worker].numel())
 
     def add(self, flat: torch.Tensor) -> torch.Tensor:
         own = self._part(flat.view(torch.uint8)).view(flat.dtype)
-        add(self._across, own)
+        add(self._across.group, own)
         return self._share_inside(own.view(torch.uint8).unsqueeze(0), flat.nbytes)[0].view(flat.dtype)
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         own = self._part(values.view(torch.uint8)).view(values.dtype)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._across)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._across.group)
         return self._share_inside(own.view(torch.uint8).unsqueeze(0), values.nbytes)[0].view(values.dtype)
 
     def share(self, length: int) -> int:
         return -(-length // (4 * self._per_node)) * 4  # fp32 stay aligned
 
     def _part(self, message: torch.Tensor) -> torch.Tensor:
-        """The part of its node's message that this rank sends."""
+        """This rank's part of its node's message."""
         share = self.share(message.numel())
         return (
             torch.nn.functional.pad(message, (0, self._per_node * share - message.numel()))
@@ -299,8 +286,8 @@ class Nodes(Ranks):
         )
 
     def _share_inside(self, rows: torch.Tensor, length: int) -> torch.Tensor:
-        """The nodes' whole messages, uint8 [nodes, length], from the parts that reached this rank."""
-        by_place = gather(self._inside, rows.reshape(-1)).view(self._per_node, len(rows), -1)
+        """The nodes' whole messages, uint8 [nodes, length], from the parts that arrived here and on its node."""
+        by_place = self._inside.gather(rows.reshape(-1)).view(self._per_node, len(rows), -1)
         return by_place.transpose(0, 1).reshape(len(rows), -1)[:, :length]
 
 
@@ -310,16 +297,16 @@ def ranks_of(
     ranks_per_node: int | None,
     shards: dist.ProcessGroup | None = None,
 ) -> Ranks:
-    """The ranks of `group` as workers: each by itself, or those of a node together.
+    """The ranks of `group` as workers: one worker per rank, or per node.
 
     Args:
         group: None is a world of one.
         inside: as in `Topology`.
-        ranks_per_node: default: what torchrun has started on this node (`LOCAL_WORLD_SIZE`).
+        ranks_per_node: default: the number of ranks that torchrun started on this node (`LOCAL_WORLD_SIZE`).
         shards: as for `Ranks`.
 
     Raises:
-        ValueError: inside="dense" where nobody says how many ranks a node has, or nodes differ in that.
+        ValueError: if inside="dense" and the number of ranks per node is unknown, or not the same on all nodes.
     """
     if inside is None:
         inside = "dense" if shards is None and _several_nodes(group, ranks_per_node) else "compressed"
@@ -332,7 +319,7 @@ def ranks_of(
 
 
 def _several_nodes(group: dist.ProcessGroup | None, ranks_per_node: int | None) -> bool:
-    """Whether there are several nodes, known to have several ranks each."""
+    """True if there are several nodes, and each is known to have several ranks."""
     return group is not None and ranks_per_node is not None and 1 < ranks_per_node < dist.get_world_size(group)
 
 

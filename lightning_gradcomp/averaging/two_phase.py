@@ -4,11 +4,11 @@
 divides, compresses the mean again, and sends that to everyone. All workers decode the same bytes, so replicas are equal
 to the bit. A worker sends about twice its payload whatever the number of workers; in an all-gather, N - 1 times.
 
-What the second compression changes stays in a residual of the owner's and is added to its next mean (error feedback on
-the server's side: DoubleSqueeze, Tang et al. 2019, Algorithm 1). Sparse payloads are selected a second time, which
-keeps the average as sparse as one worker's. What that selection leaves out has not been applied, so it stays with the
-workers that sent it, and momentum factor masking does not touch it (as in Ok-Topk, Li and Hoefler 2022): DGC trains
-worse where the owner keeps it and the workers' momentum is stopped all the same.
+The error of the second compression stays in the owner's residual and is added to its next mean (error feedback on the
+server's side: DoubleSqueeze, Tang et al. 2019, Algorithm 1). Sparse payloads are selected a second time, which keeps
+the average as sparse as one worker's. Entries that this selection drops have not been applied, so they stay in the
+residuals of the workers that sent them, and momentum factor masking does not touch them (as in Ok-Topk, Li and Hoefler
+2022): DGC trains worse if the owner keeps them while the workers' momentum is stopped.
 
 Nothing is lost: applied so far + mean of the workers' states + the owners' residuals = mean of all gradients so far.
 
@@ -18,14 +18,14 @@ Nothing is lost: applied so far + mean of the workers' states + the owners' resi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 
 from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import PayloadCodec
 from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout
@@ -33,17 +33,17 @@ from lightning_gradcomp.compressors.uncompressed import Uncompressed
 
 
 def split_dense(n: int, workers: int) -> list[int]:
-    """How many of n uncompressed elements each worker averages."""
+    """How many of the n uncompressed elements each worker averages."""
     whole, more = divmod(n, workers)
     return [whole + (worker < more) for worker in range(workers)]
 
 
 class PartitionResidual:
-    """What this worker remembers as the owner of a partition.
+    """The residual of this worker as the owner of a partition.
 
     Args:
-        layout: all that is compressed.
-        ranks: the workers, which own a partition each.
+        layout: all compressed parameters.
+        ranks: the workers, each of which owns a partition.
         device: of the residual.
     """
 
@@ -54,16 +54,16 @@ class PartitionResidual:
         self.residual = torch.zeros(self.own.layout.n, dtype=torch.float32, device=device)
         self._next: torch.Tensor | None = None
         self.used = False
-        """Whether owners may remember something; the same on all ranks."""
+        """True if owners may have a residual; the same on all ranks."""
 
     def add_to(self, mean: torch.Tensor) -> None:
         """mean (fp32, of the own partition) += the residual."""
         mean.add_(self.residual)
 
     def subtract(self, mean: torch.Tensor, sent: Decoded) -> None:
-        """Keep what the second compression changed of `mean`, once the step is committed.
+        """Compute the residual that `commit` puts in force: `mean` less `sent`.
 
-        Entries that a sparse payload leaves out keep their residual: the rest of their mean stays with the workers.
+        Entries that a sparse payload drops keep their residual: the rest of their mean stays with the workers.
         """
         if isinstance(sent, Sparse):
             self._next = self.residual.clone()
@@ -72,29 +72,29 @@ class PartitionResidual:
             self._next = mean.clone()
             sent.subtract_from(self._next)
 
-    def commit(self, moved: Set[str]) -> bool:
-        """Make the step count, for parameters that had a gradient on any rank.
+    def commit(self, stepped: Set[str]) -> bool:
+        """Put the new residual in force for the parameters that the optimizer has stepped.
 
         Returns:
-            Whether the step has used the residual. It has not where the compressor's sums are exact.
+            True if the step has used the residual. A compressor whose sums are exact does not.
         """
         if self._next is None:
             return False
         for name, (start, stop) in zip(self.own.layout.names, self.own.layout.bounds, strict=True):
-            if name not in moved:
+            if name not in stepped:
                 self._next[start:stop] = self.residual[start:stop]
         self.residual, self._next, self.used = self._next, None, True
         return True
 
     def clear(self, names: Set[str]) -> None:
-        """Forget everything of these parameters, after all of it was sent."""
+        """Clear the residual of these parameters, after it was sent."""
         for name, (start, stop) in zip(self.own.layout.names, self.own.layout.bounds, strict=True):
             if name in names:
                 self.residual[start:stop] = 0
         self.used = self.used and bool(set(self.layout.names) - names)
 
     def whole(self) -> torch.Tensor:
-        """The residual, where it is in the whole buffer: fp32 [n], 0 in other partitions."""
+        """The residual in a buffer of all parameters: fp32 [n], 0 in other partitions."""
         flat = self.residual.new_zeros(self.layout.n)
         self.own.of(flat).copy_(self.residual)
         return flat
@@ -109,7 +109,7 @@ class PartitionResidual:
         return {name: parts[name] for name in self.own.layout.names}
 
     def load_state_dict(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Replace everything by this partition's rows of a `state_dict`."""
+        """Replace the residual by this partition's rows of a `state_dict`."""
         self.residual = self.own.of(self.layout.join(parts, self.device)).clone()
         self.used = True
 
@@ -118,42 +118,29 @@ class TwoPhaseExchange(Exchange):
     """One step's `Collectives` by partitions; the uncompressed gradients are divided among the workers too.
 
     Args:
-        residual: what owners remember.
-        dense_pull: whether owners are servers.
-        others: as for `Exchange`.
+        residual: the owner's.
+        dense_pull: True for topology="server".
+        exchange: as for `Exchange`.
     """
 
-    def __init__(
-        self,
-        residual: PartitionResidual,
-        dense_pull: bool,
-        ranks: Ranks,
-        step: int,
-        dense: torch.Tensor,
-        dense_values: str,
-        finite: torch.Tensor,
-        present: list[bool],
-        stats: Stats,
-        buffer: Callable[[], torch.Tensor],
-    ) -> None:
-        super().__init__(ranks, step, dense, dense_values, finite, present, stats, buffer)
-        self._residual, self.dense_pull = residual, dense_pull
-        self.partitions = residual.partitions
-        self._dense_sizes = split_dense(dense.numel(), ranks.workers)
-        self._scattered, self._partition_mean = False, dense[:0]
+    def __init__(self, residual: PartitionResidual, dense_pull: bool, *exchange: Any) -> None:
+        super().__init__(*exchange)
+        self._residual, self.partitions, self.dense_pull = residual, residual.partitions, dense_pull
+        self._dense_sizes = split_dense(self.extras.dense.numel(), self.workers)
+        self._scattered, self._partition_mean = False, self.extras.dense[:0]
 
     def _frames(self, values: str, lengths: Sequence[int], carry: bool) -> list[Frame]:
-        """Of a message for each partition; with `carry` also of its uncompressed gradients and the flags."""
-        sizes, flags = (self._dense_sizes, self._flags.numel()) if carry else ([0] * self.workers, 0)
+        """The frames of a message per partition; with `carry`, they include the extras."""
+        sizes, flags = (self._dense_sizes, self.extras.flags.numel()) if carry else ([0] * self.workers, 0)
         return [Frame(dense, values, length, flags) for dense, length in zip(sizes, lengths, strict=True)]
 
     def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sends payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
-        carry, self._scattered = not self._scattered, True
+        """Send payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
+        extras, carry, self._scattered = self.extras, not self._scattered, True
         with self.phase("compress"):
-            frames = self._frames(self._dense_values, [payload.numel() for payload in payloads], carry)
-            flags = self._flags if carry else self._flags[:0]
-            parts = self._dense.split(self._dense_sizes) if carry else [self._dense[:0]] * self.workers
+            frames = self._frames(extras.values, [payload.numel() for payload in payloads], carry)
+            flags = extras.flags if carry else extras.flags[:0]
+            parts = extras.dense.split(self._dense_sizes) if carry else [extras.dense[:0]] * self.workers
             dense = [frame.pack_dense(part) for frame, part in zip(frames, parts, strict=True)]
             messages = [frame.pack(d, p, flags) for frame, d, p in zip(frames, dense, payloads, strict=True)]
         with self.phase("exchange"):
@@ -163,18 +150,20 @@ class TwoPhaseExchange(Exchange):
         if carry:
             with self.phase("decompress"):
                 decoded = [frame.read_dense(part) for frame, part in zip(frames, dense, strict=True)]
-                self.dense_sent = torch.cat(decoded)
+                extras.sent = torch.cat(decoded)
                 self._partition_mean = mean_of_rows([own.read_dense(row) for row in rows])
-                self._combine([own.read_flags(row) for row in rows])
+                extras.combine([own.read_flags(row) for row in rows])
         return [own.read_payload(row) for row in rows]
 
     def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
         """The payloads of all partitions, from their owners; `lengths` are their bytes. After `scatter`."""
-        carry, self._carried = not self._carried, True
+        extras, carry = self.extras, not self.extras.carried
+        extras.carried = True
         frames = self._frames("fp32", lengths, carry)
         own, longest = frames[self.worker], max(frame.length for frame in frames)
         with self.phase("compress"):
-            flags, dense = (self._flags, self._partition_mean) if carry else (self._flags[:0], self._partition_mean[:0])
+            flags, dense = extras.flags, self._partition_mean
+            flags, dense = (flags, dense) if carry else (flags[:0], dense[:0])
             message = own.pack(own.pack_dense(dense), payload, flags)
             message = torch.nn.functional.pad(message, (0, longest - own.length))
         with self.phase("exchange"):
@@ -182,18 +171,18 @@ class TwoPhaseExchange(Exchange):
         self._record(self.ranks.gather_traffic(longest))
         if carry:
             with self.phase("decompress"):
-                self.dense_mean = torch.cat([frame.read_dense(row) for frame, row in zip(frames, rows, strict=True)])
-                self._combine([frame.read_flags(row) for frame, row in zip(frames, rows, strict=True)])
+                extras.mean = torch.cat([frame.read_dense(row) for frame, row in zip(frames, rows, strict=True)])
+                extras.combine([frame.read_flags(row) for frame, row in zip(frames, rows, strict=True)])
         return [frame.read_payload(row) for frame, row in zip(frames, rows, strict=True)]
 
     def mean_of_payloads(
         self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
-        """Encodes each partition for its owner, averages the own partition, and encodes and gathers the means."""
+        """Encode each partition for its owner, average the own partition, and encode and gather the means."""
         if over_senders:
             raise NotImplementedError("over_senders: the mean of a partition that is sent on does not say who sent it")
         partitions, own = self._residual.partitions, self._residual.own.layout
-        pull = Uncompressed(self._dense_values) if self.dense_pull else codec
+        pull = Uncompressed(self.extras.values) if self.dense_pull else codec
         with self.phase("compress"):
             pushed = [_encode(codec, partition.of(flat), partition.layout) for partition in partitions]
         rows = self.scatter([payload for payload, _ in pushed])

@@ -77,7 +77,7 @@ class Worker:
 
     def check_unchanged(self) -> None:
         """ValueError for what servers would have to know, and are not told."""
-        if self.gradients.stale:
+        if self.gradients.is_stale:
             allowed = "the same from start to end: the servers hold what trained at the start"
             raise refusal("layers that train with dist_async", "one that was frozen or unfrozen", allowed)
         if (options := self._options()) != self._groups:
@@ -98,8 +98,8 @@ class Worker:
             grad_scale: the loss scale that is in the gradients.
         """
         gradients = self.gradients
-        gradients.collect_dense(grad_scale)
-        local = gradients.local_gradient(grad_scale)
+        gradients.scale = grad_scale
+        local = gradients.local_gradient()
         local_dense = LocalGradient.of(gradients.dense_flat.clone(), gradients.dense_layout)
         self.state.compensate(local, gradients.compressed_flat)
         self.dense_state.compensate(local_dense, gradients.dense_flat)

@@ -7,10 +7,12 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION
+from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.step import CompressedStep, Flags
+from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.compressors.terngrad import TernGrad
@@ -154,11 +156,11 @@ def test_a_change_of_topology_between_steps_changes_no_draw():
         for topologies in (["all_gather"], ["all_gather", "two_phase", "server"]):
             model = Table()
             optimizer = torch.optim.SGD(model.parameters(), **SGD)
-            step_of = CompressedStep(compressor, Gradients(model, compressor), Ranks(group), Topology(), optimizer)
+            memory = Memory(compressor, Gradients(model, compressor), Ranks(group), Topology(), optimizer)
             for step in range(6):
                 backward(model, optimizer, rank, step, prescribed_loss)
                 topology = topologies[step % len(topologies)]
-                average = step_of.compressed(compressor, topology, step, 1.0, Stats(), Flags())
+                average = average_compressed(memory, compressor, topology, step, Flags(), Stats())
                 average.commit(average.names)
                 optimizer.step()
             models.append(weights(model))

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.step import CompressedStep, Flags
+from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors import terngrad
 from lightning_gradcomp.compressors.kernels.rng import Uniform
@@ -99,17 +101,19 @@ def sum_of_pair(tensor, group, op=dist.ReduceOp.SUM):
     tensor.copy_(both.amax(0) if op == dist.ReduceOp.MAX else both.sum(0))
 
 
-class Steps(CompressedStep):
+class Steps:
     """The compressed steps of `model`, at a density of 0.1 where the compressor has one."""
 
     def __init__(self, model, compressor, ranks, topology=None, optimizer=None):
         self.topology, self.steps = topology or Topology(), 0
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        super().__init__(compressor, Gradients(model, compressor), ranks, self.topology, optimizer)
+        self.compressor = compressor
+        self.state = Memory(compressor, Gradients(model, compressor), ranks, self.topology, optimizer)
 
     def average(self, grad_scale=1.0):
         compressor, self.steps = self.compressor.with_sparsity(0.9), self.steps + 1
-        average = self.compressed(compressor, self.topology.name, self.steps, grad_scale, Stats(), Flags())
+        self.state.gradients.scale = grad_scale
+        average = average_compressed(self.state, compressor, self.topology.name, self.steps, Flags(), Stats())
         if average.commit is not None:
             average.commit(average.names)
 

@@ -62,7 +62,7 @@ def tuner_lr_find():
     L.seed_everything(0, verbose=False)
     net, trainer = Net(), trainer_for(dgc(), default_root_dir=FOLDER)
     found = Tuner(trainer).lr_find(net, loader(), min_lr=1e-3, max_lr=0.2, num_training=15)
-    remembered = trainer.strategy.averager.state.empty, trainer.strategy.averager.steps
+    remembered = not trainer.strategy.averager.has_unsent, trainer.strategy.averager.steps
     trainer.fit(net, loader())
     Found = type("Found", (Net,), {"lr": net.lr})
     return {

@@ -1,0 +1,102 @@
+"""What a step does: compressed or dense, and how its payloads travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_gradcomp.averaging.autotune import CANDIDATES, DENSE, Autotune
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.traffic import traffic
+from lightning_gradcomp.compressors.base import LossyCompressor
+from lightning_gradcomp.compressors.schedules import COMPRESSED
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a step does.
+
+    Args:
+        sparsity: what the schedule asks for: 0 in a dense phase, None for a method without a sparsity.
+        compressor: as it is in this step; None for a dense step.
+        topology: how the payloads travel; "dense" without a compressor.
+        by_ddp: True for an ordinary dense average with nothing unsent, which DDP can overlap with backward.
+    """
+
+    sparsity: float | None = 0.0
+    compressor: LossyCompressor | None = None
+    topology: str = DENSE
+    by_ddp: bool = True
+
+    @property
+    def density(self) -> float:
+        """Share of all elements that the schedule asks to send."""
+        return 1 - (COMPRESSED if self.sparsity is None else self.sparsity)
+
+
+class Choice:
+    """Chooses between dense and compressed steps, by bytes, and for topology="auto" by a trial.
+
+    Args:
+        compressor: of the run.
+        ranks: who exchanges.
+        topology: one of `TOPOLOGIES`.
+        group: all ranks, which share the times of a trial.
+        gradients: what the run starts with.
+    """
+
+    def __init__(
+        self,
+        compressor: LossyCompressor,
+        ranks: Ranks,
+        topology: str,
+        group: dist.ProcessGroup | None,
+        gradients: Gradients,
+    ) -> None:
+        self._compressor, self._ranks = compressor, ranks
+        self.topologies: Sequence[str] = [topology]
+        """Those from which it chooses."""
+        self.autotune: Autotune | None = None
+        """With topology="auto": the trials."""
+        self._known: dict[str, tuple[Any, int]] = {}
+        if topology == "auto":
+            partitioned = ranks.workers > 2 and compressor.not_partitioned_because is None
+            self.topologies = CANDIDATES if partitioned else CANDIDATES[:1]
+            if ranks.workers > 1 and gradients.compressed:
+                self.autotune = Autotune(group, gradients.device, self.topologies)
+
+    def choose(self, sparsity: float, gradients: Gradients, dense: Decision) -> Decision:
+        """What a step of this scheduled sparsity does: `dense`, unless compressing sends fewer bytes."""
+        compressor = self._compressor.with_sparsity(sparsity)
+        budget = self._ranks.dense_traffic(gradients.largest.nbytes)
+        affordable = [name for name in self.topologies if self.traffic(compressor, name, gradients) < budget]
+        topology = affordable[0] if affordable else DENSE
+        if self.autotune:
+            topology = self.autotune.choose(1 - sparsity, affordable)
+        asked = sparsity if hasattr(compressor, "sparsity") else None
+        if topology == DENSE:
+            return replace(dense, sparsity=asked)
+        return Decision(asked, compressor, topology, by_ddp=False)
+
+    def traffic(self, compressor: LossyCompressor, topology: str, gradients: Gradients) -> int:
+        """Bytes that a step of this compressor sends; cached for the latest sparsity."""
+        key = topology, getattr(compressor, "sparsity", 0.0), gradients
+        if self._known.get(topology, (None, 0))[0] != key:
+            self._known[topology] = key, traffic(compressor, gradients.largest, self._ranks, topology)
+        return self._known[topology][1]
+
+    def describe(self, gradients: Gradients) -> str:
+        """What is compressed, and the bytes that a step sends at the final sparsity."""
+        sparsity, between = self._compressor.final_sparsity, "" if self._ranks.per_worker == 1 else " between nodes"
+        final = self._compressor.with_sparsity(sparsity)
+        sent = {name: self.traffic(final, name, gradients) for name in self.topologies}
+        listed = " or ".join(f"{length:,} bytes sent{between} a step by {name}" for name, length in sent.items())
+        at_sparsity = f"at sparsity {sparsity:g} " if hasattr(final, "sparsity") else ""
+        return (
+            f"{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, {len(gradients.dense)} "
+            f"({gradients.dense_layout.n:,}) dense in the same message; {at_sparsity}{listed}"
+        )
