@@ -21,7 +21,7 @@ TYPES: dict[str, Any] = {
     "steps": int, "memory": dict, "shapes": dict, "dense_shapes": dict, "workers": int, "trained": list,
     "shared_by": int, "autotune": dict | None,
 }  # fmt: skip
-"""What `GradientAverager.state_dict` has."""
+"""Keys and types of `GradientAverager.state_dict`."""
 
 
 def check_state(state: Any, kinds: Iterable[str]) -> None:
@@ -126,7 +126,7 @@ def warn_of_lost_kinds(
 ) -> None:
     """Warn of kinds of state that the compressor does not keep with its current options."""
     known = {*gradients.chosen, *gradients.left_dense}
-    # Workers take over what owners remembered where partitions are others.
+    # Workers take over the owners' residuals if partitions have changed.
     lost = [
         kind for kind, parts in saved.items() if kind != PARTITION and set(parts) & known - set(loaded.get(kind, {}))
     ]
