@@ -141,7 +141,7 @@ class RoundLoop:
         )
         if state:
             self._rounds.load_shared_state(state)
-        self.ranks, self.world = self._rounds.averager.ranks, self._rounds.averager.world
+        self.ranks, self.world = self._rounds.ranks, self._rounds.world
 
     def _current_epoch(self) -> int | None:
         return self.epoch if self.steps_per_epoch is None else self.steps // self.steps_per_epoch

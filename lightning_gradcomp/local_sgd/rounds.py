@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import ExchangeFailed, explained
+from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
@@ -97,7 +98,7 @@ class Rounds:
             anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch
         )
         self.averager.parameters_agree = True  # reports say which parameters are frozen
-        self.ranks = self.averager.ranks
+        self.ranks, self.world, self.compressor = self.averager.ranks, self.averager.world, self.averager.compressor
         self.bytes_sent = 0
         """Bytes that left this rank in the latest exchange, report included."""
 
@@ -105,6 +106,11 @@ class Rounds:
     def steps(self) -> int:
         """Rounds so far."""
         return self.averager.steps
+
+    @property
+    def gradients(self) -> Gradients:
+        """The anchor's pseudo-gradients."""
+        return self.averager.gradients
 
     # The exchange
 
@@ -147,7 +153,7 @@ class Rounds:
             if z.grad is not None and weight != 1:
                 z.grad.mul_(weight)
         self.averager.epoch = epoch
-        if self.error_decay is not None and self.ranks.world == 1:
+        if self.error_decay is not None and self.world == 1:
             self.averager.after_dense_step()  # the update of a single rank is the mean; its residual stays
         else:
             self.averager.average(during=(training_step, doing))
