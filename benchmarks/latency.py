@@ -130,7 +130,7 @@ class Method:
     @property
     def sent(self) -> tuple[int, int]:
         """Steps and bytes so far."""
-        return (self.averager.steps, self.averager.stats.bytes_sent) if self.averager else (0, 0)
+        return (self.averager.steps, self.averager.spent.bytes_sent) if self.averager else (0, 0)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -169,7 +169,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         if averager := methods[name].averager:
             (steps, sent), (steps_before, sent_before) = methods[name].sent, before[name]
             results[name] |= {"bytes_a_step": (sent - sent_before) / (steps - steps_before)}
-            results[name] |= {"period": averager.period, "delay": averager.delay, "late": averager.stats.late_rounds}
+            results[name] |= {"period": averager.period, "delay": averager.delay, "late": averager.spent.late_rounds}
         elif name != "compute":
             dense = 8 * (world - 1) / world * sum(p.numel() for p in model.parameters())
             results[name]["bytes_a_step"] = dense / (methods[name].period or 1)

@@ -25,7 +25,7 @@ from lightning_gradcomp.compressors.sparseloco import SPARSELOCO
 from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.elastic import ElasticAverager
-from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
+from lightning_gradcomp.local_sgd.rounds import Nesterov
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer
 from lightning_gradcomp.plugin import (

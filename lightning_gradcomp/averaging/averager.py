@@ -209,7 +209,13 @@ class GradientAverager:
         self.optimizer.step()
         self.commit(self.optimizer)
 
-    def average(self, *, grad_scale: float = 1.0, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def average(
+        self,
+        *,
+        grad_scale: float = 1.0,
+        optimizer: torch.optim.Optimizer | None = None,
+        during: tuple[int, str] | None = None,
+    ) -> None:
         """Replace every `p.grad` by its average over the ranks, as the compressor sends it. A collective call.
 
         If any rank's gradient is not finite, all ranks get non-finite gradients and all state stays as it was.
@@ -217,6 +223,7 @@ class GradientAverager:
         Args:
             grad_scale: the loss scale that is in the gradients; error feedback is free of it.
             optimizer: one of several, to average the gradients of its parameters only.
+            during: step and phase that an error names. Default: `steps`, and "averaging gradients".
 
         Raises:
             ValueError: if the ranks train different parameters, or an earlier average waits for its optimizer step.
@@ -226,7 +233,7 @@ class GradientAverager:
             allowed = "one of those that the averager was given"
             raise refusal("GradientAverager.average(optimizer)", type(optimizer).__name__, allowed)
         optimizers = self.optimizers if optimizer is None else [optimizer]
-        with explained(self.steps, "averaging gradients", self.ranks.group):
+        with explained(*(during or (self.steps, "averaging gradients")), self.ranks.group):
             self.use_shared_weights()
             self._check_average_was_used()
             with self._plain_tensors():

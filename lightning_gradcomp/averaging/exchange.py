@@ -20,7 +20,7 @@ PARTS = 4
 
 
 class Flags(NamedTuple):
-    """What the averager of a rank tells the others in a step; afterwards, True if any rank set the flag.
+    """An averager's flags, which travel with its gradients; after an average, True if any rank set the flag.
 
     Args:
         stop: set by the averager's user, for example after a SIGTERM.

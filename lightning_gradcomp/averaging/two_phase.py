@@ -206,7 +206,7 @@ class TwoPhaseExchange(Exchange):
             return mean_of([applied], 1, layout.n, self.buffer), own_sent
 
 
-# A partition is empty where there are more workers than rows.
+# A partition is empty if there are more workers than rows.
 
 
 def _encode(codec: PayloadCodec, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:

@@ -1,16 +1,16 @@
 """DelayedAverager: ranks step on their own gradients; averages of their updates are applied later, at fixed steps.
 
-A round is K steps. At the end of a round each rank sends its update, what its optimizer has added to the weights in the
-round, and continues to train. D steps after the end of the round the mean update replaces the rank's own. The exchange
-is hidden if it takes less than D steps; otherwise the step waits. The result does not depend on when a message arrives.
-D ≤ K, so that there is one exchange at a time. The update rule and its source are in `anchor.py`.
+A round is K steps. At the end of a round each rank sends its update, the sum of its optimizer's steps in the round, and
+continues to train. D steps after the end of the round the mean update replaces the rank's own. The exchange is hidden
+if it takes less than D steps; otherwise the step waits. The result does not depend on when a message arrives. D ≤ K, so
+that there is one exchange at a time. The update rule and its source are in `anchor.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -21,28 +21,274 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
-from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
+from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
-from lightning_gradcomp.local_sgd.async_exchange import AsyncExchange
-from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
-from lightning_gradcomp.local_sgd.participants import Participants
-from lightning_gradcomp.local_sgd.round_report import RoundReport, report_bytes
-from lightning_gradcomp.local_sgd.rounds import Rounds
-from lightning_gradcomp.local_sgd.schedule import RoundSchedule
-from lightning_gradcomp.local_sgd.stats import DelayedStats
-from lightning_gradcomp.local_sgd.sync import (
-    Buffers,
-    sync_buffers_and_moments,
-    zero_nonfinite_state,
-)
+from lightning_gradcomp.local_sgd.background import BackgroundExchange
+from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
+from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
+from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments, zero_nonfinite_state
 from lightning_gradcomp.registry import build
 
 
-class DelayedAverager:
+@dataclass
+class RoundStats(Stats):
+    """Costs of all steps so far. Bytes are those of rounds and drains, without the buffers that rank 0 broadcasts.
+
+    `dense_bytes` are those of a dense ring all-reduce at every step, and `seconds["exchange"]` is the time that steps
+    and drains have waited.
+
+    Args:
+        rounds: averages applied, without those of drains.
+        late_rounds: averages whose exchange was not done when they were applied, at their step or in a drain.
+        overlapped_steps: steps that ended while the latest exchange was running.
+        consensus_distance: root mean square over ranks of the L2 distance between a rank's weights and the average,
+            over the L2 norm of the weights. Measured when the weights of the last round but one were sent.
+    """
+
+    rounds: int = 0
+    late_rounds: int = 0
+    overlapped_steps: int = 0
+    consensus_distance: float = 0.0
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time that steps and drains have waited."""
+        return self.seconds["exchange"]
+
+    def add_bytes(self, sent: int) -> None:
+        """Count bytes that this rank sent, and as many that it received."""
+        self.bytes_sent += sent
+        self.bytes_received += sent
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Add the time spent inside to the time that steps have waited; inside another `stalled`, only once."""
+        before, begin = self.seconds["exchange"], perf_counter()
+        yield
+        self.seconds["exchange"] = before + perf_counter() - begin
+
+
+class RoundLoop:
+    """The loop of rounds. Its subclasses decide who takes part: `DelayedAverager` and `ElasticAverager`.
+
+    Args:
+        schedule: period and delay.
+        process_group: of the first rounds. None: this rank alone.
+
+    The other arguments are those of `DelayedAverager`.
+    """
+
+    pending_share = 1.0
+    resting = False
+    measures_residual = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compressor: Compressor | str,
+        schedule: RoundSchedule,
+        process_group: dist.ProcessGroup | None,
+        *,
+        outer: Nesterov | None,
+        error_decay: float | None,
+        stale_only: bool = False,
+        steps_per_epoch: int | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.compressor: Compressor = build(compressor)
+        self.round_schedule = schedule
+        self.outer, self.error_decay, self.stale_only = outer or PLAIN_AVERAGING, error_decay, stale_only
+        self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
+        self.spent = RoundStats()
+        """Costs so far."""
+        self.steps = 0
+        """Optimizer steps so far."""
+        self.flag = False
+        """A flag that is sent to the other ranks with the next round or drain."""
+        self._rounds_ended = 0
+        self._pending: BackgroundExchange[list[RoundReport]] | None = None
+        self._step_seconds: list[float] = []
+        self._distance = self._exchange_seconds = 0.0
+        self._step_ended: float | None = None
+        self._start(process_group)
+        self.flags = [False] * self.world
+        """The flags of all ranks from the latest average or drain. They change at the same step on all ranks."""
+
+    def _start(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None = None) -> None:
+        """Start from the model's weights and a state of the rounds, without a pending exchange."""
+        self._anchor = Anchor(self.model, stale_only=self.stale_only)
+        self._use_group(group, state)
+        self._steps_since_drain = self._steps_in_round = 0
+        self._samples_in_round = self._samples_since_drain = 0
+
+    def _use_group(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None) -> None:
+        """Average in this group from now on, starting from a state of the rounds."""
+        self._rounds = Rounds(
+            self._anchor,
+            self.compressor,
+            group,
+            outer=self.outer,
+            epoch=self._current_epoch(),
+            local_optimizer=self.optimizer,
+            error_decay=self.error_decay,
+            period=self.round_schedule.shortest,
+        )
+        if state:
+            self._rounds.load_shared_state(state)
+        self.ranks, self.world = self._rounds.ranks, self._rounds.world
+
+    def _current_epoch(self) -> int | None:
+        return self.epoch if self.steps_per_epoch is None else self.steps // self.steps_per_epoch
+
+    @property
+    def flagged(self) -> bool:
+        """True if any of `flags` is set."""
+        return any(self.flags)
+
+    @property
+    def period(self) -> int:
+        """K, the current period in steps."""
+        return self.round_schedule.period
+
+    @property
+    def delay(self) -> int:
+        """D, the current delay in steps."""
+        return self.round_schedule.delay
+
+    def step(self, weight: int = 1) -> None:
+        """Step the optimizer. At the end of a round send the update; apply an average that is due.
+
+        Args:
+            weight: samples in this step, the weight of the update in averages. A rank without data calls `step(0)` as
+                often as the others call `step`: its optimizer does not step, and it applies the averages.
+
+        Raises:
+            ValueError: if the weight is negative, or a parameter is frozen on some ranks only.
+            ExchangeFailed: if the other ranks can't be reached, or are at another step.
+        """
+        with self.stepping(weight):
+            if weight and not self.resting:
+                self.optimizer.step()
+
+    @contextmanager
+    def stepping(self, weight: int = 1) -> Iterator[None]:
+        """As `step`, for a caller that steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`.
+
+        The caller does not step it while the averager is `resting`.
+        """
+        if weight < 0:
+            raise refusal("weight", weight, "a number of samples, 0 or more")
+        if self._anchor.trainable_changed:
+            self._end_early()
+            self._anchor.refresh_trainable()
+        if not self._steps_since_drain:
+            self._anchor.copy_from_model()  # the caller may have changed the weights, the same on all ranks
+            self._step_ended = None
+        yield
+        self.steps += 1
+        self._steps_since_drain += 1
+        self._steps_in_round += 1
+        self._samples_in_round += 0 if self.resting else weight
+        self._samples_since_drain += weight
+        now = perf_counter()
+        if self._step_ended is not None:
+            self._step_seconds.append(now - self._step_ended)
+        self.spent.dense_bytes += self.ranks.dense_traffic(4 * self._anchor.num_elements)
+        self._anchor.withhold_step()
+        if self._pending:
+            self.spent.overlapped_steps += not self._pending.done
+            if self._steps_since_drain == self._pending.due or self._pending.failed:
+                self._apply(self._receive())
+        if self._steps_in_round == self.period:
+            self._end_round()
+        self._step_ended = perf_counter()
+
+    def _end_early(self) -> None:
+        """End the round before layers that were frozen or unfrozen change what an update consists of."""
+        raise NotImplementedError
+
+    def _end_round(self) -> None:
+        """Send the update; without a delay apply the average."""
+        self._send_update()
+        if self.delay == 0:
+            self._apply(self._receive())
+
+    def _close_round(self) -> tuple[RoundReport, bool]:
+        """Set the anchor's pseudo-gradients. Returns this rank's report, and True if the update is finite."""
+        finite = self._anchor.set_pseudo_gradients()
+        if not finite:
+            zero_nonfinite_state(self.optimizer)
+        report = self._report(self._samples_in_round if finite else 0)
+        self._samples_in_round = self._steps_in_round = 0
+        self._rounds_ended += 1
+        self._step_seconds = []
+        return report, finite
+
+    def _report(self, samples: int) -> RoundReport:
+        step_seconds = median(self._step_seconds) if self._step_seconds else 0.0
+        frozen = tuple(not parameter.requires_grad for parameter in self._anchor.live.values())
+        measured = self._distance, step_seconds, self._exchange_seconds
+        return RoundReport(samples, self.flag, *measured, self.steps, frozen)
+
+    def _send_update(self) -> None:
+        """Start the exchange of the round that ends here."""
+        report, _ = self._close_round()
+        self._anchor.snapshot_model(self.pending_share)
+        exchange = partial(self._rounds.exchange, report, self.steps, self._current_epoch())
+        self._pending = BackgroundExchange(exchange, self._steps_since_drain + self.delay, self._anchor.device)
+        self.spent.overlapped_steps = 0
+
+    def _receive(self) -> list[RoundReport]:
+        """Wait for the pending exchange. Returns the reports of all ranks."""
+        assert self._pending is not None
+        exchange, self._pending = self._pending, None
+        self.spent.late_rounds += self.delay > 0 and not exchange.done
+        with self.spent.stalled():
+            reports = exchange.wait()
+        self._exchange_seconds = exchange.seconds
+        return reports
+
+    def _apply(self, reports: Sequence[RoundReport]) -> None:
+        """Apply the average that was received."""
+        self._rounds.step_outer_optimizer()
+        self._distance = self._anchor.apply_average()
+        spent = self.spent
+        spent.rounds += 1
+        spent.add_bytes(self._rounds.bytes_sent)
+        spent.sparsity = self._rounds.averager.stats.sparsity
+        mean_square = sum(report.distance**2 for report in reports) / len(reports)
+        spent.consensus_distance = mean_square**0.5 / max(self._anchor.norm(), 1e-30)
+        self.flags = [report.flag for report in reports]
+        self.round_schedule.round_applied(reports)
+
+    # Log
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of rounds, and the ratio of all steps so far."""
+        names = ("overlapped_steps", "late_rounds", "consensus_distance")
+        rounds = {f"dga/{name}": float(getattr(self.spent, name)) for name in names}
+        return {f"comm/ratio_N{self.world}": self.spent.ratio, **rounds}
+
+    def summary(self) -> dict[str, Any]:
+        """Period, delay, and the costs of all rounds."""
+        names = ("rounds", "bytes_sent", "dense_bytes", "stall_seconds", "late_rounds", "overlapped_steps", "sparsity")
+        costs = {name: getattr(self.spent, name) for name in (*names, "consensus_distance")}
+        return {"rounds": {"period": self.period, "delay": self.delay, **costs}}
+
+    def why_uncompressed(self) -> str:
+        """The reason why no round was compressed; empty if one was, or if there is nothing to compress."""
+        if isinstance(self.compressor, LossyCompressor) and self.world > 1 and not self.spent.rounds:
+            return f"no round of {self.period} steps ended before a drain"
+        return self._rounds.averager.why_uncompressed("round")
+
+
+class DelayedAverager(RoundLoop):
     """Local steps, and averages of the weights that are applied `delay` steps late: for links with a long delay.
 
         averager = DelayedAverager(model, optimizer, period=8, delay=8)
@@ -71,15 +317,15 @@ class DelayedAverager:
             rank's own noise, little of which will be in the average; else 1, and 1 with a single rank.
         participation: share of the ranks whose steps count in a round, drawn anew for each round (federated averaging's
             C). The others rest: they make no optimizer steps and receive the average.
-        error_decay: None: a drain sends the residuals, uncompressed. A number from 0 to 1: the residuals stay with the
-            ranks and are multiplied by it once a round. A drain then ends the round early, compressed like the others,
-            and moments are not averaged. This is SparseLoCo's error feedback, which replaces an outer momentum; with 1
-            nothing is lost.
+        error_decay: None: a drain sends the residuals, uncompressed. A number from 0 to 1: each rank keeps its residual
+            and multiplies it by this factor once a round. A drain then ends the round early, compressed like the
+            others, and moments are not averaged. This is SparseLoCo's error feedback, which replaces an outer momentum;
+            with 1 nothing is lost.
         steps_per_epoch: for a compressor whose warm-up counts epochs.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 
     Raises:
-        ValueError: an invalid option, or a model that is not supported.
+        ValueError: if an option is invalid, or the model is not supported.
     """
 
     def __init__(
@@ -101,216 +347,105 @@ class DelayedAverager:
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise refusal("DelayedAverager(model)", "DistributedDataParallel", "the module inside it")
-        self.model, self.optimizer = model, optimizer
-        self.compressor: Compressor = build(compressor)
-        self.round_schedule = RoundSchedule(period, delay)
-        self.outer, self.stale_only, self.error_decay = outer or PLAIN_AVERAGING, stale_only, error_decay
+        schedule, self.participants = RoundSchedule(period, delay), Participants(participation)
         check_pending_share(pending_share, stale_only=stale_only)
         self._pending_share = pending_share
-        self.participants = Participants(participation)
-        self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         if process_group is None and dist.is_initialized():
             process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - of all ranks, so of this one
-        self.ranks = Ranks(process_group)
-        self.world = self.ranks.world
-        self.stats = DelayedStats()
-        """Costs so far."""
-        self.steps = 0
-        """Optimizer steps so far."""
-        self.flag = False
-        """A flag that is sent to the other ranks with the next round or drain."""
-        self.flags = [False] * self.ranks.world
-        """The flags of all ranks from the latest average or drain. They change at the same step on all ranks."""
-        self._rounds_ended = 0
-        self._pending: AsyncExchange[list[RoundReport]] | None = None
-        self._step_seconds: list[float] = []
-        self._distance = self._exchange_seconds = 0.0
-        self._step_ended: float | None = None
-        self._start()
-        if self.ranks.world > 1:
+        super().__init__(
+            model,
+            optimizer,
+            compressor,
+            schedule,
+            process_group,
+            outer=outer,
+            error_decay=error_decay,
+            stale_only=stale_only,
+            steps_per_epoch=steps_per_epoch,
+            epoch=epoch,
+        )
+        if self.world > 1:
             broadcast_unless_identical([*model.parameters(), *model.buffers()], self.ranks)
         self._buffers = Buffers(model)
 
-    def _start(self, state: Mapping[str, Any] | None = None) -> None:
-        """Start from the model's weights and a state of the rounds, without a pending exchange."""
-        self._anchor = Anchor(self.model, stale_only=self.stale_only)
-        how = self.compressor, self.ranks.group, self.outer, self._current_epoch(), self.optimizer, self.error_decay
-        self.rounds = Rounds(self._anchor, *how, period=self.round_schedule.shortest)
-        """Averages the updates; its `state_dict` is what this rank remembers."""
-        if state:
-            self.rounds.load_shared_state(state)
-        self._steps_since_drain = self._steps_in_round = 0
-        self._samples_in_round = self._samples_since_drain = 0
-
-    def _current_epoch(self) -> int | None:
-        return self.epoch if self.steps_per_epoch is None else self.steps // self.steps_per_epoch
-
     @property
-    def flagged(self) -> bool:
-        """Whether any of `flags` is set."""
-        return any(self.flags)
-
-    @property
-    def period(self) -> int:
-        """K, the current period in steps."""
-        return self.round_schedule.period
-
-    @property
-    def delay(self) -> int:
-        """D, the current delay in steps."""
-        return self.round_schedule.delay
-
-    def step(self, weight: int = 1) -> None:
-        """Step the optimizer. At the end of a round send the update; apply an average that is due.
-
-        Args:
-            weight: samples in this step, the weight of the update in averages. A rank without data calls `step(0)` as
-                often as the others call `step`: the optimizer does not step, and averages are applied.
-
-        Raises:
-            ValueError: a negative weight; a parameter that is frozen on some ranks only.
-            ExchangeFailed: the other ranks can't be reached, or are at another step.
-        """
-        with self.stepping(weight):
-            if weight and not self.resting:
-                self.optimizer.step()
+    def rounds(self) -> Rounds:
+        """Averages the updates; its `state_dict` is this rank's own state."""
+        return self._rounds
 
     @contextmanager
     def stepping(self, weight: int = 1) -> Iterator[None]:
         """As `step`, for a caller that steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`.
 
-        It must not while the averager is `resting`.
+        The caller does not step it while the averager is `resting`.
         """
-        if weight < 0:
-            raise refusal("weight", weight, "a number of samples, 0 or more")
-        if self.ranks.world == 1:
+        if self.world > 1 or weight < 0:
+            with super().stepping(weight):
+                yield
+        else:
             yield
             self.steps += 1
             self.flags = [self.flag]
-            return
-        if self._anchor.trainable_changed:
-            self.drain()
-            self._anchor.refresh_trainable()
-        if not self._steps_since_drain:
-            self._anchor.copy_from_model()  # the caller may have changed the weights, the same on all ranks
-            self._step_ended = None
-        yield
-        self.steps += 1
-        self._steps_since_drain += 1
-        self._steps_in_round += 1
-        self._samples_in_round += 0 if self.resting else weight
-        self._samples_since_drain += weight
-        now = perf_counter()
-        if self._step_ended is not None:
-            self._step_seconds.append(now - self._step_ended)
-        self.stats.dense_bytes += self.ranks.dense_traffic(4 * self._anchor.num_elements)
-        self._anchor.withhold_step()
-        if self._pending:
-            self.stats.overlapped_steps += not self._pending.done
-            if self._steps_since_drain == self._pending.due or self._pending.failed:
-                self._apply_average()
-        if self._steps_in_round == self.period:
-            self._send_update()
-            if self.delay == 0:
-                self._apply_average()
-        self._step_ended = perf_counter()
 
     @property
-    def pending_share(self) -> float:
-        """Share of a rank's own update that its weights have while its average is under way."""
+    def pending_share(self) -> float:  # pyrefly: ignore[bad-override]
+        """Share of a rank's own update that its weights contain while the average is pending."""
         if self._pending_share is not None:
             return self._pending_share
         adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
-        return 0.5 if adam and self.ranks.world > 1 else 1.0
+        return 0.5 if adam and self.world > 1 else 1.0
 
     @property
-    def resting(self) -> bool:
-        """Whether this rank has no part in the present round."""
-        return self.ranks.rank not in self.participants.of_round(self._rounds_ended, self.ranks.world)
+    def resting(self) -> bool:  # pyrefly: ignore[bad-override]
+        """True if this rank is not drawn for the current round."""
+        return self.ranks.rank not in self.participants.of_round(self._rounds_ended, self.world)
 
-    def _end_round(self) -> tuple[RoundReport, bool]:
-        """Set the anchor's pseudo-gradients. Returns this rank's report, and whether the update is finite."""
-        finite = self._anchor.set_pseudo_gradients()
-        if not finite:
-            zero_nonfinite_state(self.optimizer)
-        report = self._report(self._samples_in_round if finite else 0)
-        self._samples_in_round = self._steps_in_round = 0
-        self._rounds_ended += 1
-        self._step_seconds = []
-        return report, finite
-
-    def _report(self, samples: int) -> RoundReport:
-        step_seconds = median(self._step_seconds) if self._step_seconds else 0.0
-        frozen = tuple(not parameter.requires_grad for parameter in self._anchor.live.values())
-        measured = self._distance, step_seconds, self._exchange_seconds
-        return RoundReport(samples, self.flag, *measured, self.steps, frozen)
-
-    def _send_update(self) -> None:
-        """Start the exchange of the round that ends here."""
-        report, _ = self._end_round()
-        self._anchor.snapshot_model(self.pending_share)
-        self.rounds.epoch = self._current_epoch()
-        exchange = partial(self.rounds.exchange, report, self.steps)
-        self._pending = AsyncExchange(exchange, self._steps_since_drain + self.delay, self._anchor.device)
-        self.stats.overlapped_steps = 0
-
-    def _apply_average(self) -> None:
-        """Wait for the pending exchange and apply its average."""
-        assert self._pending is not None
-        exchange, self._pending = self._pending, None
-        begin, stats = perf_counter(), self.stats
-        stats.late_rounds += self.delay > 0 and not exchange.done
-        reports = exchange.wait()
-        stats.stall_seconds += perf_counter() - begin
-        self._exchange_seconds = exchange.seconds
-        self.rounds.step_outer_optimizer()
-        self._distance = self._anchor.apply_average()
-        stats.rounds += 1
-        stats.bytes_sent += self.rounds.stats.bytes_sent
-        stats.sparsity = self.rounds.stats.sparsity
-        mean_square = sum(report.distance**2 for report in reports) / len(reports)
-        stats.consensus_distance = mean_square**0.5 / max(self._anchor.norm(), 1e-30)
-        self.flags = [report.flag for report in reports]
-        self.round_schedule.round_applied(reports)
+    def _end_early(self) -> None:
+        self.drain()
 
     def drain(self) -> None:
-        """Make the weights bitwise the same on all ranks. Collective; nothing happens if no step was made since.
+        """Make the weights bitwise the same on all ranks. Collective; nothing happens without a step since the last.
 
         Waits for the pending exchange and applies its average. Then averages the open round in fp32 without the outer
-        optimizer, with everything that compressed rounds have left out. Averages the floating-point buffers that are in
-        the `state_dict` and the optimizer's moments; copies other buffers from rank 0. The next round begins here.
+        optimizer, with the residuals of compressed rounds. Averages the floating-point buffers that are in the
+        `state_dict` and the optimizer's moments; copies other buffers from rank 0. The next round begins here.
 
-        With `error_decay` the open round is averaged as all others, and each rank keeps its moments and what was left
-        out.
+        With `error_decay` the open round is averaged like all others, and each rank keeps its moments and its residual.
 
         Raises:
-            ValueError: a parameter that is frozen on some ranks only.
-            ExchangeFailed: the other ranks can't be reached, or are at another step.
+            ValueError: if a parameter is frozen on some ranks only.
+            ExchangeFailed: if the other ranks can't be reached, or are at another step.
         """
         if not self._steps_since_drain:
             return
         doing = "draining delayed averages"
         with explained(self.steps, doing, self.ranks.group):
             if self._pending:
-                self._apply_average()
-            begin, finite = perf_counter(), True
-            if self.error_decay is not None and self._steps_in_round:
-                self._send_update()
-                self._apply_average()
-            elif self.error_decay is None and (self._steps_in_round or self.rounds.has_unsent):
-                report, finite = self._end_round()
-                self.flags = [each.flag for each in self.rounds.exchange_uncompressed(report, self.steps)]
-                self.stats.bytes_sent += self.rounds.stats.bytes_sent
-            else:
-                self.flags = [each.flag for each in self.rounds.gather_reports(self._report(0), doing)]
-                self.stats.bytes_sent += self.ranks.gather_traffic(report_bytes(len(self._anchor.live)))
-            self._anchor.reset_model()
-            samples, averaged = self._samples_since_drain, self.optimizer if self.error_decay is None else None
-            sent = sync_buffers_and_moments(self.ranks, self._buffers, averaged, samples, moments_valid=finite)
-            self.stats.bytes_sent += sent
-            self._steps_since_drain = self._samples_since_drain = 0
-            self.stats.stall_seconds += perf_counter() - begin
+                self._apply(self._receive())
+            with self.spent.stalled():
+                finite = self._average_open_round(doing)
+                self._anchor.reset_model()
+                samples, averaged = self._samples_since_drain, self.optimizer if self.error_decay is None else None
+                sent = sync_buffers_and_moments(self.ranks, self._buffers, averaged, samples, moments_valid=finite)
+                self.spent.add_bytes(sent)
+                self._steps_since_drain = self._samples_since_drain = 0
         self.round_schedule.choose()
+
+    def _average_open_round(self, doing: str) -> bool:
+        """Returns True unless this rank's update is not finite."""
+        finite = True
+        if self.error_decay is not None and self._steps_in_round:
+            self._send_update()
+            self._apply(self._receive())
+            return True
+        if self.error_decay is None and (self._steps_in_round or self._rounds.averager.has_unsent):
+            report, finite = self._close_round()
+            reports = self._rounds.exchange_uncompressed(report, self.steps)
+        else:
+            reports = self._rounds.gather_reports(self._report(0), doing)
+        self.flags = [report.flag for report in reports]
+        self.spent.add_bytes(self._rounds.bytes_sent)
+        return finite
 
     def reset_to_last_average(self) -> bool:
         """Set the weights to the latest average, without communication. Local steps since then are lost.
@@ -318,7 +453,7 @@ class DelayedAverager:
         For the checkpoint of an interrupted run, in which the other ranks may not answer.
 
         Returns:
-            Whether there were such steps.
+            True if there were such steps.
         """
         if self._steps_since_drain:
             self._anchor.reset_model()
@@ -327,35 +462,12 @@ class DelayedAverager:
     def describe(self) -> str:
         """One line for the log."""
         late = "without delay" if self.delay == 0 else f"applied {self.delay} steps later"
-        first = f"{start} first; " if (start := dense_start(self.rounds.schedule, "round")) else ""
+        first = f"{start} first; " if (start := dense_start(self._rounds.averager.schedule, "round")) else ""
         return (
             f"Averages of {self._anchor.num_elements:,} updates ({type(self.compressor).__name__}) every {self.period} "
-            f"steps, {late}{' (measuring what the delay should be)' if self.round_schedule.measuring else ''}; "
-            f"{first}N={self.ranks.world}."
+            f"steps, {late}{' (the delay is being measured)' if self.round_schedule.measuring else ''}; "
+            f"{first}N={self.world}."
         )
-
-    @property
-    def spent(self) -> Any:
-        """Costs of all steps so far."""
-        return self.stats
-
-    measures_residual = False
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of rounds, and the ratio of all steps so far."""
-        names = ("overlapped_steps", "late_rounds", "consensus_distance")
-        rounds = {f"dga/{name}": float(getattr(self.stats, name)) for name in names}
-        return {f"comm/ratio_N{self.world}": self.stats.ratio, **rounds}
-
-    def summary(self) -> dict[str, Any]:
-        """Period, delay, and the costs of the rounds."""
-        return {"rounds": {"period": self.period, "delay": self.delay, **asdict(self.stats)}}
-
-    def why_uncompressed(self) -> str:
-        """The reason why no round was compressed; empty if one was, or if there is nothing to compress."""
-        if isinstance(self.compressor, LossyCompressor) and self.world > 1 and not self.stats.rounds:
-            return f"no round of {self.period} steps ended before a drain"
-        return self.rounds.why_uncompressed("round")
 
     def state_dict(self) -> dict[str, Any]:
         """The state, the same on all ranks. Collective: it drains first.
@@ -363,11 +475,11 @@ class DelayedAverager:
         A run that continues from it, with the model's and the optimizer's state after the drain, is bitwise equal to
         the run that made it. It may continue with another number of ranks.
 
-        With `error_decay` the part "rounds" is each rank's own: its moments, and what it has not sent. Ranks of another
-        number continue from the mean, `averaging.mean_state` of all ranks' "rounds".
+        With `error_decay` the part "rounds" is each rank's own: its moments and its residual. Another number of ranks
+        continues from the mean, `averaging.mean_state` of all ranks' "rounds".
         """
         self.drain()
-        rounds, schedule = self.rounds.shared_state(), self.round_schedule.state_dict()
+        rounds, schedule = self._rounds.shared_state(), self.round_schedule.state_dict()
         ended = self._rounds_ended
         return {"steps": self.steps, "rounds_ended": ended, "rounds": rounds, "round_schedule": schedule}
 
@@ -375,12 +487,12 @@ class DelayedAverager:
         """Continue from a state. Collective. Load the model's and the optimizer's first, the same on all ranks.
 
         Raises:
-            ValueError: a tensor whose shape is not its parameter's.
+            ValueError: if the shape of a tensor is not its parameter's.
         """
         if self._pending:
             self._pending.wait()  # its result is dropped
             self._pending = None
         self.steps, self._rounds_ended = state["steps"], state["rounds_ended"]
         self.round_schedule.load_state_dict(state["round_schedule"])
-        self._start(state["rounds"])
+        self._start(self.ranks.group, state["rounds"])
         self._buffers = Buffers(self.model)

@@ -1,12 +1,12 @@
 """ElasticAverager: rounds among ranks that come and go. A lost rank costs the others one round, not the run.
 
-Who is there is found out before each round by torchft (https://github.com/meta-pytorch/torchft): a lighthouse, to which
-every rank sends heartbeats, names the ranks of the round and connects them anew where they have changed. A rank that
-has missed rounds, or comes new, first receives the agreed weights from one that has not.
+Before each round, torchft (https://github.com/meta-pytorch/torchft) finds out which ranks are present: every rank sends
+heartbeats to a lighthouse, which names the ranks of the round and connects them anew if they have changed. A joining
+rank, or one that has missed rounds, first receives the agreed weights from another.
 
-A round whose exchange fails is averaged with the next: local steps stay in the rank's weights, and what was left to be
-sent stays as it was. What a lost rank had not sent is lost with it, and so are the steps that a rank has made since it
-lost the others.
+If the exchange of a round fails, its updates are averaged with those of the next: local steps stay in the rank's
+weights, and its residual stays as it was. The residual of a lost rank is lost, and so are the steps that it has made
+since it lost the others.
 """
 
 from __future__ import annotations
@@ -24,18 +24,14 @@ from torch import nn
 
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.anchor import Anchor
-from lightning_gradcomp.local_sgd.outer_optimizer import PLAIN_AVERAGING, Nesterov
-from lightning_gradcomp.local_sgd.round_report import RoundReport
-from lightning_gradcomp.local_sgd.rounds import Rounds, check_error_decay
+from lightning_gradcomp.local_sgd.averager import RoundLoop
+from lightning_gradcomp.local_sgd.rounds import Nesterov, RoundReport
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
-from lightning_gradcomp.local_sgd.sync import zero_nonfinite_state
-from lightning_gradcomp.registry import build
 
 log = logging.getLogger(__name__)
 
 
-class ElasticAverager:
+class ElasticAverager(RoundLoop):
     """Local steps, and averages among the processes that are present. They may join, leave and die at any time.
 
         averager = ElasticAverager(model, optimizer, lighthouse="http://10.0.0.1:29510", **SPARSELOCO)
@@ -57,7 +53,7 @@ class ElasticAverager:
         lighthouse: the address of torchft's lighthouse, http://HOST:PORT.
         period: K, the number of steps in a round.
         delay: must be 0; it exists so that `**SPARSELOCO` can be passed.
-        error_decay: the residuals stay with the ranks and are multiplied by it once a round, 0 to 1.
+        error_decay: each rank keeps its residual and multiplies it by this factor once a round, 0 to 1.
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
         min_ranks: a round with fewer ranks is not averaged.
         name: of this rank, for logs. A unique suffix is added.
@@ -67,8 +63,8 @@ class ElasticAverager:
         round_timeout: how long a rank waits for the others at the end of a round, and a new rank for their state.
 
     Raises:
-        ValueError: an invalid option.
-        ModuleNotFoundError: torchft is not installed.
+        ValueError: if an option is invalid.
+        ModuleNotFoundError: if torchft is not installed.
     """
 
     def __init__(
@@ -88,25 +84,17 @@ class ElasticAverager:
         timeout: timedelta = timedelta(seconds=10),
         round_timeout: timedelta = timedelta(minutes=5),
     ) -> None:
-        RoundSchedule(period, 0)  # refuses
-        check_error_decay(error_decay)
+        schedule = RoundSchedule(period, 0)
         if delay != 0:
-            raise refusal("ElasticAverager.delay", delay, "0: who takes part in a round is known at its end")
+            raise refusal("ElasticAverager.delay", delay, "0: the ranks of a round are known at its end")
         if min_ranks < 1:
             raise refusal("ElasticAverager.min_ranks", min_ranks, "1 or more")
+        super().__init__(model, optimizer, compressor, schedule, None, outer=outer, error_decay=error_decay)
+        self._min_ranks, self._round_timeout = min_ranks, round_timeout
         from torchft import ProcessGroupGloo  # takes a second, and may not be installed
 
         from lightning_gradcomp.local_sgd.torchft_manager import start_manager
 
-        self.model, self.optimizer, self.period = model, optimizer, period
-        self.steps = 0
-        """Optimizer steps so far; a rank that comes new goes on from those of the others."""
-        self._compressor, self._error_decay = build(compressor), error_decay
-        self._outer, self._min_ranks = outer or PLAIN_AVERAGING, min_ranks
-        self._round_timeout = round_timeout
-        self._steps_in_round = self._samples = 0
-        self._anchor = Anchor(model)
-        self._rounds = self._rounds_in(None)
         self._group = ProcessGroupGloo(timeout=timeout)
         self._manager, self._store = start_manager(
             lighthouse,
@@ -119,111 +107,77 @@ class ElasticAverager:
             replica_id=name,
         )
 
-    def _rounds_in(self, group: dist.ProcessGroup | None) -> Rounds:
-        how = self._outer, None, self.optimizer, self._error_decay
-        return Rounds(self._anchor, self._compressor, group, *how, period=self.period)
-
     @property
     def rounds(self) -> int:
         """Averages so far, of all ranks together."""
         return self._manager.current_step()
 
     @property
-    def world(self) -> int:
-        """Ranks in the latest round."""
-        return self._rounds.world
-
-    @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank in the latest round."""
-        return self._rounds.stats.bytes_sent
+        return self._rounds.bytes_sent
 
-    def step(self, weight: int = 1) -> None:
-        """Step the optimizer; at the end of a round average.
+    def _report(self, samples: int) -> RoundReport:
+        return RoundReport(samples, self.flag)  # ranks may be at different steps
 
-        Args:
-            weight: samples in this step, its weight in the average; 0: the optimizer does not step.
-        """
-        if self._anchor.trainable_changed:
-            self._follow_trainable()
-        if weight:
-            self.optimizer.step()
-        self.steps += 1
-        self._steps_in_round += 1
-        self._samples += weight
-        if self._steps_in_round >= self.period:
-            self.average()
+    def _end_round(self) -> None:
+        self.average()
 
-    def _follow_trainable(self) -> None:
-        """Where layers were frozen or unfrozen, end the round first; what is not averaged then is dropped."""
-        if self._samples and not self.average():
+    def _end_early(self) -> None:
+        """End the round. If it can't be averaged, its steps are dropped: they are of other parameters than the next."""
+        if self._samples_in_round and not self.average():
             self._anchor.reset_model()
-            self._samples = 0
-        self._anchor.refresh_trainable()
-        self._anchor.copy_from_model()
+            self._samples_in_round = 0
+        self._steps_since_drain = 0
 
     def average(self) -> bool:
-        """End the round now: average with all ranks that are there. They have to end theirs, too.
+        """End the round now: average with all ranks that are present. They have to end theirs, too.
 
         Returns:
-            Whether the average was applied. If not, a warning is logged, and this round's steps are averaged with those
-            of the next.
+            True if the average was applied. Otherwise a warning is logged, and this round's steps are averaged with
+            those of the next.
 
         Raises:
-            TimeoutError: the lighthouse has not named the round's ranks within `round_timeout`.
+            TimeoutError: if the lighthouse has not named the round's ranks within `round_timeout`.
         """
         self._steps_in_round = 0
         self._manager.start_quorum()  # receives the state of another rank, if this one is behind
-        failure = self._failure()
-        if failure:
+        samples, reports, failure = self._samples_in_round, [], None
+        try:
+            reports = self._exchange()
+        except RuntimeError as error:
+            failure = error
             self._group.shutdown()
-            self._use_group(None)  # now its connections are closed, so that no rank waits for this one
-            self._manager.report_error(RuntimeError(failure))
+            self._change_group(None)  # now its connections are closed, so that no rank waits for this one
+            self._manager.report_error(RuntimeError(str(error)))
         if not self._manager.should_commit():
             log.warning("round %d is not averaged, its steps are with those of the next: %s", self.rounds + 1, failure)
+            self._samples_in_round = samples
             return False
-        self._rounds.step_outer_optimizer()
-        self._anchor.reset_model()
-        self._samples = 0
+        self._apply(reports)
         return True
 
-    def _failure(self) -> str | None:
-        """Exchange with the ranks of this round; if that fails, why."""
-        if error := self._manager.errored():
-            return str(error.original_exception)
-        if (there := self._manager.num_participants()) < self._min_ranks:
-            return f"{there} of {self._min_ranks} ranks"
-        try:
-            self._follow_quorum()
-            self._exchange()
-        except RuntimeError as error:
-            return str(error)
-        return None
+    def _exchange(self) -> list[RoundReport]:
+        """Exchange updates with the ranks of this round. Returns their reports.
 
-    def _exchange(self) -> None:
-        samples = self._samples
-        if not self._anchor.set_pseudo_gradients():
-            zero_nonfinite_state(self.optimizer)
-            samples = 0
-        self._rounds.exchange(RoundReport(samples), self.steps)
-
-    def _follow_quorum(self) -> None:
-        """Where the ranks have changed, go on in their new group.
-
-        A rank that is behind receives the state of another before it comes here, and the others wait for it.
+        Raises RuntimeError if that fails.
         """
+        if error := self._manager.errored():
+            raise RuntimeError(str(error.original_exception))
+        if (present := self._manager.num_participants()) < self._min_ranks:
+            raise RuntimeError(f"{present} of {self._min_ranks} ranks")
         group = self._group.parent
-        if group is not self._rounds.ranks.group:
-            self._use_group(group)
+        if group is not self.ranks.group:
+            self._change_group(group)
             patient = dist.BarrierOptions()
-            patient.timeout = self._round_timeout
+            patient.timeout = self._round_timeout  # a rank that is behind first receives the state of another
             group.barrier(patient).wait()
+        self._send_update()
+        return self._receive()
 
-    def _use_group(self, group: dist.ProcessGroup | None) -> None:
-        """Average in this group from now on; what this rank remembers stays with it."""
-        state = self._rounds.shared_state()
-        self._rounds = self._rounds_in(group)
-        self._rounds.load_shared_state(state)
+    def _change_group(self, group: dist.ProcessGroup | None) -> None:
+        """Average in this group from now on. This rank keeps its state."""
+        self._use_group(group, self._rounds.shared_state())
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
@@ -238,18 +192,18 @@ class ElasticAverager:
                     parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: what it has not sent, and its moments. The model's and the optimizer's come beside it."""
+        """This rank's state: its residual and its moments. Save the model's and the optimizer's state beside it."""
         return {"steps": self.steps, "rounds": self._rounds.shared_state(), "manager": self._manager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, before the first step; load the model's (agreed weights) and the optimizer's first."""
+        """Continue from a state, before the first step. Load the model's (agreed weights) and the optimizer's first."""
         self._anchor.copy_from_model()
         self.steps = state["steps"]
         self._rounds.load_shared_state(state["rounds"])
         self._manager.load_state_dict(state["manager"])
 
     def _agreed(self) -> dict[str, Any]:
-        """What a rank that comes new receives: agreed weights, buffers, outer velocity, and this one's moments."""
+        """The state that a joining rank receives: weights, buffers, outer velocity, and this rank's moments."""
         outer = self._rounds.shared_state()["outer"]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         weights = {
@@ -270,8 +224,8 @@ class ElasticAverager:
         self.optimizer.load_state_dict(state["optimizer"])
         own = self._rounds.state_dict()
         self._rounds.load_shared_state({**own, "outer": state["outer"], "steps": state["rounds"]})
-        self.steps, self._samples = state["steps"], 0
+        self.steps, self._samples_in_round = state["steps"], 0
 
     def shutdown(self) -> None:
-        """Leave the others: they go on without this rank."""
+        """Leave the other ranks, which continue without this one."""
         self._manager.shutdown(wait=False)

@@ -1,81 +1,118 @@
-"""Rounds: compressed averages of the ranks' updates. All use of GradientAverager's internals is in this file."""
+"""Rounds: compressed averages of the ranks' updates, one for each round of local steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.averaging.faults import explained
+from lightning_gradcomp.averaging.faults import ExchangeFailed, explained
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
-from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
-from lightning_gradcomp.local_sgd.round_report import (
-    RoundReport,
-    check_in_step,
-    gather_reports,
-    report_bytes,
-    sample_weight,
-)
-from lightning_gradcomp.local_sgd.sync import moments_of
-from lightning_gradcomp.registry import build
+from lightning_gradcomp.local_sgd.sync import moments_of, sample_weight
 
 LOCAL = "local_"
-"""What the kinds of state begin with that belong to the local optimizer: "local_exp_avg"."""
+"""Prefix of the local optimizer's kinds of state: "local_exp_avg"."""
+NUMBERS = 6
+"""Numbers in a report, each sent as fp64, in which whole numbers are exact up to 2**53."""
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """The outer optimizer of DiLoCo: `torch.optim.SGD(nesterov=True)` on the negated mean update of a round.
+
+    Source: Douillard et al. 2023, arXiv 2311.08105.
+
+    Args:
+        lr: outer learning rate, above 0. With `momentum=0`, 1 is plain averaging.
+        momentum: outer momentum, from 0 to below 1.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise refusal("Nesterov.lr", self.lr, "a number above 0")
+        if not 0 <= self.momentum < 1:
+            raise refusal("Nesterov.momentum", self.momentum, "0 <= momentum < 1")
+
+
+PLAIN_AVERAGING = Nesterov(lr=1.0, momentum=0.0)
+"""No outer optimizer: the mean update is added to the anchor."""
 
 
 def check_error_decay(error_decay: float | None) -> None:
-    """ValueError for what is neither None nor a number from 0 to 1 (SparseLoCo's factor)."""
+    """Raises ValueError unless `error_decay` is None or a number from 0 to 1."""
     if error_decay is not None and not (is_number(error_decay) and 0 <= error_decay <= 1):
         raise refusal("error_decay", error_decay, "None, or a number from 0 to 1")
 
 
-class Rounds(GradientAverager):
-    """A GradientAverager whose model is the anchor, whose steps are rounds, and whose gradients are pseudo-gradients.
+class Rounds:
+    """Averages the updates of rounds: a GradientAverager of the anchor, whose gradients are pseudo-gradients.
 
-    The optimizer is the outer one. A compressor that applies the momentum itself (DGC) applies the outer optimizer's;
-    the momentum of the user's optimizer is not affected.
+    A step of the averager is a round, and its optimizer is the outer one. A compressor that corrects momentum (DGC)
+    corrects the outer optimizer's; the user's optimizer is not affected.
 
     Args:
         anchor: the weights that all ranks agree on.
-        compressor: an instance, or a name with default options.
+        compressor: of the updates.
         process_group: a group that nothing else uses.
         outer: options of the outer optimizer.
         epoch: the first epoch.
-        local_optimizer: of the model. With `error_decay` its moments are in this rank's state.
-        error_decay: factor of what earlier rounds have left out, once a round. None: it is left as it is.
+        local_optimizer: of the model. With `error_decay` its moments are part of this rank's state.
+        error_decay: factor by which the residuals are multiplied once a round. None: they are not.
         period: training steps in a round, in which the compressor's `warmup_steps` count.
 
     Raises:
-        ValueError: an error_decay that is no number from 0 to 1.
+        ValueError: if `error_decay` is not None or a number from 0 to 1.
     """
 
     def __init__(
         self,
         anchor: Anchor,
-        compressor: Compressor | str,
+        compressor: Compressor,
         process_group: dist.ProcessGroup | None,
+        *,
         outer: Nesterov,
         epoch: int | None,
         local_optimizer: torch.optim.Optimizer,
-        error_decay: float | None = None,
-        *,
+        error_decay: float | None,
         period: int,
     ) -> None:
-        self.anchor, momentum = anchor, outer.momentum
-        self.local_optimizer, self.error_decay = local_optimizer, error_decay
+        check_error_decay(error_decay)
+        self.anchor, self.local_optimizer, self.error_decay = anchor, local_optimizer, error_decay
+        momentum = outer.momentum
         self.sgd = torch.optim.SGD(anchor.module.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
-        compressor = build(compressor)
         if isinstance(compressor, LossyCompressor) and (dense := compressor.dense_steps):
             compressor = replace(compressor, warmup_steps=dense // period)
-        super().__init__(anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch)
-        self.parameters_agree = True  # reports say which parameters are frozen
-        check_error_decay(error_decay)
+        self.averager = GradientAverager(
+            anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch
+        )
+        self.averager.parameters_agree = True  # reports say which parameters are frozen
+        self.ranks, self.world, self.compressor = self.averager.ranks, self.averager.world, self.averager.compressor
+        self.bytes_sent = 0
+        """Bytes that left this rank in the latest exchange, report included."""
+
+    @property
+    def steps(self) -> int:
+        """Rounds so far."""
+        return self.averager.steps
+
+    @property
+    def gradients(self) -> Gradients:
+        """The anchor's pseudo-gradients."""
+        return self.averager.gradients
+
+    # The exchange
 
     def gather_reports(self, own: RoundReport, doing: str) -> list[RoundReport]:
         """The reports of all ranks, in rank order. Collective.
@@ -85,104 +122,187 @@ class Rounds(GradientAverager):
             doing: the phase, in words, for error messages.
 
         Raises:
-            ValueError: a parameter that is frozen on some ranks only.
-            ExchangeFailed: ranks at different steps, or that can't be reached.
+            ValueError: if a parameter is frozen on some ranks only.
+            ExchangeFailed: if ranks are at different steps, or can't be reached.
         """
-        reports = gather_reports(self.ranks, own, self.anchor.device)
+        reports = own.gather(self.ranks, self.anchor.device)
         check_in_step(reports, self.ranks.rank, list(self.anchor.live), doing)
+        self.bytes_sent = self.ranks.gather_traffic(report_bytes(len(own.frozen)))
         return reports
 
-    def exchange(self, own: RoundReport, training_step: int) -> list[RoundReport]:
+    def exchange(self, own: RoundReport, training_step: int, epoch: int | None = None) -> list[RoundReport]:
         """Replace the anchor's gradients by their mean over all samples. Collective.
 
         Args:
             own: this rank's report.
             training_step: optimizer steps so far, for error messages.
+            epoch: for a compressor whose warm-up counts epochs.
 
         Returns:
             The reports of all ranks.
 
         Raises:
-            ValueError: a parameter that is frozen on some ranks only.
-            ExchangeFailed: ranks at different steps, or that can't be reached.
+            ValueError: if a parameter is frozen on some ranks only.
+            ExchangeFailed: if ranks are at different steps, or can't be reached.
         """
         doing = f"averaging round {self.steps + 1}"
         with explained(training_step, doing, self.ranks.group):
             reports = self.gather_reports(own, doing)
-            weight = sample_weight(own.samples, [report.samples for report in reports])
-            for z in self.anchor.module.parameters():
-                if z.grad is not None and weight != 1:
-                    z.grad.mul_(weight)
-            if self.error_decay is not None and self.world == 1:
-                self.after_dense_step()  # alone: the update is the mean, and what waits to be sent goes on waiting
-            else:
-                self.average()
-            self.stats.bytes_sent += self.ranks.gather_traffic(report_bytes(len(own.frozen)))
-            return reports
-
-    def step_outer_optimizer(self) -> None:
-        """Step the anchor on the mean pseudo-gradient."""
-        self.sgd.step()
-        self._decay_error()
-
-    def _decay_error(self) -> None:
-        if self.error_decay is not None and self.state is not None and self.state.unsent is not None:
-            self.state.unsent.mul_(self.error_decay)  # as e <- decay · e + U at the end of the next round
+        weight = sample_weight(own.samples, [report.samples for report in reports])
+        for z in self.anchor.module.parameters():
+            if z.grad is not None and weight != 1:
+                z.grad.mul_(weight)
+        self.averager.epoch = epoch
+        if self.error_decay is not None and self.world == 1:
+            self.averager.after_dense_step()  # the update of a single rank is the mean; its residual stays
+        else:
+            self.averager.average(during=(training_step, doing))
+        self.bytes_sent += self.averager.stats.bytes_sent
+        return reports
 
     def exchange_uncompressed(self, own: RoundReport, training_step: int) -> list[RoundReport]:
-        """Average the updates and everything that compressed rounds have left out, uncompressed. Collective.
+        """Average the updates and all residuals, uncompressed. Collective.
 
         The mean update is added to the anchor without the outer optimizer.
 
         Returns:
             The reports of all ranks.
         """
-        schedule, self.schedule = self.schedule, None
-        reports = self.exchange(own, training_step)
-        self.schedule = schedule
+        schedule, self.averager.schedule = self.averager.schedule, None
+        reports = self.exchange(own, training_step, self.averager.epoch)
+        self.averager.schedule = schedule
         with torch.no_grad():
             for z in self.anchor.module.parameters():
                 if z.grad is not None:
                     z.sub_(z.grad)
-        self.commit()
+        self.averager.commit()
         return reports
 
+    def step_outer_optimizer(self) -> None:
+        """Step the anchor on the mean pseudo-gradient."""
+        self.sgd.step()
+        state = self.averager.state
+        if self.error_decay is not None and state is not None and state.unsent is not None:
+            state.unsent.mul_(self.error_decay)  # as e <- decay · e + U at the end of the next round
+
+    # Checkpoints
+
     def _local_moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Kind, parameter name, and the local optimizer's state of that parameter's shape."""
+        """Kind, parameter name, tensor: the local optimizer's state of its parameters' shapes."""
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.anchor.live.items()}
         for parameter, kind, value in moments_of(self.local_optimizer):
             yield LOCAL + kind, names[parameter], value
 
     def state_dict(self) -> dict[str, Any]:
-        """As `GradientAverager.state_dict`; with `error_decay` also this rank's moments."""
-        state = super().state_dict()
+        """This rank's state, as of a GradientAverager; with `error_decay` also the local optimizer's moments."""
+        state = self.averager.state_dict()
         if self.error_decay is not None:
             for kind, name, value in self._local_moments():
                 state["memory"].setdefault(kind, {})[name] = value.float().clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `GradientAverager.load_state_dict`, and the moments that the state has."""
+        """Replace this rank's state, and the moments that are in `state`.
+
+        Raises:
+            ValueError: if the shape of a tensor is not its parameter's.
+        """
         memory = {kind: parts for kind, parts in state["memory"].items() if not kind.startswith(LOCAL)}
-        super().load_state_dict({**state, "memory": memory})
+        self.averager.load_state_dict({**state, "memory": memory})
         for kind, name, value in self._local_moments():
             if name in (saved := state["memory"].get(kind, {})):
                 value.copy_(saved[name])
 
     def shared_state(self) -> dict[str, Any]:
-        """The state, the outer optimizer's included; the same on all ranks where nothing is remembered."""
+        """`state_dict`, and the outer optimizer's state: the same on all ranks if there are no residuals."""
         velocities = {
             name: self.sgd.state[z].get("momentum_buffer") for name, z in self.anchor.module.named_parameters()
         }
         return {**self.state_dict(), "outer": {name: v.clone() for name, v in velocities.items() if v is not None}}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `shared_state` returned on any rank.
+        """Continue from the `shared_state` of any rank.
 
         Raises:
-            ValueError: a tensor whose shape is not its parameter's.
+            ValueError: if the shape of a tensor is not its parameter's.
         """
         self.load_state_dict(state)
         for name, z in self.anchor.module.named_parameters():
             if name in state["outer"]:
                 self.sgd.state[z]["momentum_buffer"] = state["outer"][name].to(z, copy=True)
+
+
+# Reports
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """One rank's report on a round, the first message of each round and drain.
+
+    It has the same length in both, so that ranks at different steps find that out before they enter collectives of
+    different shapes, for which gloo aborts the process.
+
+    Args:
+        samples: the weight of its update in the average.
+        flag: set by the caller, for example "no more data" or "received SIGTERM".
+        distance: L2 distance of its weights from the anchor in the last round that was applied.
+        step_seconds: median time of a step in this round, without waits for the network.
+        exchange_seconds: time of its last exchange.
+        steps: its optimizer steps so far, if ranks must be at the same step.
+        frozen: for each parameter of the model, True if it is frozen; empty if ranks may differ in that.
+    """
+
+    samples: int
+    flag: bool = False
+    distance: float = 0.0
+    step_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    steps: int = 0
+    frozen: tuple[bool, ...] = ()
+
+    def gather(self, ranks: Ranks, device: torch.device) -> list[RoundReport]:
+        """The reports of all ranks, in rank order. Collective."""
+        numbers = (self.samples, self.flag, self.distance, self.step_seconds, self.exchange_seconds, self.steps)
+        message = torch.zeros(report_bytes(len(self.frozen)), dtype=torch.uint8)
+        message[: 8 * NUMBERS] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+        bits = pack_bits(torch.tensor(self.frozen, dtype=torch.bool))
+        message[8 * NUMBERS : 8 * NUMBERS + len(bits)] = bits
+        return [_decode(row, len(self.frozen)) for row in ranks.gather(message.to(device)).cpu()]
+
+
+def report_bytes(parameters: int) -> int:
+    """Bytes of a report about this many parameters."""
+    return 8 * (NUMBERS + (parameters + 63) // 64)
+
+
+def _decode(message: torch.Tensor, parameters: int) -> RoundReport:
+    samples, flag, distance, step_seconds, exchange_seconds, steps = message[: 8 * NUMBERS].view(torch.float64).tolist()
+    frozen = unpack_bits(message[8 * NUMBERS :], parameters).bool().tolist()
+    return RoundReport(int(samples), bool(flag), distance, step_seconds, exchange_seconds, int(steps), tuple(frozen))
+
+
+def check_in_step(reports: Sequence[RoundReport], rank: int, names: Sequence[str], doing: str) -> None:
+    """Raise an error, on every rank, if ranks are at different steps or train different parameters.
+
+    Args:
+        reports: of all ranks, in rank order.
+        rank: this one.
+        names: of the parameters in `frozen`.
+        doing: the phase, in words.
+
+    Raises:
+        ValueError: if a parameter is frozen on some ranks only.
+        ExchangeFailed: if ranks are at different steps.
+    """
+    for name, frozen in zip(names, zip(*(report.frozen for report in reports), strict=True), strict=False):
+        if len(set(frozen)) > 1:
+            where = ", ".join(str(other) for other, is_frozen in enumerate(frozen) if is_frozen)
+            allowed = "the same parameters on every rank, frozen and unfrozen at the same step"
+            raise refusal("parameters that train", f"{name}, which is frozen on rank {where} only", allowed)
+    steps = [report.steps for report in reports]
+    if len(set(steps)) > 1:
+        found = ", ".join(f"rank {other} is at step {step}" for other, step in enumerate(steps))
+        raise ExchangeFailed(
+            f"rank {rank} of {len(steps)}, step {steps[rank]}, {doing}: the exchange failed; {found}. All ranks must "
+            "have the same number of batches, and save checkpoints and validate at the same step."
+        )

@@ -1,24 +1,26 @@
-"""Period and delay of rounds: fixed, or chosen from measured times."""
+"""The schedule of rounds: their period and delay, fixed or chosen from measured times; and who takes part in each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
+from random import Random
 from typing import Any
 
-from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.round_report import RoundReport
+from lightning_gradcomp.errors import is_number, refusal
+from lightning_gradcomp.local_sgd.rounds import RoundReport
 
 MAX_AUTO_DELAY = 64
 """The largest delay, in steps, that "auto" chooses: accuracy falls as the delay grows (docs/local_steps.md)."""
 MARGIN = 1.2
 """An exchange may take this many times its measured time before a step waits for it."""
 MEASURED_ROUNDS = 3
-"""Rounds that "auto" measures. The first also opens connections, and the last one's time is not reported yet."""
+"""Rounds that "auto" measures. The first also opens connections, and the time of the last is not reported yet."""
 
 
 def steps_to_hide(reports: Sequence[RoundReport]) -> int:
-    """Steps needed to hide an exchange, with the margin: the slowest exchange over the fastest rank's step time."""
+    """Steps that hide an exchange, with the margin: the slowest exchange over the fastest rank's step time."""
     step = min((report.step_seconds for report in reports if report.step_seconds > 0), default=1.0)
     return min(max(ceil(MARGIN * max(report.exchange_seconds for report in reports) / step), 1), MAX_AUTO_DELAY)
 
@@ -27,14 +29,14 @@ class RoundSchedule:
     """Period K and delay D, both in steps.
 
     With delay="auto" the first rounds are averaged without delay. D is then chosen from the times that all ranks have
-    measured, and is the same on all ranks. K is `period`, or D where D is larger. D is chosen again after each drain.
+    measured, and is the same on all ranks. K is `period`, or D if that is larger. D is chosen again after each drain.
 
     Args:
         period: K, steps in a round.
         delay: D, steps from the end of a round to the step that applies its average, 0 to `period`; or "auto".
 
     Raises:
-        ValueError: other values.
+        ValueError: if either has another value.
     """
 
     def __init__(self, period: int, delay: int | str) -> None:
@@ -58,7 +60,7 @@ class RoundSchedule:
 
     @property
     def measuring(self) -> bool:
-        """Whether "auto" has not chosen a delay yet."""
+        """True until "auto" has chosen a delay."""
         return self._rounds_to_measure > 0
 
     def choose(self) -> None:
@@ -77,3 +79,33 @@ class RoundSchedule:
             self.period, self.delay = state["period"], state["delay"]
             self._rounds_to_measure = state["rounds_to_measure"]
             self._reports = ()
+
+
+@dataclass(frozen=True)
+class Participants:
+    """A share of the ranks, drawn by the number of the round, so that all ranks know it without communication.
+
+    McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from
+    Decentralized Data, AISTATS 2017, arXiv 1602.05629, Algorithm 1: a fraction C of the clients, at least one.
+
+    Args:
+        share: C, above 0 and up to 1.
+
+    Raises:
+        ValueError: if the share is outside that range.
+    """
+
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not is_number(self.share) or not 0 < self.share <= 1:
+            raise refusal("participation", self.share, "a number above 0, up to 1")
+
+    def of_round(self, number: int, world: int) -> list[int]:
+        """The ranks of a round.
+
+        >>> Participants(0.5).of_round(0, 4), Participants(0.01).of_round(1, 4), Participants().of_round(7, 3)
+        ([1, 3], [1], [0, 1, 2])
+        """
+        drawn = max(round(self.share * world), 1)
+        return sorted(Random(number).sample(range(world), drawn))

@@ -6,7 +6,7 @@ them, weighted by samples. What can't be averaged (counters, masks with infiniti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from zlib import crc32
 
 import torch
@@ -14,7 +14,16 @@ from torch import nn
 
 from lightning_gradcomp.averaging.ranks import Ranks, add
 from lightning_gradcomp.averaging.replicas import broadcast
-from lightning_gradcomp.local_sgd.round_report import sample_weight
+
+
+def sample_weight(own: int, counts: Sequence[int]) -> float:
+    """The factor for this rank's tensor that turns a plain mean over ranks into a mean over samples.
+
+    Args:
+        own: samples of this rank.
+        counts: samples of each rank.
+    """
+    return own * len(counts) / max(sum(counts), 1)
 
 
 def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor | None], int]:

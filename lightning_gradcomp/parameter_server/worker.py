@@ -1,7 +1,7 @@
-"""What a worker does with gradients and pulls: the rules, without a network.
+"""What a worker does with gradients and pulls, without a network.
 
-The counterpart of `partition.py`: gradients become the bodies of pushes, one for each server; what they leave out is
-remembered; the bodies of pulls become weights.
+The counterpart of `partition.py`: gradients become the bodies of pushes, one for each server, with error feedback; the
+bodies of pulls become weights.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, PayloadCodec
+from lightning_gradcomp.averaging.memory import Memory
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.compressors.base import Compressor, PayloadCodec
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
-from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.partition import codec_of, parts
 
 
 class Worker:
-    """A model, and what has not been pushed of its gradients.
+    """A model, and the error feedback of its pushes.
 
     Args:
         model: the bare module.
         optimizer: over its parameters; learning rates are read from it.
         compressor: of the pushes.
-        pull: of the pulls; None: whole weights in fp32.
-        servers: over how many servers the weights are divided.
+        pull: compressor of the pulls; None: whole weights in fp32.
+        servers: number of servers that share the weights.
         world: number of workers by which learning rates are divided.
     """
 
@@ -47,36 +48,28 @@ class Worker:
         self.gradients = Gradients(model, compressor)
         self.parts = parts(self.gradients.layout, self.gradients.dense_layout, servers)
         """What each server holds."""
-        self.state, self.dense_state = self._blank()
+        self.memory = Memory(compressor, self.gradients, Ranks(None), Topology(), optimizer, by_servers=True)
         self.world, self.steps = world, 0
         """Steps so far: this worker's clock."""
         self.present: list[torch.Tensor] = []
-        """Which of each server's parameters the latest push is of (uint8, 0 or 1): those with a gradient, or a rest."""
+        """For each server, 1 for every parameter in the latest push that has a gradient or a residual: uint8."""
         self._sent: list[Decoded] = []
         self._groups = self._options()
 
-    def _blank(self) -> tuple[State, State]:
-        layout, device = self.gradients.layout, self.gradients.device
-        state: State = Residual(layout, device)  # also of what is unbiased: a dropped push has to stay somewhere
-        if isinstance(self.compressor, LossyCompressor) and self.compressor.remembers(self.optimizer) is not State:
-            state = self.compressor.state(layout, device, self.optimizer)
-        state.attach(self.optimizer, self.gradients.compressed, shares_moments=False)  # servers step
-        return state, Residual(self.gradients.dense_layout, device)
-
     @property
     def rates(self) -> tuple[float, ...]:
-        """Learning rate of each of the optimizer's groups, as a push has it."""
+        """Learning rate of each of the optimizer's groups in a push."""
         return tuple(float(group["lr"]) / self.world for group in self.optimizer.param_groups)
 
     def _options(self) -> list[dict[str, Any]]:
-        """What the servers' optimizers have been made with: of each group, all but the learning rate."""
+        """Each group's options that servers can't follow: all but the learning rate."""
         return [
             {name: group[name] for name in self.optimizer.defaults if name != "lr"}
             for group in self.optimizer.param_groups
         ]
 
     def check_unchanged(self) -> None:
-        """ValueError for what servers would have to know, and are not told."""
+        """Raises ValueError if something has changed that servers are not told of."""
         if self.gradients.is_stale:
             allowed = "the same from start to end: the servers hold what trained at the start"
             raise refusal("layers that train with dist_async", "one that was frozen or unfrozen", allowed)
@@ -99,11 +92,7 @@ class Worker:
         """
         gradients = self.gradients
         gradients.scale = grad_scale
-        local = gradients.local_gradient()
-        local_dense = LocalGradient.of(gradients.dense_flat.clone(), gradients.dense_layout)
-        self.state.compensate(local, gradients.compressed_flat)
-        self.dense_state.compensate(local_dense, gradients.dense_flat)
-        if not bool(local.finite & local_dense.finite):
+        if not self.memory.compensate(gradients.local_gradient()):
             return None
         codec, bodies, self._sent, self.present = codec_of(self.compressor, worker, self.steps), [], [], []
         has = dict(zip(gradients.names, gradients.present, strict=True))
@@ -119,24 +108,23 @@ class Worker:
         return bodies
 
     def commit(self, accepted: list[bool]) -> None:
-        """Let the push count: what a server has accepted is taken out of what is remembered."""
-        names = {name for name, has in zip(self.gradients.names, self.gradients.present, strict=True) if has}
-        names |= self.state.started | self.dense_state.started
+        """Take out of the residual what a server has accepted; the rest of the push stays.
+
+        Args:
+            accepted: for each server, True if it has accepted the push.
+        """
+        gradients = self.gradients
         taken = [
-            (part, decoded)
+            (part.start, decoded)
             for part, decoded, counts in zip(self.parts, self._sent, accepted, strict=True)
             if counts and part.layout.n
         ]
-        if taken:
-            self.state.subtract(concatenate([decoded for _, decoded in taken], [part.start for part, _ in taken]))
-        pushed = torch.zeros_like(self.gradients.dense_flat)
+        dense_sent = gradients.dense_flat.clone()
         for part, counts in zip(self.parts, accepted, strict=True):
-            if counts:
-                _, values = part.of(self.gradients.compressed_flat, self.gradients.dense_flat)
-                part.of(self.gradients.compressed_flat, pushed)[1].copy_(values)
-        self.dense_state.subtract(Dense(pushed))
-        self.gradients.compressed_flat = self.state.commit(names, self.gradients.compressed_flat)
-        self.gradients.dense_flat = self.dense_state.commit(names, self.gradients.dense_flat)
+            if not counts:
+                part.of(gradients.compressed_flat, dense_sent)[1].zero_()
+        self.memory.subtract(concatenate([sent for _, sent in taken], [start for start, _ in taken]), dense_sent)
+        self.memory.commit(gradients.marked(gradients.present) | self.memory.started)
 
     # Pulls
 
@@ -148,7 +136,7 @@ class Worker:
         return part.body_bytes(codec_of(self.pull_compressor, 0, 0))
 
     def assign(self, number: int, body: torch.Tensor, whole: bool) -> None:
-        """Lets the model have the weights of a pull."""
+        """Write the weights of a pull into the model."""
         part, end = self.parts[number], 4 * self.parts[number].dense_layout.n
         self._write(part.dense_layout, body[:end].view(torch.float32), add=False)
         if part.layout.n and (whole or self.pull_compressor is None):
@@ -174,23 +162,20 @@ class Worker:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker remembers: tensors by parameter name and plain numbers."""
-        dense = {f"dense_{kind}": parts for kind, parts in self.dense_state.state_dict().items()}
+        """This worker's error feedback and clock: tensors by parameter name and plain numbers."""
         return {
             "steps": self.steps,
-            "memory": {**self.state.state_dict(), **dense},
+            "memory": self.memory.state_dict(),
             "shapes": self.gradients.chosen,
             "dense_shapes": self.gradients.left_dense,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned, of this worker or of one that is gone."""
-        compressed, dense = self._blank()
-        compressed.load_state_dict(state["memory"])
-        dense.load_state_dict({"residual": state["memory"]["dense_residual"]})
-        self.state, self.dense_state, self.steps = compressed, dense, state["steps"]
+        """Continue from a `state_dict` of this worker, or of another one that has left."""
+        self.memory.load_state_dict(state["memory"])
+        self.steps = state["steps"]
 
 
 def _encode(codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
-    """A server that has too few parameters gets an empty payload."""
+    """As `codec.encode`; a server without compressed parameters gets an empty payload."""
     return codec.encode(flat, layout) if layout.n else (torch.empty(0, dtype=torch.uint8), Dense(flat))

@@ -22,10 +22,8 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import check_pending_share
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
-from lightning_gradcomp.local_sgd.outer_optimizer import Nesterov
-from lightning_gradcomp.local_sgd.participants import Participants
-from lightning_gradcomp.local_sgd.rounds import check_error_decay
-from lightning_gradcomp.local_sgd.schedule import RoundSchedule
+from lightning_gradcomp.local_sgd.rounds import Nesterov, check_error_decay
+from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy
 from lightning_gradcomp.plugin.validation import check_checkpoint_state
@@ -129,7 +127,7 @@ class DelayedStrategy(UnwrappedStrategy):
             yield
         if self._in_training_step and doing != "forward" and self.world_size > 1:
             seconds = time.perf_counter() - begin
-            self.averager.stats.stall_seconds += seconds
+            self.averager.spent.seconds["exchange"] += seconds
             if not self._told_of_waits:
                 self._told_of_waits = True
                 rank_zero_warn(

@@ -51,7 +51,7 @@ def simulated_exchanges(seconds, *, run_in_wait=False):
             return self._exchange() if run_in_wait else self._result
 
     with (
-        mock.patch.object(averager_module, "AsyncExchange", SimulatedExchange),
+        mock.patch.object(averager_module, "BackgroundExchange", SimulatedExchange),
         mock.patch.object(averager_module, "perf_counter", clock),
     ):
         yield clock

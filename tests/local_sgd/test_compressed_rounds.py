@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gradcomp.local_sgd.round_report import report_bytes
+from lightning_gradcomp.local_sgd.rounds import report_bytes
 from tests.averaging.laws import REMEMBERING
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, weights
 from tests.local_sgd.training import run_ranks, set_up, train
@@ -45,7 +45,7 @@ def test_16_bit_rounds_take_half_the_bytes(name):
     def work(rank, group, compressor):
         model, made, averager = set_up(group, compressor=compressor, period=4, delay=4)
         train(model, made, averager, rank, 20)
-        sent = averager.stats.bytes_sent
+        sent = averager.spent.bytes_sent
         averager.drain()
         return weights(model), sent
 
@@ -62,7 +62,7 @@ def test_each_round_has_one_exchange():
         model, optimizer, averager = set_up(group, period=4, delay=3)
         log[rank].clear()
         train(model, optimizer, averager, rank, 23)
-        return averager.stats
+        return averager.spent
 
     with checked_collectives(3) as log:
         stats = run_ranks(3, work)

@@ -114,9 +114,9 @@ def test_a_second_drain_changes_nothing():
         model, optimizer, averager = set_up(group, period=4, delay=2, compressor=EVERY["gradient_dropping"]())
         train(model, optimizer, averager, rank, 7)
         averager.drain()
-        drained, sent = weights(model), averager.stats.bytes_sent
+        drained, sent = weights(model), averager.spent.bytes_sent
         averager.drain()
-        assert averager.stats.bytes_sent == sent
+        assert averager.spent.bytes_sent == sent
         assert torch.equal(weights(model), drained)
 
     run_ranks(2, work)
@@ -154,7 +154,7 @@ def test_a_parameter_may_be_frozen_and_unfrozen():
         model.matrix.requires_grad_(True)
         assert not torch.equal(frozen, weights_after(averager, model, optimizer, rank, range(13, 16)))
         everything, matrix = len(weights(model)), model.matrix.numel()
-        assert averager.stats.dense_bytes == 4 * (9 * everything + 7 * (everything - matrix))
+        assert averager.spent.dense_bytes == 4 * (9 * everything + 7 * (everything - matrix))
         averager.drain()
         return weights(model)
 

@@ -89,10 +89,10 @@ def test_a_drain_sends_a_compressed_round_and_keeps_moments():
     def work(rank, group):
         model, made, averager = set_up(group, "adamw", compressor=sparse(), period=4, delay=3, error_decay=0.95)
         train(model, made, averager, rank, 6)
-        before = averager.stats.bytes_sent
+        before = averager.spent.bytes_sent
         averager.drain()
         moments = torch.cat([made.state[p]["exp_avg"].reshape(-1) for p in model.parameters()])
-        return weights(model), moments, averager.stats.bytes_sent - before
+        return weights(model), moments, averager.spent.bytes_sent - before
 
     drained, moments, sent = zip(*run_ranks(2, work), strict=True)
     assert all_equal(drained)
@@ -173,7 +173,7 @@ def test_the_preset_makes_rounds_of_a_146th():
             generator = torch.Generator().manual_seed(1000 * rank + step)
             model.matrix.grad = torch.randn(model.matrix.shape, generator=generator)
             averager.step()
-        return averager.stats.bytes_sent, weights(model)
+        return averager.spent.bytes_sent, weights(model)
 
     sent, got = zip(*run_ranks(2, work), strict=True)
     assert all_equal(got)

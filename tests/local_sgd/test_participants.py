@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gradcomp import DelayedAverager, DelayedStrategy
-from lightning_gradcomp.local_sgd.participants import Participants
+from lightning_gradcomp.local_sgd.schedule import Participants
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, weights
 from tests.local_sgd.training import CLOSE, run_ranks, set_up
 

@@ -123,9 +123,9 @@ def test_consensus_distance_is_that_of_the_round_before():
         first = weights(model).double()
         train(model, optimizer, averager, rank, range(4, 8))
         second = weights(model).double()
-        assert averager.stats.consensus_distance == 0
+        assert averager.spent.consensus_distance == 0
         train(model, optimizer, averager, rank, range(8, 10))  # applies round 2, with the distances of round 1
-        return first, second, averager.stats.consensus_distance
+        return first, second, averager.spent.consensus_distance
 
     first, second, found = zip(*run_ranks(3, work), strict=True)
     mean = torch.stack(first).mean(0)

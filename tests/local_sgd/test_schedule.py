@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_gradcomp.local_sgd.round_report import RoundReport
+from lightning_gradcomp.local_sgd.rounds import RoundReport
 from lightning_gradcomp.local_sgd.schedule import RoundSchedule
 from tests.averaging.workers import all_equal, weights
 from tests.local_sgd.simulation import simulated_exchanges
@@ -20,8 +20,8 @@ def test_auto_hides_the_exchange_that_it_has_measured(exchange_seconds, chosen):
             clock.advance([1.0, 1.5][rank])
             train(model, optimizer, averager, rank, range(step, step + 1))
             schedules.append((averager.period, averager.delay))
-            stalls.append(averager.stats.stall_seconds)
-        late_rounds = averager.stats.late_rounds
+            stalls.append(averager.spent.stall_seconds)
+        late_rounds = averager.spent.late_rounds
         averager.drain()
         return weights(model), schedules, stalls, late_rounds
 

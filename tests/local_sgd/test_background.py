@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_gradcomp.local_sgd import async_exchange
-from lightning_gradcomp.local_sgd.async_exchange import AsyncExchange
+from lightning_gradcomp.local_sgd import background
+from lightning_gradcomp.local_sgd.background import BackgroundExchange
 from lightning_gradcomp.local_sgd.rounds import Rounds
 from tests.averaging.laws import EVERY
 from tests.averaging.workers import weights
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def test_an_exchange_runs_in_the_background():
     may_end = threading.Event()
-    exchange = AsyncExchange(lambda: may_end.wait(10), 3, CPU)
+    exchange = BackgroundExchange(lambda: may_end.wait(10), 3, CPU)
     assert not exchange.done and not exchange.failed
     may_end.set()
     assert exchange.wait() is True
@@ -28,8 +28,8 @@ def test_an_exchange_runs_in_the_background():
 
 def test_an_exchange_is_timed():
     times = iter([10.0, 12.5])
-    with mock.patch.object(async_exchange, "perf_counter", lambda: next(times)):
-        exchange = AsyncExchange(lambda: None, 3, CPU)
+    with mock.patch.object(background, "perf_counter", lambda: next(times)):
+        exchange = BackgroundExchange(lambda: None, 3, CPU)
         exchange.wait()
     assert exchange.seconds == 2.5
 
@@ -79,8 +79,8 @@ def test_a_step_waits_for_a_late_average():
             clock.advance(1.0)
             train(model, optimizer, averager, rank, range(step, step + 1))
             step_times.append(clock() - begin)
-            overlapped.append(averager.stats.overlapped_steps)
-        return averager.stats, step_times, overlapped
+            overlapped.append(averager.spent.overlapped_steps)
+        return averager.spent, step_times, overlapped
 
     with simulated_exchanges(lambda n: [6.0, 2.0, 0.0][n]) as clock:
         results = run_ranks(2, work)

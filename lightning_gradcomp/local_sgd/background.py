@@ -13,7 +13,7 @@ import torch
 T = TypeVar("T")
 
 
-class AsyncExchange(Generic[T]):
+class BackgroundExchange(Generic[T]):
     """A call that runs in a thread of its own. It starts at once.
 
     It may use collectives of a process group that nothing else uses until it is done. On a GPU it runs in a CUDA stream
@@ -54,12 +54,12 @@ class AsyncExchange(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """True if `wait` returns, or raises, at once."""
         return not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether the call has raised."""
+        """True if the call has raised an error."""
         return self.done and self._error is not None
 
     def wait(self) -> T:
@@ -69,7 +69,7 @@ class AsyncExchange(Generic[T]):
             Its result.
 
         Raises:
-            Exception: what the call has raised.
+            Exception: the one that the call has raised.
         """
         self._thread.join()
         if self._error:
