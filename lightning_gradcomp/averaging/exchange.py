@@ -103,7 +103,7 @@ class Exchange:
             rows = enumerate(payloads())
             with self.phase("decompress"):
                 decoded = (sent if worker == self.worker else codec.decode(row, part.layout) for worker, row in rows)
-                buffer = partial(_part_of_buffer, part, self.buffer)
+                buffer = partial(lambda part: part.of(self.buffer()), part)
                 means.append(mean_of(decoded, self.workers, part.layout.n, buffer, over_senders=over_senders))
         if len(parts) == 1:
             return means[0], begun[0][0]
@@ -193,10 +193,6 @@ class Exchange:
     def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent
         self.stats.bytes_received += sent if received is None else received
-
-
-def _part_of_buffer(part: Slice, buffer: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return part.of(buffer())
 
 
 def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
