@@ -98,8 +98,6 @@ class AsyncAverager(Worker):
         super().__init__(model, optimizer, built(compressor, optimizer), pull, len(servers), world)
         self.ranks = Ranks(None, world)
         """The workers that save checkpoints together; a strategy knows them."""
-        self.shards = None
-        """Models that FSDP2 has sharded are not taken."""
         self.stats, self.spent = AsyncStats(), Stats()
         """Of the last step."""
         self.staleness: Counter[int] = Counter()

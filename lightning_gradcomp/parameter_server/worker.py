@@ -162,12 +162,16 @@ class Worker:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's error feedback and clock: tensors by parameter name and plain numbers."""
+        """This worker's error feedback and clock, with the keys of `GradientAverager.state_dict`."""
         return {
             "steps": self.steps,
             "memory": self.memory.state_dict(),
             "shapes": self.gradients.chosen,
             "dense_shapes": self.gradients.left_dense,
+            "workers": 1,
+            "trained": list(self.gradients.layout.names),
+            "shared_by": 1,
+            "autotune": None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

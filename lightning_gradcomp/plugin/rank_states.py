@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, m
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION, all_floating, check_state
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.fsdp.checkpoint import own_memory
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero
 from lightning_gradcomp.registry import entries
@@ -39,6 +42,24 @@ once = WarningCache()
 State = dict[str, Any]
 OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
 """Parameter -> torch's name -> tensor: optimizer state that the averager keeps."""
+
+
+class Stateful(Protocol):
+    """What has a state on each rank: a `GradientAverager`, the rounds of a `DelayedAverager`, an `AsyncAverager`."""
+
+    ranks: Ranks
+    world: int
+    compressor: Compressor
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def gradients(self) -> Gradients: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def interrupted(module: LightningModule) -> bool:
@@ -59,7 +80,7 @@ def all_ranks_present(module: LightningModule | None) -> bool:
     return True
 
 
-def rank_state(averager: GradientAverager, accumulating: bool) -> State:
+def rank_state(averager: Stateful, accumulating: bool) -> State:
     """This rank's state, on the CPU; while gradients accumulate also those accumulated so far."""
     state = averager.state_dict()
     memory = {kind: {name: part.cpu() for name, part in parts.items()} for kind, parts in state["memory"].items()}
@@ -83,7 +104,7 @@ class RankStates:
         """Paths of checkpoints that rank 0 has removed, and of which the others do not know."""
         self._accumulated: dict[str, torch.Tensor] = {}
 
-    def put_into(self, checkpoint: State, path: Any, averager: GradientAverager, accumulating: bool) -> list[State]:
+    def put_into(self, checkpoint: State, path: Any, averager: Stateful, accumulating: bool) -> list[State]:
         """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. Collective.
 
         Returns:
@@ -139,7 +160,7 @@ class RankStates:
             self.sidecars.remove_old(path, keep=None)
         self._removed = []
 
-    def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: GradientAverager) -> None:
+    def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: Stateful) -> None:
         """Load this rank's state into `averager`; the mean of all ranks' if their number has changed.
 
         Raises ValueError if a state can't be read, or does not fit the model.
@@ -157,8 +178,7 @@ class RankStates:
 
         def of_rank(rank: int) -> State:
             state = self.sidecars.read(path, saved["sidecars"], rank) if "sidecars" in saved else saved["ranks"][rank]
-            if isinstance(averager, GradientAverager):  # a worker of `dist_async` remembers less
-                check_state(state, ())
+            check_state(state, ())
             return state
 
         if "mean" not in saved and world == averager.world:
@@ -169,11 +189,12 @@ class RankStates:
             check_state(state, ())
         memory = dict(state["memory"])
         self._accumulated = memory.pop("accumulated", {})
-        memory = own_memory(averager, memory) if averager.shards else memory
+        if isinstance(averager, GradientAverager) and averager.shards:
+            memory = own_memory(averager, memory)
         averager.load_state_dict({**state, "memory": memory})
 
-    def _restore_sharded(self, path: Any, saved: State, averager: GradientAverager) -> None:
-        if not averager.shards:
+    def _restore_sharded(self, path: Any, saved: State, averager: Stateful) -> None:
+        if not isinstance(averager, GradientAverager) or not averager.shards:
             what, allowed = "checkpoint of a sharded model", "one saved with save_distributed_checkpoint=False"
             raise refusal(what, "residuals of replicas in a folder", f"{allowed}, or checkpoint_state='drop'")
         if saved["world_size"] != averager.world:
@@ -233,7 +254,7 @@ def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimize
             state["state"][index] = {**state["state"].get(index, {}), **kept[parameter]}
 
 
-def _size(state: State, averager: GradientAverager) -> int:
+def _size(state: State, averager: Stateful) -> int:
     """Bytes of a rank's state; the same on all ranks, though some may lack accumulated gradients."""
     memory = state["memory"]
     differ = ("accumulated", PARTITION)
@@ -241,7 +262,7 @@ def _size(state: State, averager: GradientAverager) -> int:
     return sum(rest) + averager.gradients.nbytes * sum(kind in memory for kind in differ)
 
 
-def mean_over_ranks(state: State, averager: GradientAverager) -> State:
+def mean_over_ranks(state: State, averager: Stateful) -> State:
     """As `mean_state`, computed by all ranks. Collective."""
     memory = {kind: parts for kind, parts in state["memory"].items() if all_floating(parts)}
     mean: State = {kind: {} for kind in memory}
@@ -257,7 +278,7 @@ def mean_over_ranks(state: State, averager: GradientAverager) -> State:
     return {**state, "memory": mean, "workers": 1}
 
 
-def name_of(averager: GradientAverager) -> str:
+def name_of(averager: Stateful) -> str:
     """The name of the averager's compressor; if its class is not registered, that of its base."""
     names = {entry.cls: entry.name for entry in entries()}
     return next(names[cls] for cls in type(averager.compressor).__mro__ if cls in names)

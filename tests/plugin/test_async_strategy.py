@@ -72,6 +72,13 @@ def test_a_checkpoint_goes_on_in_plain_ddp(outcome, folder, tmp_path):
     assert trainer.current_epoch == 4
 
 
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(outcome, folder, tmp_path):
+    path = folder / "dgc" / "epoch=2.ckpt"
+    trainer, _ = fit(lgc.AsyncStrategy(lgc.DGC(**SMALL)), 4, tmp_path, 1, ckpt=path)
+    end()
+    assert trainer.current_epoch == 4
+
+
 def weights(model):
     return torch.cat([tensor.float().reshape(-1) for tensor in model.state_dict().values()])
 
