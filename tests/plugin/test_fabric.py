@@ -70,7 +70,10 @@ def test_fabric_clips_the_average(outcome):
 @pytest.mark.parametrize(
     ("got", "message"),
     [
-        (("clipping", "dgc"), r"Refused: clipping with DGC in Fabric: got 'fabric.clip_gradients', allowed: DGC\(clip_norm="),
+        (
+            ("clipping", "dgc"),
+            r"Refused: clipping with DGC in Fabric: got 'fabric.clip_gradients', allowed: DGC\(clip_norm=",
+        ),
         (("torchs_own_optimizer",), r"Refused: optimizer: got .*SGD.*, allowed: what fabric.setup returns"),
     ],
 )
