@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.compressors.base import PayloadCodec
+from lightning_gradcomp.compressors.base import Partitions, PayloadCodec
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Slice
 
@@ -73,14 +73,16 @@ class Exchange:
         buffer: returns an fp32 [n] buffer for the mean of the compressed gradients, the same in every step.
     """
 
-    partitions: Sequence[Slice] | None = None
-    dense_pull = False
-
     def __init__(
         self, ranks: Ranks, step: int, extras: Extras, stats: Stats, buffer: Callable[[], torch.Tensor]
     ) -> None:
         self.ranks, self.workers, self.worker, self.step = ranks, ranks.workers, ranks.worker, step
         self.extras, self.stats, self.phase, self.buffer = extras, stats, stats.phase, buffer
+
+    @property
+    def partitions(self) -> Partitions | None:
+        """None: every worker averages everything."""
+        return None
 
     def mean_of_payloads(
         self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
@@ -103,7 +105,7 @@ class Exchange:
             rows = enumerate(payloads())
             with self.phase("decompress"):
                 decoded = (sent if worker == self.worker else codec.decode(row, part.layout) for worker, row in rows)
-                buffer = partial(_part_of_buffer, part, self.buffer)
+                buffer = partial(lambda part: part.of(self.buffer()), part)
                 means.append(mean_of(decoded, self.workers, part.layout.n, buffer, over_senders=over_senders))
         if len(parts) == 1:
             return means[0], begun[0][0]
@@ -164,14 +166,6 @@ class Exchange:
             self._record(self.ranks.maximum_traffic(values.nbytes))
             return self.ranks.maximum(values)
 
-    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For topologies with partitions."""
-        raise NotImplementedError("scatter: topology='all_gather' has no partitions")
-
-    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """For topologies with partitions."""
-        raise NotImplementedError("gather_partitions: topology='all_gather' has no partitions")
-
     def finish(self) -> None:
         """Send the extras by themselves if no message has carried them."""
         if not self.extras.carried:
@@ -193,10 +187,6 @@ class Exchange:
     def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent
         self.stats.bytes_received += sent if received is None else received
-
-
-def _part_of_buffer(part: Slice, buffer: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return part.of(buffer())
 
 
 def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -53,6 +53,23 @@ class Card:
     source: str = ""
 
 
+class Partitions(Protocol):
+    """Collectives of topology="two_phase" and "server": worker j averages the partition j of the gradient."""
+
+    slices: Sequence[Slice]
+    """The partition of each worker."""
+    dense_pull: bool
+    """True if the means of partitions travel uncompressed (topology="server")."""
+
+    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
+        ...
+
+    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The payloads of all partitions, from their owners; `lengths` are their bytes."""
+        ...
+
+
 class Collectives(Protocol):
     """What `LossyCompressor.average` may exchange with the others. All but `phase` and `buffer` are collective calls.
 
@@ -66,10 +83,11 @@ class Collectives(Protocol):
     """The number of this one."""
     step: int
     """Steps so far, the same on all of them."""
-    partitions: Sequence[Slice] | None
-    """Who averages which part of the gradient: worker j the partition j. None: all payloads go to all workers."""
-    dense_pull: bool
-    """Whether the means of partitions go back uncompressed (topology="server")."""
+
+    @property
+    def partitions(self) -> Partitions | None:
+        """For a method whose partitions are not averaged by `mean_of_payloads`. None with topology="all_gather"."""
+        ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Adds the time spent inside to "compress", "exchange" or "decompress"."""
@@ -89,14 +107,6 @@ class Collectives(Protocol):
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """The payloads (uint8 [p]) of all workers, in order."""
-        ...
-
-    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sends payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
-        ...
-
-    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The payloads of all partitions, from the workers that own them; `lengths` are their bytes."""
         ...
 
     def mean_of_payloads(

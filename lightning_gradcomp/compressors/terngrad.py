@@ -28,12 +28,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
+from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor, Partitions
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
 from lightning_gradcomp.compressors.kernels import radix
 from lightning_gradcomp.compressors.kernels.bits import look_up, padded
 from lightning_gradcomp.compressors.kernels.rng import Uniform
-from lightning_gradcomp.compressors.layout import CHUNK, Layout, Slice, chunks
+from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
 from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
@@ -226,28 +226,27 @@ class TernGrad(LossyCompressor):
         layout: Layout,
         scalers: torch.Tensor,
         collectives: Collectives,
-        partitions: Sequence[Slice],
+        partitions: Partitions,
     ) -> tuple[Dense, Chunked]:
         """The same by partitions: digits to their owners, who send sums of digits to everyone."""
         workers, base = collectives.workers, 2 * collectives.workers + 1
         with collectives.phase("compress"):
             pieces = pieces_of(layout, flat.device)
             digits = torch.cat([digits_of(piece.of(flat), piece.tensors).view(-1) for piece in pieces])
-            payloads = [_pack_partition(partition.of(digits)) for partition in partitions]
-        rows = collectives.scatter(payloads)
-        own = partitions[collectives.worker].layout.n
+            payloads = [_pack_partition(partition.of(digits)) for partition in partitions.slices]
+        rows = partitions.scatter(payloads)
+        own = partitions.slices[collectives.worker].layout.n
         with collectives.phase("decompress"):
             sums = _sum_partition(rows, own)
         with collectives.phase("compress"):
-            payload = sums.view(torch.uint8) if collectives.dense_pull else radix.pack(sums, base)
-        lengths = [
-            self.partition_bytes(partition.layout, workers, collectives.dense_pull)[1] for partition in partitions
-        ]
-        rows = collectives.gather_partitions(payload, lengths)
+            payload = sums.view(torch.uint8) if partitions.dense_pull else radix.pack(sums, base)
+        dense_pull = partitions.dense_pull
+        lengths = [self.partition_bytes(each.layout, workers, dense_pull)[1] for each in partitions.slices]
+        rows = partitions.gather_partitions(payload, lengths)
         with collectives.phase("decompress"):
             mean = collectives.buffer()
-            for partition, row in zip(partitions, rows, strict=True):
-                if collectives.dense_pull:
+            for partition, row in zip(partitions.slices, rows, strict=True):
+                if dense_pull:
                     partition.of(mean).copy_(row.view(torch.float32))
                 else:
                     radix.unpack(row, base, partition.of(mean))

@@ -348,8 +348,8 @@ class DDPBase(BaseStrategy, DDPStrategy):
         if self.world_size > 1 and not _called_by_trainer():
             if whole:
                 rank_zero_warn(
-                    "strategy.save_checkpoint does not wait for other ranks: this checkpoint is without what they "
-                    "have not sent yet. trainer.save_checkpoint, called on every rank, saves that too."
+                    "strategy.save_checkpoint does not wait for other ranks: this checkpoint is without their "
+                    "residuals. trainer.save_checkpoint, called on every rank, saves them too."
                 )
             return filepath, False
         waiting = threading.Timer(WAITING_SECONDS, log.warning, (WAITING,))

@@ -105,8 +105,11 @@ class DelayedStrategy(UnwrappedStrategy):
         """Options of `DelayedAverager`."""
         self._in_training_step = self._awaits_backward = self._told_of_waits = False
 
+    def setup(self, trainer: Trainer) -> None:
+        self._awaits_backward = False  # an earlier fit may have been interrupted
+        super().setup(trainer)
+
     def make_averager(self, trainer: Trainer) -> DelayedAverager:
-        self._awaits_backward = False
         return DelayedAverager(
             self.pl_module,
             self.optimizers[0],

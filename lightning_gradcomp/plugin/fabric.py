@@ -27,7 +27,7 @@ from lightning_gradcomp.plugin.rank_states import (
     export_optimizer_state,
     mean_optimizer_state,
 )
-from lightning_gradcomp.plugin.validation import check_clipping_averages, corrected
+from lightning_gradcomp.plugin.validation import check_clipping_averages, corrected_optimizer
 from lightning_gradcomp.registry import build
 
 
@@ -201,7 +201,7 @@ class CompressedFabricStrategy(DDPStrategy):
                 self._restore(self._averager())
         elif KEY in rest:
             rank_zero_warn(
-                "fabric.load: what the ranks had not sent yet is in the checkpoint, and was not restored. "
+                "fabric.load: the checkpoint holds the ranks' residuals, which were not restored. "
                 "That needs the optimizer: fabric.load(path, {'model': model, 'optimizer': optimizer})."
             )
         return rest
@@ -235,7 +235,7 @@ class CompressedFabricStrategy(DDPStrategy):
 
     @property
     def _corrected(self) -> torch.optim.Optimizer | None:
-        return corrected(self.compressor, self._optimizers, automatic=False)
+        return corrected_optimizer(self.compressor, self._optimizers, automatic=False)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -25,7 +25,7 @@ from lightning_gradcomp.plugin.validation import (
     check_local_weights,
     check_optimizers,
     clips,
-    corrected,
+    corrected_optimizer,
 )
 
 
@@ -69,7 +69,7 @@ class GradientStrategy(BaseStrategy):
 
     @property
     def _corrected(self) -> torch.optim.Optimizer | None:
-        return corrected(self.compressor, self.optimizers, self.pl_module.automatic_optimization)
+        return corrected_optimizer(self.compressor, self.optimizers, self.pl_module.automatic_optimization)
 
     def _with_clipping(self, optimizer: torch.optim.Optimizer | None, trainer: Trainer) -> Compressor:
         """The compressor to train with: it does the Trainer's clipping if it owns the momentum.

@@ -1,7 +1,7 @@
-"""Lightning's launchers, which check before they start processes, and return callbacks' results.
+"""Lightning's launchers, with checks before they start processes, and with the results of callbacks.
 
-Private Lightning names used here: `_SubprocessScriptLauncher`, `_MultiProcessingLauncher` (their `launch` is where the
-other processes start; `get_extra_results` and `update_main_process_results` carry results back).
+Private Lightning names used here: `_SubprocessScriptLauncher`, and `_MultiProcessingLauncher`, whose
+`get_extra_results` and `update_main_process_results` carry results from rank 0 to the main process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.trainer.states import TrainerFn
 
 KEY = "lightning_gradcomp"
-"""Where the results of callbacks are, among those that Lightning sends to the main process."""
+"""Key of the callbacks' results among those that Lightning sends to the main process."""
 Check = Callable[[Trainer, LightningModule], None]
 
 
@@ -36,15 +36,15 @@ class SubprocessLauncher(_Checked, _SubprocessScriptLauncher):
 
 
 class MultiProcessingLauncher(_Checked, _MultiProcessingLauncher):
-    """start_method="spawn", "fork" or "forkserver". Results of callbacks return from rank 0 to the main process."""
+    """start_method="spawn", "fork" or "forkserver"."""
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        """Also those of the callbacks that have `rank_zero_results`."""
+        """As Lightning's, with those of the callbacks that have `rank_zero_results`."""
         results = [callback.rank_zero_results() for callback in _with_results(trainer)]
         return {**super().get_extra_results(trainer), KEY: results}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        """Give each callback of the main process what its copy on rank 0 had."""
+        """As Lightning's; then gives each callback of the main process the results of its copy on rank 0."""
         super().update_main_process_results(trainer, extra)
         for callback, results in zip(_with_results(trainer), extra[KEY], strict=False):
             callback.load_rank_zero_results(results)

@@ -164,7 +164,7 @@ class RankStates:
         if "mean" not in saved and world == averager.world:
             state = of_rank(averager.ranks.rank)
         else:
-            rank_zero_info(f"{averager.world} ranks start with the mean residual of the checkpoint's {world}.")
+            rank_zero_info(f"{averager.world} ranks start with the mean of the checkpoint's {world} states.")
             state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
             check_state(state, ())
         memory = dict(state["memory"])
@@ -177,7 +177,7 @@ class RankStates:
             what, allowed = "checkpoint of a sharded model", "one saved with save_distributed_checkpoint=False"
             raise refusal(what, "residuals of replicas in a folder", f"{allowed}, or checkpoint_state='drop'")
         if saved["world_size"] != averager.world:
-            rank_zero_info(f"{averager.world} replicas start with the mean residual of {saved['world_size']}.")
+            rank_zero_info(f"{averager.world} replicas start with the mean of {saved['world_size']} states.")
         load_sharded_state(averager, Path(path) / saved["sharded"])
 
     def put_back_accumulated(self, averager: GradientAverager) -> None:

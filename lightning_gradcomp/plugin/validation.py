@@ -32,7 +32,7 @@ def check_checkpoint_state(checkpoint_state: str) -> None:
         raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in CHECKPOINT_STATES))
 
 
-def corrected(
+def corrected_optimizer(
     compressor: Compressor, optimizers: Sequence[torch.optim.Optimizer], automatic: bool
 ) -> torch.optim.Optimizer | None:
     """The optimizer whose momentum the averager may correct; None if there are several, or none is known yet.

@@ -1,6 +1,6 @@
 """A training with a fault on one rank. usage: fault_script.py KIND FOLDER STRATEGY SECONDS [RANK [PLACE]]
 
-KIND: kill, stop, raise, term (SIGTERM) or none. RANK: 1 where none is given. PLACE: step (the ninth, where none is
+KIND: kill, stop, raise or none. RANK: 1 where none is given. PLACE: step (the ninth, where none is
 given), start (of the training), save (a checkpoint), sidecar (its file), or metric (an exchange of the user's).
 No fault happens after a restart of torchrun's.
 """
@@ -24,7 +24,7 @@ from torch import nn
 import lightning_gradcomp as lgc
 
 KIND, FOLDER, STRATEGY, SECONDS, RANK, PLACE = [*sys.argv[1:], *("1", "step")[len(sys.argv) - 5 :]]
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 FIRST_TRY = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
@@ -84,8 +84,6 @@ class Say(L.Callback):
     def on_exception(self, trainer, module, error):
         momentum = [group["momentum"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         say("rank", trainer.global_rank, "ends with momentum", momentum, f"{type(error).__name__}: {error}")
-        if KIND == "term" and STRATEGY == "dga":
-            trainer.save_checkpoint(Path(FOLDER) / "term.ckpt")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs on both ranks: saves that not every rank makes alike, and SIGTERM where no step follows.
+"""Runs on both ranks: saves that not every rank makes alike, and SIGTERM on one rank, also where no step follows.
 
 usage: saves_and_sigterm.py FOLDER. Rank 0 prints one JSON line: part -> case -> what each rank saw.
 """
@@ -146,15 +146,23 @@ def waits():
         return {"dgc": {**fit("dgc", Late(f"{FOLDER}/late.ckpt", "together")), "said": said}}
 
 
-class Terminate(L.Callback):
-    """SIGTERM in the last step, or in the last batch of the last validation; on rank 1 alone, but under ddp on both."""
+MOMENTS = {"early": (0, "step", 0), "step": (1, "step", BATCHES - 1), "validation": (1, "validation", BATCHES - 1)}
+"""Epoch, what is under way, and its batch."""
 
-    def __init__(self, place, everywhere):
-        self.place, self.here = place, everywhere or RANK == 1
+
+class Terminate(L.Callback):
+    """SIGTERM at a moment, on rank 1 alone, but under ddp on both. Every rank saves a checkpoint on its way out."""
+
+    def __init__(self, strategy, moment):
+        self.strategy, self.moment, self.here = strategy, moment, strategy == "ddp" or RANK == 1
 
     def send(self, trainer, place, index):
-        if self.here and (trainer.current_epoch, place, index) == (1, self.place, BATCHES - 1):
+        if self.here and (trainer.current_epoch, place, index) == MOMENTS[self.moment]:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer, module, error):
+        if self.moment == "early":
+            trainer.save_checkpoint(f"{FOLDER}/{self.strategy}-terminated.ckpt")
 
     def on_before_zero_grad(self, trainer, *_):
         self.send(trainer, "step", trainer.fit_loop.epoch_loop.batch_idx)
@@ -165,9 +173,10 @@ class Terminate(L.Callback):
 
 def signals():
     return {
-        f"{strategy} {place}": fit(strategy, Terminate(place, strategy == "ddp"))
+        f"{strategy} {moment}": fit(strategy, Terminate(strategy, moment))
         for strategy in ("ddp", "none", "dgc", "dga")
-        for place in ("step", "validation")
+        for moment in MOMENTS
+        if (strategy, moment) != ("ddp", "early")
     }
 
 

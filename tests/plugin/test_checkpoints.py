@@ -186,25 +186,25 @@ def test_three_ranks_start_with_the_mean_of_two(three, way):
     assert got["memory"]["each"] == 0
     assert got["memory"]["mean"] <= 1e-7
     assert got["replicas"] == 0
-    assert got["said"].count("3 ranks start with the mean of what the checkpoint's 2 remembered.") == 1
+    assert got["said"].count("3 ranks start with the mean of the checkpoint's 2 states.") == 1
 
 
 def test_two_ranks_start_with_their_own_state_or_a_mean(two):
     mean, own = two["from_two_ranks"]["DGC mean"], two["from_two_ranks"]["DGC gather"]
     assert mean["memory"]["each"] <= 1e-7 < 1e-3 < own["memory"]["each"]
     assert own["memory"]["mean"] <= 1e-7
-    assert mean["said"].count("2 ranks start with the mean of what the checkpoint's 2 remembered.") == 1
+    assert mean["said"].count("2 ranks start with the mean of the checkpoint's 2 states.") == 1
     assert not any("the mean of" in line for line in own["said"])
 
 
 @pytest.mark.parametrize(
-    ("way", "reason", "name"), [("OneBit gather", "what 'dgc' remembers", "onebit"), ("DGC drop", "='drop'", "dgc")]
+    ("way", "reason", "name"), [("OneBit gather", "residuals of 'dgc'", "onebit"), ("DGC drop", "='drop'", "dgc")]
 )
 def test_another_compressor_keeps_the_momentum_alone(either, way, reason, name):
     got = either["from_two_ranks"][way]
     assert got["memory"] is None
     assert got["momentum"]["each"] == 0
-    [line] = [line for line in got["said"] if "starts with nothing remembered" in line]
+    [line] = [line for line in got["said"] if "starts with empty residuals" in line]
     assert reason in line and f": {name} starts" in line
 
 

@@ -1,7 +1,6 @@
 """strategy="dga" in Lightning, on two ranks. One run of delayed_script.py serves most tests."""
 
 import json
-import re
 from pathlib import Path
 
 import lightning as L
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from tests.processes import run_world, start_world
+from tests.processes import run_world
 
 FOLDER = Path(__file__).parent
 METHODS = ["none", "dgc", "gather", "sidecar"]
@@ -76,39 +75,6 @@ def test_sparseloco_is_a_name_of_the_trainer():
     rule = strategy.rule
     assert (rule["period"], rule["delay"], rule["error_decay"]) == (15, 0, 0.95)
     assert strategy.compressor == lgc.SPARSELOCO["compressor"]
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """What happens to rank 1 at step 8 -> rank 0's exit code, what both print, and their folder."""
-    script = str(FOLDER / "fault_script.py")
-    found = {}
-    for kind in ("kill", "term", "raise"):
-        folder = tmp_path_factory.mktemp("fault")
-        ranks = start_world(2, script, kind, str(folder), "dga", "60")
-        first, other = [rank.end() for rank in ranks]
-        found[kind] = first.returncode, first.stdout + other.stdout, folder
-    return found
-
-
-def test_a_rank_lost_in_mid_round_is_named(faults):
-    code, output, _ = faults["kill"]
-    assert code != 0
-    said = r"step \d+, averaging round \d: the exchange failed; rank 1 gives no sign of life"
-    assert re.search(said, output), output
-
-
-def test_what_a_rank_raised_is_told_the_others(faults):
-    _, output, _ = faults["raise"]
-    said = r"averaging round \d: the exchange failed; rank 1 raised ArithmeticError: a mistake in the training step"
-    assert re.search(said, output), output
-
-
-def test_sigterm_on_one_rank_ends_all_together(faults):
-    _, output, folder = faults["term"]
-    ends = [line for line in output.splitlines() if " ends with momentum " in line]
-    assert len(ends) == 2 and all("SIGTERMException" in line for line in ends), output
-    assert "lightning_gradcomp_delayed" in torch.load(folder / "term.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_fabric_saves_what_it_has_just_loaded(outcome):
 
 
 def test_fabric_warns_of_state_it_does_not_restore(outcome):
-    assert any("what the ranks had not sent yet is in the checkpoint" in said for said in outcome["goes_on"]["warned"])
+    assert any("the checkpoint holds the ranks' residuals" in said for said in outcome["goes_on"]["warned"])
 
 
 def test_fabric_on_one_rank_starts_with_the_mean(outcome, folder):

@@ -1,4 +1,7 @@
-"""The strategy under every launcher, and what is refused before any of them starts a process."""
+"""The strategy under Lightning's launcher, and what is refused before it starts a process.
+
+torchrun's launcher is in test_faults.py, multiprocessing's in test_checkpoints.py.
+"""
 
 import warnings
 from pathlib import Path
@@ -14,20 +17,11 @@ from lightning_gradcomp.plugin.launchers import SubprocessLauncher
 from tests.processes import Forked
 
 SCRIPT = str(Path(__file__).with_name("user_script.py"))
-TORCHRUN = str(Path(__file__).with_name("elastic_script.py"))
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-LAUNCHES = {"popen": (SCRIPT, "dgc"), "spawn": (SCRIPT, "dgc", "spawn"), "torchrun": (TORCHRUN, SCRIPT, "dgc")}
 
 
-@pytest.fixture(scope="module")
-def launched():
-    """Launcher -> the script under it. Side by side, since the processes of each start one by one."""
-    return {launcher: Forked(*words) for launcher, words in LAUNCHES.items()}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHES)
-def test_a_users_script_trains(launched, launcher):
-    done = launched[launcher].end()
+def test_a_users_script_trains():
+    done = Forked(SCRIPT, "dgc").end()
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert [line.split()[3] for line in lines] == 4 * ["sparsity=0.938"] + 3 * ["sparsity=0.984"]  # of 4 steps each

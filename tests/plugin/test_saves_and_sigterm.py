@@ -1,4 +1,4 @@
-"""Saves that not every rank makes alike, and SIGTERM where no step follows. One run of the script serves all tests."""
+"""Saves that not every rank makes alike, and SIGTERM on one rank. One run of the script serves all tests."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_a_save_that_waits_or_misses_something_says_so(outcome):
     [said] = rank_0["said"]
     assert "trainer.save_checkpoint waits for other ranks" in said and not rank_1["said"]
     [warning] = outcome["saves"]["dgc dump"][0]["said"]
-    assert "without what they have not sent yet" in warning
+    assert "without their residuals" in warning
 
 
 @pytest.mark.parametrize(("strategy", "key"), zip(STRATEGIES, (KEY, DELAYED, DELAYED), strict=True))
@@ -76,6 +76,16 @@ def test_sigterm_at_the_end_is_what_it_is_under_ddp(outcome, strategy, place):
     ranks = [rank for case in (strategy, "ddp") for rank in outcome["signals"][f"{case} {place}"]]
     for rank in ranks:
         assert (rank["error"], rank["steps"], rank["ended"]) == ("SIGTERMException: ", 6, False)
+
+
+@pytest.mark.parametrize(("strategy", "key"), [("none", KEY), ("dgc", KEY), ("dga", DELAYED)])
+def test_sigterm_on_one_rank_ends_all_together_with_a_whole_checkpoint(outcome, folder, strategy, key):
+    first, second = outcome["signals"][f"{strategy} early"]
+    assert first["error"] == second["error"] == "SIGTERMException: "
+    assert 1 <= first["steps"] == second["steps"] <= 3  # of 6
+    assert not first["ended"] and not second["ended"]
+    saved = load(folder, f"{strategy}-terminated")
+    assert key in saved and saved["global_step"] == first["steps"]
 
 
 def test_a_save_after_an_error_on_every_rank_waits_for_rank_0(outcome):

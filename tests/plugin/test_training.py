@@ -59,27 +59,22 @@ def test_sparsity_follows_the_callback_by_epoch_and_by_step(outcome):
     assert by_step == [0] * 5 + [0.95] * 5
 
 
-def test_stop_and_resume_is_the_straight_run(outcome):
-    assert outcome["resume"]["ranks_differ"]
-    assert outcome["resume"]["resumed_apart"] == 0
-
-
 def test_ranks_that_hold_the_same_weights_are_not_sent_them(outcome):
     assert outcome["initial_weights"]["sent"] == [False, True]
     assert outcome["initial_weights"]["apart"] == 0
 
 
 def test_a_checkpoint_gathers_and_averages_nothing_besides(outcome):
-    assert outcome["resume"]["besides_gathering"] == {"all_reduce": 1, "barrier": 1}  # ranks meet, before and after
+    assert outcome["saved"]["besides_gathering"] == {"all_reduce": 1, "barrier": 1}  # ranks meet, before and after
 
 
 def test_checkpoint_is_also_one_of_plain_ddp(outcome):
-    resume = outcome["resume"]
-    assert resume["exported_momentum_apart"] <= 1e-7
-    assert resume["buffers_in_checkpoint"] == 6
-    assert resume["momentum_in_checkpoint"] == 0.9
-    assert resume["steps_under_ddp"] == 40
-    assert not resume["state_in_weights_only"]
+    saved = outcome["saved"]
+    assert saved["exported_momentum_apart"] <= 1e-7
+    assert saved["buffers_in_checkpoint"] == 6
+    assert saved["momentum_in_checkpoint"] == 0.9
+    assert saved["steps_under_ddp"] == 30
+    assert not saved["state_in_weights_only"]
 
 
 def test_plain_ddp_checkpoint_continues(outcome):
