@@ -4,7 +4,7 @@
     python -m benchmarks.async_accuracy staleness --folds 0
     python -m benchmarks.async_accuracy delay_compensation --folds 0,1,2
 
-One process runs all workers in the order of a virtual clock, by the rules of `parameter_server/` (`shard.py`,
+One process runs all workers in the order of a virtual clock, by the rules of `parameter_server/` (`partition.py`,
 `worker.py`, `clocks.py`). A step's computation takes the seconds that a worker's speed says; encoding and the network
 take none. Model, images, optimizer, batch (64 images over 4 workers) and number of gradients (220 steps of 4) are those
 of recipe=digits; learning rates follow the number of pushes. The server's weights are validated with the batch-norm
@@ -49,7 +49,8 @@ from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.averaging.averager import GradientAverager
 from lightning_gradcomp.parameter_server.clocks import Clocks
-from lightning_gradcomp.parameter_server.partition import Push, ServerPartition
+from lightning_gradcomp.parameter_server.messages import PUSH, Request
+from lightning_gradcomp.parameter_server.partition import ServerPartition
 from lightning_gradcomp.parameter_server.server import built
 from lightning_gradcomp.parameter_server.worker import Worker
 from tests.threads import run_ranks
@@ -115,12 +116,12 @@ class Compensated(ServerPartition):
         super().__init__(*arguments, **options)
         self.mean_square, self.pulled = torch.zeros(()), {}  # version -> weights
 
-    def push(self, push: Push, body: torch.Tensor) -> bool:
+    def push(self, request: Request, body: torch.Tensor, present: torch.Tensor | None = None) -> bool:
         gradient, now = body.view(torch.float32), flat(self)
         self.mean_square = 0.95 * self.mean_square + 0.05 * gradient.square()
         factor = self.factor / (self.mean_square + 1e-7).sqrt()
-        better = gradient + factor * gradient.square() * (now - self.pulled[push.version])
-        return super().push(push, better.view(torch.uint8))
+        better = gradient + factor * gradient.square() * (now - self.pulled[request.version])
+        return super().push(request, better.view(torch.uint8), present)
 
 
 def flat(shard: ServerPartition) -> torch.Tensor:
@@ -249,7 +250,7 @@ class Training:
         backward(self.models[number], next(self.images[number]))
         bodies = worker.encode(number)
         assert bodies is not None, "a gradient is not finite"
-        accepted = self.shard.push(Push(number, worker.steps, of, worker.rates), bodies[0])
+        accepted = self.shard.push(Request(PUSH, number, worker.steps, of, worker.rates), bodies[0])
         worker.commit([accepted])
         worker.steps += 1
         self.staleness.append(version - of)

@@ -117,7 +117,7 @@ class GradientAverager:
         elif process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
         self.ranks = ranks_of(process_group, route.inside, ranks_per_node, self.shards.group if self.shards else None)
-        self.world = self.ranks.world
+        self.world, self.rank = self.ranks.world, self.ranks.rank
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.optimizers = list(optimizers) if optimizer is None else [optimizer]
         self.schedule: Schedule | None = self.compressor.schedule()

@@ -98,7 +98,8 @@ class Rounds:
             anchor.module, compressor, optimizer=self.sgd, process_group=process_group, epoch=epoch
         )
         self.averager.parameters_agree = True  # reports say which parameters are frozen
-        self.ranks, self.world, self.compressor = self.averager.ranks, self.averager.world, self.averager.compressor
+        self.compressor, self.ranks = self.averager.compressor, self.averager.ranks
+        self.world, self.rank = self.ranks.world, self.ranks.rank
         self.bytes_sent = 0
         """Bytes that left this rank in the latest exchange, report included."""
 

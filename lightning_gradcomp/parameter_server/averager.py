@@ -1,4 +1,4 @@
-"""AsyncAverager: a worker. It pushes compressed gradients to the servers and pulls weights, when it is ready."""
+"""AsyncAverager: a worker. It pushes compressed gradients to the servers, and pulls weights, at its own pace."""
 
 from __future__ import annotations
 
@@ -14,39 +14,27 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
-from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.connection import POLL_SECONDS, Connection, ConnectionLost, connect
-from lightning_gradcomp.parameter_server.messages import (
-    HELLO,
-    LEAVE,
-    PULL,
-    PUSH,
-    REFUSED,
-    SKIP,
-    Answer,
-    Request,
-    fingerprint,
-)
-from lightning_gradcomp.parameter_server.partition import agreed
-from lightning_gradcomp.parameter_server.server import built
+from lightning_gradcomp.parameter_server.messages import HELLO, LEAVE, PULL, PUSH, REFUSED, SKIP, Answer, Request
+from lightning_gradcomp.parameter_server.server import agreement, built
 from lightning_gradcomp.parameter_server.worker import Worker
 
 
 @dataclass
 class AsyncStats(Stats):
-    """One step of one worker. Bytes are those of its push and its pull together, either way: so many leave a rank that
-    is a server too, on average.
+    """One step of one worker.
+
+    `bytes_sent` and `bytes_received` are both the sum of its push and its pull: the average traffic of a rank that also
+    runs a server.
 
     Args:
-        clock: the worker's steps so far.
         staleness: pushes that other workers have made since this worker's last pull, on the first server.
-        dropped: servers that have dropped this push.
+        dropped: number of servers that have dropped this push.
     """
 
-    clock: int = 0
     staleness: int = 0
     dropped: int = 0
 
@@ -71,13 +59,16 @@ class AsyncAverager(Worker):
         pull: compressor of the pulls, the same as the servers'.
         world: number of workers, by which learning rates are divided: that many pushes then count as much as one step
             on the mean of their gradients.
+        rank: number of this worker, from 0, in checkpoints of all workers.
         job: text that must be the same as the servers', such as the options of a run.
         timeout: how long a server may take to answer.
 
     Raises:
-        ValueError: an option that can't be honoured, or a secret, model or compressor that is not the servers'.
-        ConnectionLost: a server that does not answer.
+        ValueError: if an option can't be honoured, or the secret, model or compressor is not the servers'.
+        ConnectionLost: if a server does not answer.
     """
+
+    measures_residual = False
 
     def __init__(
         self,
@@ -89,6 +80,7 @@ class AsyncAverager(Worker):
         secret: str,
         pull: Compressor | str | None = None,
         world: int = 1,
+        rank: int = 0,
         job: str = "",
         timeout: timedelta = TIMEOUT,
     ) -> None:
@@ -96,54 +88,54 @@ class AsyncAverager(Worker):
             raise refusal("servers", servers, "the address, HOST:PORT, of each")
         pull = None if pull is None else built(pull, optimizer)
         super().__init__(model, optimizer, built(compressor, optimizer), pull, len(servers), world)
-        self.ranks = Ranks(None, world)
-        """The workers that save checkpoints together; a strategy knows them."""
-        self.stats, self.spent = AsyncStats(), Stats()
-        """Of the last step."""
+        self.rank = rank
+        self.stats = AsyncStats()
+        """Costs of the last step."""
+        self.spent = Stats()
+        """Costs of all steps."""
         self.staleness: Counter[int] = Counter()
-        """Staleness -> how many steps so far had it."""
+        """Staleness -> number of steps that had it."""
         self.flag = False
         """A flag that asks all workers to stop, sent with the next push."""
         self.flagged = False
-        """Whether a worker's flag ends the training here: after as many pushes on every worker."""
+        """True if a worker's flag ends the training here: after the same number of pushes on every worker."""
         self._connections: list[Connection] = []
         self._versions = [0] * len(servers)
-        worker, clock = -1, 0
+        self.worker, clock = -1, 0
         try:
             for number, address in enumerate(servers):
                 connection = connect(address, secret, timeout)
                 self._connections.append(connection)
-                options = agreed(self.gradients, optimizer, self.compressor, self.pull_compressor, job)
-                own = fingerprint(number, len(servers), *options)
-                Request(HELLO, worker, clock, own, ()).send(connection)
-                answer, body = self._receive(number, whole=True)
-                self._take(number, answer, body, whole=True)
-                worker, clock = (answer.accepted, answer.clock) if worker < 0 else (worker, clock)
+                how = self.gradients, optimizer, self.compressor, self.pull_compressor, job
+                Request(HELLO, self.worker, clock, agreement(number, len(servers), *how), ()).send(connection)
+                answer = self._receive(number, whole=True)
+                if number == 0:
+                    self.worker, clock = answer.accepted, answer.clock
         except BaseException:
             for connection in self._connections:
                 connection.close()
             raise
-        self.worker = worker
 
     # Steps
 
     @torch.no_grad()
     def step(self, *, grad_scale: float = 1.0) -> None:
-        """Pushes the gradients in `p.grad`, waits until the slowest worker is near enough, and pulls the weights.
+        """Push the gradients in `p.grad`, wait until the slowest worker is near enough, and pull the weights.
 
-        A gradient that is not finite is not pushed, and leaves no trace.
+        A gradient that is not finite is not pushed, and leaves all state as it was.
 
         Args:
             grad_scale: the loss scale that is in the gradients.
 
         Raises:
-            ValueError: a layer was frozen or unfrozen, or the optimizer's groups have changed but for learning rates.
-            ConnectionLost: a server does not answer. What this worker remembers is as it was before the step.
+            ValueError: if a layer was frozen or unfrozen, or an option of the optimizer other than the learning rates
+                has changed.
+            ConnectionLost: if a server does not answer. This worker's residual is as it was before the step.
             RuntimeError: after `close`.
         """
         self._check_connected("step")
         self.check_unchanged()
-        stats = AsyncStats(clock=self.steps + 1, dense_bytes=2 * self.gradients.nbytes)
+        stats = AsyncStats(dense_bytes=2 * self.gradients.nbytes)
         with stats.phase("compress"):
             bodies = self.encode(self.worker, grad_scale)
         with stats.phase("exchange"):
@@ -154,14 +146,10 @@ class AsyncAverager(Worker):
                 stats.bytes_sent += request.send(connection, *body)
         before, accepted = self._versions[0], []
         for number in range(len(self._connections)):
-            with stats.phase("exchange"):
-                answer, body = self._receive(number, whole=False)
-            with stats.phase("decompress"):
-                self._take(number, answer, body, whole=False)
+            answer = self._receive(number, whole=False, stats=stats)
             accepted.append(bool(answer.accepted))
             if number == 0:  # each server counts by itself: the first decides
                 self.flagged = answer.stop
-            stats.bytes_received += Answer.BYTES + body.numel()
         stats.bytes_sent = stats.bytes_received = stats.bytes_sent + stats.bytes_received
         stats.staleness = self._versions[0] - before - 1
         if bodies is not None:
@@ -171,55 +159,39 @@ class AsyncAverager(Worker):
         self.spent.add(stats)
         self.staleness[stats.staleness] += 1
 
-    measures_residual = False
-
-    def metrics(self) -> dict[str, float]:
-        """Clock, staleness, and dropped pushes of the latest step."""
-        return {f"async/{name}": float(getattr(self.stats, name)) for name in ("clock", "staleness", "dropped")}
-
-    def summary(self) -> dict[str, Any]:
-        """How often each staleness was seen."""
-        seen = {str(staleness): steps for staleness, steps in sorted(self.staleness.items())}
-        return {"topology": "dist_async", "auto": "", "async": {"staleness": seen}}
-
-    def why_uncompressed(self) -> str:
-        """Empty: pushes are compressed from the first on."""
-        return ""
-
     # Weights
 
-    def _receive(self, number: int, whole: bool) -> tuple[Answer, torch.Tensor]:
-        """A server's answer, and the body of the pull in it (uint8)."""
-        connection = self._connections[number]
-        answer = Answer.receive(connection)
-        if answer.accepted == REFUSED:
-            what = f"model, optimizer's groups, compressor, pull, job, servers, partition {number} or version"
-            raise refusal(what, "another than the server's", "the same on workers and servers")
-        return answer, connection.receive(torch.empty(self.pull_bytes(number, whole), dtype=torch.uint8))
-
-    def _take(self, number: int, answer: Answer, body: torch.Tensor, whole: bool) -> None:
-        self.assign(number, body, whole)
+    def _receive(self, number: int, *, whole: bool, stats: Stats | None = None) -> Answer:
+        """Receive a server's answer, and write the weights of its pull into the model."""
+        connection, stats = self._connections[number], stats or Stats()
+        with stats.phase("exchange"):
+            answer = Answer.receive(connection)
+            if answer.accepted == REFUSED:
+                what = f"model, optimizer's groups, compressor, pull, job, servers, partition {number} or version"
+                raise refusal(what, "another than the server's", "the same on workers and servers")
+            body = connection.receive(torch.empty(self.pull_bytes(number, whole), dtype=torch.uint8))
+        with stats.phase("decompress"):
+            self.assign(number, body, whole)
         self._versions[number] = answer.version
+        stats.bytes_received += Answer.BYTES + body.numel()
+        return answer
 
     def _ask(self, kind: int, connection: Connection) -> None:
         Request(kind, self.worker, self.steps, 0, len(self._groups) * (0.0,)).send(connection)
 
     def pull(self, timeout: timedelta = TIMEOUT) -> None:
-        """Lets the model have the servers' weights, whole, all of them with the same pushes.
+        """Copy the servers' weights into the model, all after the same pushes.
 
-        Raises:
-            RuntimeError: other workers pushed without a pause for so long; or after `close`.
+        Raises RuntimeError if other workers push without a pause for so long, or after `close`.
         """
         self._check_connected("pull")
         begin = time.monotonic()
         while True:
-            prints = []
+            prints = set()
             for number, connection in enumerate(self._connections):
                 self._ask(PULL, connection)
-                answer, body = self._receive(number, whole=True)
-                self._take(number, answer, body, whole=True)
-                prints.append(answer.fingerprint)
-            if len(set(prints)) == 1:
+                prints.add(self._receive(number, whole=True).fingerprint)
+            if len(prints) == 1:
                 return
             if time.monotonic() - begin > timeout.total_seconds():
                 raise RuntimeError("pull: the servers never had the same pushes while it lasted")
@@ -227,16 +199,16 @@ class AsyncAverager(Worker):
 
     @property
     def version(self) -> int:
-        """Of the weights on the first server: pushes of all workers, when this worker pulled last."""
+        """Version of the first server's weights in this worker's last pull: the number of all workers' pushes."""
         return self._versions[0]
 
     @property
     def connected(self) -> bool:
-        """Whether the servers can be asked: not after `close`."""
+        """True until `close`."""
         return bool(self._connections)
 
     def close(self) -> None:
-        """Leave: the others wait for this worker no longer. What it remembers stays, for `state_dict`."""
+        """Leave: the other workers no longer wait for this one. Its state stays, for `state_dict`."""
         for connection in self._connections:
             with suppress(ConnectionLost):
                 self._ask(LEAVE, connection)
@@ -246,3 +218,19 @@ class AsyncAverager(Worker):
     def _check_connected(self, doing: str) -> None:
         if not self.connected:
             raise RuntimeError(f"AsyncAverager: {doing}() after close(): this worker has left; make another")
+
+    # Log
+
+    def metrics(self) -> dict[str, float]:
+        """Clock, staleness, and dropped pushes of the latest step."""
+        counts = {"clock": self.steps, "staleness": self.stats.staleness, "dropped": self.stats.dropped}
+        return {f"async/{name}": float(count) for name, count in counts.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """How often each staleness was seen."""
+        seen = {str(staleness): steps for staleness, steps in sorted(self.staleness.items())}
+        return {"topology": "dist_async", "auto": "", "async": {"staleness": seen}}
+
+    def why_uncompressed(self) -> str:
+        """Empty: all pushes are compressed."""
+        return ""

@@ -1,4 +1,4 @@
-"""Bounded staleness: how far a worker may be ahead of the slowest one (Ho et al., NeurIPS 2013, "Stale Synchronous
+"""Bounded staleness: how many steps a worker may be ahead of the slowest (Ho et al., NeurIPS 2013, "Stale Synchronous
 Parallel")."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import threading
 
 
 class Clocks:
-    """The clock of every live worker: how many steps it has pushed. Safe for threads.
+    """The clock of every live worker: the number of steps that it has pushed. Thread-safe.
 
     Args:
         staleness: S. A worker starts the step that brings its clock to c + 1 only if c - min over live workers <= S. 0
@@ -24,26 +24,27 @@ class Clocks:
         """Largest difference between two live workers' clocks so far."""
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """A worker begins or comes back; by default at the slowest one's clock. Returns its clock."""
+        """A worker joins, at this clock or at the slowest one's. Returns its clock."""
         with self._changed:
-            begin = min(self._clocks.values(), default=0) if clock is None else clock
-            self._clocks[worker] = begin
-            return begin
+            start = min(self._clocks.values(), default=0) if clock is None else clock
+            self._clocks[worker] = start
+            return start
 
     def leave(self, worker: int) -> None:
-        """A worker has gone, and is waited for no longer."""
+        """A worker leaves. The others no longer wait for it."""
         with self._changed:
             self._clocks.pop(worker, None)
             self._changed.notify_all()
 
     def tick(self, worker: int, flag: bool = False) -> bool:
-        """A worker has pushed.
+        """Count a push.
 
         Args:
-            flag: it asks all workers to stop, at the step that the furthest of them has begun: none is beyond that.
+            worker: that pushed.
+            flag: True asks all workers to stop, after the step that the furthest of them has begun.
 
         Returns:
-            Whether this is the step to stop at.
+            True if this was the worker's last step.
         """
         with self._changed:
             if flag and self._last == math.inf:
@@ -54,17 +55,17 @@ class Clocks:
             return self._clocks[worker] >= self._last
 
     def wait(self, worker: int, timeout: float | None = None) -> bool:
-        """Waits until the worker may start its next step, `timeout` seconds at most. Returns whether it may."""
+        """Wait until the worker may start its next step, at most `timeout` seconds. Returns True if it may."""
         with self._changed:
             return self._changed.wait_for(lambda: self._may_start(worker), timeout)
 
     def _may_start(self, worker: int) -> bool:
-        # A worker whose connection has broken is gone: no thread waits for the answer.
+        # A worker whose connection has broken has left: nobody waits for the answer.
         ahead = self._clocks.get(worker, -math.inf) - min(self._clocks.values(), default=0)
         return ahead <= self.staleness
 
     @property
     def live(self) -> dict[int, int]:
-        """Worker -> clock, of those that are there."""
+        """Worker -> clock, of the workers that have not left."""
         with self._changed:
             return dict(self._clocks)

@@ -1,4 +1,4 @@
-"""ParameterServer: serves a partition of the weights to workers, each by a thread and a connection of its own."""
+"""ParameterServer: serves a partition of the weights; each worker has a thread and a connection of its own."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from lightning_gradcomp.parameter_server.messages import (
     LEAVE,
     PULL,
     REFUSED,
+    SKIP,
     Answer,
     Request,
     fingerprint,
 )
-from lightning_gradcomp.parameter_server.partition import Push, ServerPartition, agreed, codec_of, parts
+from lightning_gradcomp.parameter_server.partition import ServerPartition, codec_of, parts
 from lightning_gradcomp.registry import build
 
 log = logging.getLogger(__name__)
 
 
 def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Compressor:
-    """A compressor by name, or as it is.
+    """The compressor of this name, or the one given.
 
-    Raises:
-        ValueError: what an asynchronous server can't carry.
+    Raises ValueError if pushes can't be compressed by it with this optimizer.
     """
     made = build(compressor)
     check_compressor(made)
@@ -51,7 +51,7 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
 
 
 def check_compressor(compressor: Compressor) -> None:
-    """ValueError for one whose pushes a server can't read by themselves, or that was given a warm-up."""
+    """Raises ValueError if a server can't decode a push of this compressor alone, or if it has a warm-up."""
     codec_of(compressor, 0, 0)
     name = type(compressor).__name__
     for option in ("warmup_steps", "warmup_epochs", "dense_epochs"):
@@ -60,6 +60,20 @@ def check_compressor(compressor: Compressor) -> None:
     start = getattr(compressor, "start_sparsity", None)
     if isinstance(compressor, LossyCompressor) and start is not None and start < (final := compressor.final_sparsity):
         raise refusal(f"{name}.start_sparsity with dist_async", start, f"None: every push is at sparsity {final:g}")
+
+
+def agreement(
+    number: int,
+    servers: int,
+    gradients: Gradients,
+    optimizer: torch.optim.Optimizer,
+    compressor: Compressor,
+    pull: Compressor | None,
+    job: str,
+) -> int:
+    """The fingerprint of the settings that server `number` and its workers must share."""
+    groups = len(optimizer.param_groups)
+    return fingerprint(number, servers, gradients.layout, gradients.dense_layout, groups, compressor, pull, job)
 
 
 class ParameterServer:
@@ -73,22 +87,22 @@ class ParameterServer:
         model: holds the initial weights, which are copied.
         optimizer: over its parameters. Its class and options are used; learning rates come from the workers.
         compressor: of the pushes, or its name. The same on all workers.
-        secret: a word that workers must know.
+        secret: a word that every worker must present.
         host: the address of the interface to listen on, IPv4 or IPv6, or a name for it. Default: loopback.
-        port: the port to listen on. 0: any free one, which `address` has.
+        port: the port to listen on. 0: any free one; it is in `address`.
         partition: the number of this server, from 0. The parameters are divided among the servers.
-        servers: how many servers there are.
+        servers: number of servers.
         staleness: S, how many steps a worker may be ahead of the slowest live one before it waits; `math.inf`: it never
             waits.
-        max_staleness: drop a push whose weights are more than this many pushes old; its worker keeps it for a later
-            one. None: no push is dropped.
+        max_staleness: drop a push whose weights are more than this many pushes old; its worker keeps the update for a
+            later one. None: no push is dropped.
         rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1.
         pull: compressor of the pulls. None: whole weights in fp32.
         job: text that must be the same on all workers, such as the options of a run.
-        timeout: how long to wait for a worker's next message before the worker counts as lost.
+        timeout: how long to wait for a worker's next message until the worker counts as lost.
 
     Raises:
-        ValueError: an option that can't be honoured.
+        ValueError: if an option can't be honoured.
     """
 
     def __init__(
@@ -126,38 +140,37 @@ class ParameterServer:
             rate_by_staleness=rate_by_staleness,
             pull=pulled,
         )
-        """The weights, and what is done with pushes."""
-        self._agreed = fingerprint(partition, servers, *agreed(gradients, optimizer, self.compressor, pulled, job))
+        """The weights and their optimizer."""
+        self._agreed = agreement(partition, servers, gradients, optimizer, self.compressor, pulled, job)
         self.clocks = Clocks(staleness)
         self._groups, self._wait = len(optimizer.param_groups), timeout.total_seconds()
         self._listener = Listener(host, port, secret, timeout)
         self.address = self._listener.address
-        """HOST:PORT for workers."""
+        """HOST:PORT, for workers."""
         self._numbers = count(1)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="parameter server", daemon=True)
         self._connections: list[threading.Thread] = []
-        """A thread for each worker that is connected."""
+        """A thread for each connected worker."""
 
     def start(self) -> None:
-        """Begin to serve, in threads; once.
+        """Serve in threads, from now on. Call it once.
 
-        Raises:
-            RuntimeError: it has been started or stopped before.
+        Raises RuntimeError after `stop`.
         """
         if self._stopped.is_set():
             raise RuntimeError(f"parameter server {self.address}: start() after stop(); make another ParameterServer")
         self._thread.start()
 
     def stop(self) -> None:
-        """Accept no more workers. Those that are connected are served until they leave."""
+        """Accept no more workers. Connected ones are served until they leave."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
         self._listener.close()
 
     def join(self) -> None:
-        """Wait, after `stop`, until those that are connected have left, or are lost."""
+        """After `stop`: wait until all connected workers have left, or are lost."""
         for connection in self._connections:
             connection.join()
 
@@ -170,7 +183,7 @@ class ParameterServer:
                 thread.start()
 
     def _serve(self, connection: Connection) -> None:
-        """One worker, until it leaves, or is lost: nobody else notices but by the clocks."""
+        """Serve one worker until it leaves or is lost. Other workers only notice that they no longer wait for it."""
         worker = None
         with closing(connection):
             try:
@@ -188,10 +201,9 @@ class ParameterServer:
                     self.partition.forget(worker)
 
     def _hello(self, connection: Connection) -> tuple[int, int]:
-        """Lets a worker join. Returns its number and its clock.
+        """Let a worker join. Returns its number and its clock.
 
-        Raises:
-            ConnectionLost: it does not fit.
+        Raises ConnectionLost if its settings are not the server's.
         """
         request = Request.receive(connection, groups=0)
         if request.kind != HELLO or request.version != self._agreed:
@@ -201,18 +213,19 @@ class ParameterServer:
         return worker, self.clocks.join(worker, None if request.worker < 0 else request.clock)
 
     def _answer(self, connection: Connection, worker: int) -> bool:
-        """Receives one request and answers it. Whether the worker stays."""
+        """Receive one request and answer it. Returns False if the worker leaves."""
         request, partition = Request.receive(connection, self._groups), self.partition
         if request.kind == LEAVE:
             return False
         accepted, stop = ACCEPTED, False
         if request.kind != PULL:
-            length = 0 if request.skip else partition.part.body_bytes(codec_of(self.compressor, worker, request.clock))
-            body = connection.receive(torch.empty(length, dtype=torch.uint8))
-            present = connection.receive(torch.empty(0 if request.skip else len(partition.weights), dtype=torch.uint8))
-            of = tuple(map(bool, present.tolist()))
-            push = Push(worker, request.clock, request.version, request.rates, request.skip, of)
-            accepted = int(partition.push(push, body))
+            lengths = (
+                partition.part.body_bytes(codec_of(self.compressor, worker, request.clock)),
+                len(partition.weights),
+            )
+            lengths = (0, 0) if request.kind == SKIP else lengths
+            body, present = (connection.receive(torch.empty(length, dtype=torch.uint8)) for length in lengths)
+            accepted = int(partition.push(request, body, present))
             stop = self.clocks.tick(worker, request.flag)
             self.clocks.wait(worker, self._wait)
         pull = partition.pull(worker, request.kind == PULL)
@@ -221,7 +234,7 @@ class ParameterServer:
 
 
 def check_staleness(staleness: float, max_staleness: int | None) -> None:
-    """ValueError for what is no bound."""
+    """Raises ValueError if either is not a bound."""
     if staleness != math.inf and not (is_whole(staleness) and staleness >= 0):
         raise refusal("staleness", staleness, "a whole number from 0, or math.inf")
     if max_staleness is not None and not (is_whole(max_staleness) and max_staleness >= 0):

@@ -84,7 +84,7 @@ class Worker:
 
     @torch.no_grad()
     def encode(self, worker: int, grad_scale: float = 1.0) -> list[torch.Tensor] | None:
-        """The bodies (uint8) of a push of the gradients in `p.grad`, one for each server; None where one is not finite.
+        """The bodies (uint8) of a push of the gradients in `p.grad`, one for each server; None if one is not finite.
 
         Args:
             worker: this worker's number.
@@ -162,7 +162,7 @@ class Worker:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's error feedback and clock, with the keys of `GradientAverager.state_dict`."""
+        """This worker's error feedback and clock, in the form of `GradientAverager.state_dict`."""
         return {
             "steps": self.steps,
             "memory": self.memory.state_dict(),

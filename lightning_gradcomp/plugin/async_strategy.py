@@ -134,9 +134,10 @@ class AsyncStrategy(UnwrappedStrategy):
             secret=secret,
             pull=self.pull,
             world=self.world_size,
+            rank=self.global_rank,
             timeout=timedelta(seconds=self._timeout.total_seconds()),  # type: ignore[union-attr]
         )
-        averager.ranks, self._buffers, self._pulled = ranks, Buffers(module), 0
+        self._ranks, self._buffers, self._pulled = ranks, Buffers(module), 0
         self.barrier()
         return averager
 
@@ -175,7 +176,7 @@ class AsyncStrategy(UnwrappedStrategy):
             self.barrier()  # nobody pushes any more
             if self.averager.steps != self._pulled:
                 self._pull()
-            sync_buffers_and_moments(self.averager.ranks, self._buffers, None, self.averager.steps, moments_valid=True)
+            sync_buffers_and_moments(self._ranks, self._buffers, None, self.averager.steps, moments_valid=True)
             self.barrier()
 
     def _pull(self) -> None:

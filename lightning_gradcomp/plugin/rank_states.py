@@ -25,7 +25,6 @@ from lightning_gradcomp.averaging.checkpoint_state import PARTITION, all_floatin
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.fsdp.checkpoint import own_memory
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero
@@ -44,11 +43,11 @@ OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
 """Parameter -> torch's name -> tensor: optimizer state that the averager keeps."""
 
 
-class Stateful(Protocol):
+class Saved(Protocol):
     """What has a state on each rank: a `GradientAverager`, the rounds of a `DelayedAverager`, an `AsyncAverager`."""
 
-    ranks: Ranks
     world: int
+    rank: int
     compressor: Compressor
 
     @property
@@ -80,7 +79,7 @@ def all_ranks_present(module: LightningModule | None) -> bool:
     return True
 
 
-def rank_state(averager: Stateful, accumulating: bool) -> State:
+def rank_state(averager: Saved, accumulating: bool) -> State:
     """This rank's state, on the CPU; while gradients accumulate also those accumulated so far."""
     state = averager.state_dict()
     memory = {kind: {name: part.cpu() for name, part in parts.items()} for kind, parts in state["memory"].items()}
@@ -104,7 +103,7 @@ class RankStates:
         """Paths of checkpoints that rank 0 has removed, and of which the others do not know."""
         self._accumulated: dict[str, torch.Tensor] = {}
 
-    def put_into(self, checkpoint: State, path: Any, averager: Stateful, accumulating: bool) -> list[State]:
+    def put_into(self, checkpoint: State, path: Any, averager: Saved, accumulating: bool) -> list[State]:
         """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. Collective.
 
         Returns:
@@ -128,7 +127,7 @@ class RankStates:
             saved["ranks"] = states = everyone or []
         if mode != "drop":
             checkpoint[KEY] = saved
-        return states if averager.ranks.rank == 0 else []
+        return states if averager.rank == 0 else []
 
     def _chosen(self, total: int) -> str:
         """Where "auto" puts `total` bytes: in sidecars if gathering would load a network, or rank 0's memory."""
@@ -160,7 +159,7 @@ class RankStates:
             self.sidecars.remove_old(path, keep=None)
         self._removed = []
 
-    def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: Stateful) -> None:
+    def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: Saved) -> None:
         """Load this rank's state into `averager`; the mean of all ranks' if their number has changed.
 
         Raises ValueError if a state can't be read, or does not fit the model.
@@ -182,7 +181,7 @@ class RankStates:
             return state
 
         if "mean" not in saved and world == averager.world:
-            state = of_rank(averager.ranks.rank)
+            state = of_rank(averager.rank)
         else:
             rank_zero_info(f"{averager.world} ranks start with the mean of the checkpoint's {world} states.")
             state = saved["mean"] if "mean" in saved else mean_state(map(of_rank, range(world)))
@@ -193,7 +192,7 @@ class RankStates:
             memory = own_memory(averager, memory)
         averager.load_state_dict({**state, "memory": memory})
 
-    def _restore_sharded(self, path: Any, saved: State, averager: Stateful) -> None:
+    def _restore_sharded(self, path: Any, saved: State, averager: Saved) -> None:
         if not isinstance(averager, GradientAverager) or not averager.shards:
             what, allowed = "checkpoint of a sharded model", "one saved with save_distributed_checkpoint=False"
             raise refusal(what, "residuals of replicas in a folder", f"{allowed}, or checkpoint_state='drop'")
@@ -254,7 +253,7 @@ def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimize
             state["state"][index] = {**state["state"].get(index, {}), **kept[parameter]}
 
 
-def _size(state: State, averager: Stateful) -> int:
+def _size(state: State, averager: Saved) -> int:
     """Bytes of a rank's state; the same on all ranks, though some may lack accumulated gradients."""
     memory = state["memory"]
     differ = ("accumulated", PARTITION)
@@ -262,7 +261,7 @@ def _size(state: State, averager: Stateful) -> int:
     return sum(rest) + averager.gradients.nbytes * sum(kind in memory for kind in differ)
 
 
-def mean_over_ranks(state: State, averager: Stateful) -> State:
+def mean_over_ranks(state: State, averager: Any) -> State:
     """As `mean_state`, computed by all ranks. Collective."""
     memory = {kind: parts for kind, parts in state["memory"].items() if all_floating(parts)}
     mean: State = {kind: {} for kind in memory}
@@ -278,7 +277,7 @@ def mean_over_ranks(state: State, averager: Stateful) -> State:
     return {**state, "memory": mean, "workers": 1}
 
 
-def name_of(averager: Stateful) -> str:
+def name_of(averager: Saved) -> str:
     """The name of the averager's compressor; if its class is not registered, that of its base."""
     names = {entry.cls: entry.name for entry in entries()}
     return next(names[cls] for cls in type(averager.compressor).__mro__ if cls in names)

@@ -8,7 +8,8 @@ from benchmarks import async_accuracy
 from benchmarks.async_accuracy import Case, Compensated, Training
 from lightning_gradcomp import NoCompression
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.parameter_server.partition import Push, parts
+from lightning_gradcomp.parameter_server.messages import PUSH, Request
+from lightning_gradcomp.parameter_server.partition import parts
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,6 @@ def test_delay_compensation_is_the_papers():
     shard = Compensated({"w": weight}, part, torch.optim.SGD([weight], lr=0.1), NoCompression())
     shard.factor, shard.pulled = 2.0, {0: torch.tensor([0.5, -2.0])}
     g = torch.tensor([3.0, 4.0])
-    shard.push(Push(0, 0, 0, (0.1,)), g.view(torch.uint8))
+    shard.push(Request(PUSH, 0, 0, 0, (0.1,)), g.view(torch.uint8))
     compensated = g + 2 / (0.05 * g**2 + 1e-7).sqrt() * g**2 * torch.tensor([0.5, 0.0])
     assert torch.allclose(shard.weights["w"], torch.tensor([1.0, -2.0]) - 0.1 * compensated)

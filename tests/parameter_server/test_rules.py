@@ -15,8 +15,8 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import ConnectionLost, connect
-from lightning_gradcomp.parameter_server.messages import Answer, Request
-from lightning_gradcomp.parameter_server.partition import Push, ServerPartition, codec_of, parts
+from lightning_gradcomp.parameter_server.messages import PUSH, Answer, Request
+from lightning_gradcomp.parameter_server.partition import ServerPartition, codec_of, parts
 from lightning_gradcomp.parameter_server.server import ParameterServer
 from tests.averaging.workers import default_dtype
 from tests.parameter_server.conftest import SECRET, TIMEOUT, Odd, dgc, dropping, loss, net, onebit, sgd
@@ -105,10 +105,10 @@ def test_the_default_dtype_has_no_effect(job, make, dtype):
 def test_the_pushes_replayed_give_the_same_weights(job, make, servers, monkeypatch):
     log, lock, push = [], threading.Lock(), ServerPartition.push
 
-    def noting(shard, request, body):
+    def noting(shard, request, *body):
         with lock:
-            log.append((shard.part.names, request, body.clone()))
-            return push(shard, request, body)
+            log.append((shard.part.names, request, [each.clone() for each in body]))
+            return push(shard, request, *body)
 
     monkeypatch.setattr(ServerPartition, "push", noting)
     running = job(make(), servers=servers)
@@ -120,7 +120,7 @@ def test_the_pushes_replayed_give_the_same_weights(job, make, servers, monkeypat
         replayed = ServerPartition(dict(model.named_parameters()), server.partition.part, optimizer, compressor)
         for names, request, body in log:
             if names == server.partition.part.names:
-                push(replayed, request, body)
+                push(replayed, request, *body)
         assert replayed.version == 18
         assert all(torch.equal(replayed.weights[name], p) for name, p in server.partition.weights.items())
 
@@ -131,9 +131,9 @@ def test_applied_and_remembered_are_all_gradients(job, make, monkeypatch):
     move by what is accepted, as far as fp32 has it."""
     applied, push = {}, ServerPartition.push
 
-    def counting(shard, request, body):
+    def counting(shard, request, body, present):
         with lock:
-            if counts := push(shard, request, body):
+            if counts := push(shard, request, body, present):
                 part = shard.part
                 flat, end = torch.zeros(part.layout.n), 4 * part.dense_layout.n
                 if part.layout.n:
@@ -259,7 +259,7 @@ def _delayed(shard, a, delay):
     pulled = [1.0] * (delay + 1)
     for step in range(400):
         gradient = torch.tensor([pulled[0]])
-        shard.push(Push(0, step, max(0, step - delay), (a,)), gradient.view(torch.uint8))
+        shard.push(Request(PUSH, 0, step, max(0, step - delay), (a,)), gradient.view(torch.uint8))
         pulled = [*pulled[1:], float(shard.weights["w"].detach())]
     return abs(pulled[-1])
 
