@@ -21,12 +21,11 @@ from lightning_gradcomp.errors import is_number, refusal
 
 
 def check_pending_share(share: float | None, *, stale_only: bool) -> None:
-    """ValueError unless None or the share, from 0 to 1, of a rank's own update in its weights while the average is
-    under way; and where there is no such update."""
+    """Raises ValueError unless `share` is None or a number from 0 to 1; with `stale_only` it must be None."""
     if share is not None and not (is_number(share) and 0 <= share <= 1):
         raise refusal("pending_share", share, "None, or a number from 0 to 1")
     if share is not None and stale_only:
-        raise refusal("pending_share with stale_only", share, "None: weights have averages alone")
+        raise refusal("pending_share with stale_only", share, "None: the weights contain averages only")
 
 
 class Anchor:
@@ -39,13 +38,13 @@ class Anchor:
         stale_only: keep local steps out of the model's weights until they come back in an average.
 
     Raises:
-        ValueError: a trainable parameter that is not a dense one of 16 or 32 bits.
+        ValueError: if a trainable parameter is not dense, with 16 or 32 bits.
     """
 
     def __init__(self, model: nn.Module, *, stale_only: bool = False) -> None:
         self._model = model
         self.module = nn.Module()
-        """Has the parameters."""
+        """Holds the parameters z."""
         self.stale_only = stale_only
         self.live = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
         """The model's own parameters, by name."""
@@ -56,7 +55,7 @@ class Anchor:
             _submodule(self.module, path).register_parameter(last, z)
         self._all_pairs = [(z, self.live[name]) for name, z in self.module.named_parameters()]
         self._snapshot: list[torch.Tensor] = []
-        """The weights when the pending update was sent."""
+        """The weights at the time when the pending update was sent."""
         self._withheld: list[torch.Tensor] = []
         """With `stale_only`: the sum of the local steps since the last update was sent."""
         self.refresh_trainable()
@@ -73,14 +72,13 @@ class Anchor:
 
     @property
     def trainable_changed(self) -> bool:
-        """Whether a parameter of the model was frozen or unfrozen since `refresh_trainable`."""
+        """True if a parameter of the model was frozen or unfrozen since `refresh_trainable`."""
         return any(z.requires_grad != w.requires_grad for z, w in self._all_pairs)
 
     def refresh_trainable(self) -> None:
-        """Follow the parameters that are trainable now. No update may be pending.
+        """Lay updates out for the parameters that train now. No update may be pending.
 
-        Raises:
-            ValueError: one that is not a dense one of 16 or 32 bits.
+        Raises ValueError if one is not dense, with 16 or 32 bits.
         """
         check_trainable(self._model)
         for name, w in self.live.items():
@@ -116,7 +114,7 @@ class Anchor:
         """Set the gradients of z to -U = z - w, the negated sum of the local steps since the last snapshot.
 
         Returns:
-            Whether all of U is finite. Where it is not, U is 0 instead and the weights are reset to z.
+            True if all of U is finite. Otherwise U is set to 0 and the weights to z.
         """
         if self.stale_only:
             updates = [withheld.neg() for withheld in self._withheld]
@@ -132,10 +130,10 @@ class Anchor:
 
     @torch.no_grad()
     def snapshot_model(self, share: float) -> None:
-        """Remember the weights when their update is sent. Later steps belong to the next round.
+        """Keep a copy of the weights as their update is sent. Later steps belong to the next round.
 
         Args:
-            share: of the update that stays in the weights until the average arrives.
+            share: part of the update that stays in the weights until the average arrives.
         """
         if self.stale_only:
             for withheld in self._withheld:
@@ -148,7 +146,7 @@ class Anchor:
 
     @torch.no_grad()
     def apply_average(self) -> float:
-        """w = z + (w - snapshot): replace the rank's own pending update by the average, which z holds already.
+        """w = z + (w - snapshot): replace the rank's own pending update by the average, which is in z.
 
         Returns:
             L2 distance between the snapshot and z; 0 with `stale_only`.
@@ -165,7 +163,7 @@ class Anchor:
 
     @torch.no_grad()
     def reset_model(self) -> None:
-        """w = z. Local steps that are not in z are dropped."""
+        """w = z. Drops local steps that are not in z."""
         self.copy_to_model()
         self._snapshot = []
         for withheld in self._withheld:

@@ -83,8 +83,9 @@ class RoundLoop:
     """
 
     pending_share = 1.0
-    resting = False
-    measures_residual = False
+    resting = measures_residual = False
+    _is_single = False
+    """True if there are no other ranks, at any time."""
 
     def __init__(
         self,
@@ -184,6 +185,11 @@ class RoundLoop:
         """
         if weight < 0:
             raise refusal("weight", weight, "a number of samples, 0 or more")
+        if self._is_single:
+            yield
+            self.steps += 1
+            self.flags = [self.flag]
+            return
         if self._anchor.trainable_changed:
             self._end_early()
             self._anchor.refresh_trainable()
@@ -364,7 +370,8 @@ class DelayedAverager(RoundLoop):
             steps_per_epoch=steps_per_epoch,
             epoch=epoch,
         )
-        if self.world > 1:
+        self._is_single = self.world == 1
+        if not self._is_single:
             broadcast_unless_identical([*model.parameters(), *model.buffers()], self.ranks)
         self._buffers = Buffers(model)
 
@@ -372,20 +379,6 @@ class DelayedAverager(RoundLoop):
     def rounds(self) -> Rounds:
         """Averages the updates; its `state_dict` is this rank's own state."""
         return self._rounds
-
-    @contextmanager
-    def stepping(self, weight: int = 1) -> Iterator[None]:
-        """As `step`, for a caller that steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`.
-
-        The caller does not step it while the averager is `resting`.
-        """
-        if self.world > 1 or weight < 0:
-            with super().stepping(weight):
-                yield
-        else:
-            yield
-            self.steps += 1
-            self.flags = [self.flag]
 
     @property
     def pending_share(self) -> float:  # pyrefly: ignore[bad-override]

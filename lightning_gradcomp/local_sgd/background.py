@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class BackgroundExchange(Generic[T]):
-    """A call that runs in a thread of its own. It starts at once.
+    """A call in a thread of its own, which starts at once.
 
     It may use collectives of a process group that nothing else uses until it is done. On a GPU it runs in a CUDA stream
-    of its own, after all work that was queued before.
+    of its own, after all work that is queued already.
 
     Args:
         exchange: the call.

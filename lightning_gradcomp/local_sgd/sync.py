@@ -34,7 +34,7 @@ def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple
         parts: (fp32 [n], samples of this rank). A tensor that is not finite has weight 0.
 
     Returns:
-        The means, None where no rank has samples; bytes that this rank has sent.
+        The means, None if no rank has samples; and the bytes that this rank sent.
     """
     counts = [n if bool(flat.isfinite().all()) else 0 for flat, n in parts]
     own = torch.tensor(counts, device=parts[0][0].device)
@@ -50,7 +50,7 @@ def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple
 
 
 class Buffers:
-    """The model's buffers that are in its `state_dict`. All ranks must hold the same when this is made.
+    """The model's buffers that are in its `state_dict`. All ranks must hold the same ones at construction.
 
     Finite floating-point buffers are averaged: the change since the last drain, so that a buffer that does not change
     keeps its bits. The others are copied from rank 0.
@@ -92,31 +92,6 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor,
                 yield parameter, kind, value
 
 
-class OptimizerMoments:
-    """All moments of an optimizer, as one flat tensor. None has none."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        numbers: dict[torch.Tensor, int] = {}
-        self._values = {
-            (numbers.setdefault(parameter, len(numbers)), kind): value
-            for parameter, kind, value in (moments_of(optimizer) if optimizer else ())
-        }
-
-    def fingerprint(self) -> list[int]:
-        """The number of elements, and a checksum of the parameters and kinds of state."""
-        return [sum(value.numel() for value in self._values.values()), crc32(repr(list(self._values)).encode())]
-
-    def flatten(self, model: nn.Module) -> torch.Tensor:
-        """All values: fp32 [n] on the model's device."""
-        return _flatten([value.float() for value in self._values.values()], model)
-
-    def write(self, flat: torch.Tensor) -> None:
-        """Set all values from `flat`, fp32 [n], as `flatten` returns it."""
-        parts = flat.split([value.numel() for value in self._values.values()])
-        for value, part in zip(self._values.values(), parts, strict=True):
-            value.copy_(part.view(value.shape))
-
-
 def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
     """The concatenated elements of fp32 `tensors`; a tensor of length 0 where there are none."""
     empty = torch.zeros(0, dtype=torch.float32, device=next(model.parameters()).device)
@@ -135,25 +110,33 @@ def sync_buffers_and_moments(
     Args:
         ranks: all ranks.
         buffers: of the model.
-        optimizer: its moments are averaged. None: those stay each rank's own.
+        optimizer: its moments are averaged. None: each rank keeps its moments.
         samples: of this rank since the last drain.
-        moments_valid: whether this rank's moments have a weight in the average.
+        moments_valid: True if this rank's moments count in the average.
 
     Returns:
-        Bytes that this rank has sent, without the buffers that rank 0 broadcasts.
+        Bytes that this rank sent, without the buffers that rank 0 broadcasts.
     """
-    moments = OptimizerMoments(optimizer)
-    own = torch.tensor(moments.fingerprint(), device=next(buffers.model.parameters()).device)
+    numbers: dict[torch.Tensor, int] = {}
+    moments = {
+        (numbers.setdefault(parameter, len(numbers)), kind): value
+        for parameter, kind, value in (moments_of(optimizer) if optimizer else ())
+    }
+    lengths = [value.numel() for value in moments.values()]
+    fingerprint = [sum(lengths), crc32(repr(list(moments)).encode())]
+    own = torch.tensor(fingerprint, device=next(buffers.model.parameters()).device)
     fingerprints = ranks.gather(own.view(torch.uint8)).view(torch.int64).view(ranks.world, -1).tolist()
     largest = max(fingerprints, key=lambda one: one[0])
     matches = fingerprints[ranks.rank] == largest
-    flat = moments.flatten(buffers.model) if matches else own.new_zeros(largest[0], dtype=torch.float32)
+    zeros = own.new_zeros(largest[0], dtype=torch.float32)
+    flat = _flatten([value.float() for value in moments.values()], buffers.model) if matches else zeros
     moment_samples = samples if moments_valid and matches else 0
     (mean_changes, mean_moments), sent = weighted_means(ranks, [(buffers.changes(), samples), (flat, moment_samples)])
     if mean_changes is not None:
         buffers.set_changes(mean_changes)
     if mean_moments is not None and matches:
-        moments.write(mean_moments)
+        for value, part in zip(moments.values(), mean_moments.split(lengths), strict=True):
+            value.copy_(part.view(value.shape))
     broadcast(buffers.not_averaged(), ranks)
     return ranks.gather_traffic(own.nbytes) + sent
 

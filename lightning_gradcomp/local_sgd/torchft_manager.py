@@ -1,4 +1,4 @@
-"""torchft's manager of a rank that is a replica by itself. Imported where it is needed: torchft is an extra."""
+"""torchft's manager for a single-rank replica. Import it only if needed: torchft is an optional dependency."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchft.checkpointing.http_transport import HTTPTransport
 
 
 class StateTransport(HTTPTransport):
-    """Sends a rank that comes new the state of this one, from the address by which others know this one.
+    """Sends this rank's state to a joining rank.
 
-    torchft's own gives the name that this machine has for itself, which the others may not be able to resolve.
+    torchft's own transport announces this machine's host name, which other machines may not be able to resolve.
 
     Args:
-        host: this rank's name or address, by which the others reach it.
+        host: name or address under which the others reach this rank.
         timeout: how long sending the state may take.
     """
 
@@ -25,20 +25,20 @@ class StateTransport(HTTPTransport):
         super().__init__(timeout, num_chunks=0)
 
     def address(self) -> str:
-        """Where the states are: the number of the round comes after it."""
+        """URL of the states, to which the number of the round is appended."""
         return f"http://{self._host}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
 
 def start_manager(
     lighthouse: str, host: str, *, round_timeout: timedelta, **options: Any
 ) -> tuple[Manager, dist.TCPStore]:
-    """The manager, and the store that must live as long.
+    """The manager, and its store, which must live as long.
 
     Args:
         lighthouse: its address, http://HOST:PORT.
-        host: this rank's name or address, by which the others reach it.
+        host: name or address under which the others reach this rank.
         round_timeout: how long a rank waits for the others, and for the state of one of them.
-        options: further ones of `torchft.Manager`.
+        options: other options of `torchft.Manager`.
     """
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     where = {"store_addr": host, "store_port": store.port, "hostname": host, "lighthouse_addr": lighthouse}

@@ -1,9 +1,9 @@
 """Connections between workers and a server: a TCP connection each, so that a failure is that connection's alone.
 
 A connection begins with a handshake. The server sends a nonce; the worker answers with a nonce of its own and a keyed
-digest of both, and the server with another digest of both. Each digest is good for one connection, and each end has
-shown that it knows the secret. What follows is numbers and tensors, and nothing that could run code. It is neither
-encrypted nor signed: use a network that you trust.
+digest of both, and the server with another digest of both. This proves that each end knows the secret; a digest is
+valid for one connection. All further messages are numbers and tensors, which can't run code. They are neither encrypted
+nor signed: use a network that you trust.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightning_gradcomp.errors import refusal
 log = logging.getLogger(__name__)
 
 HANDSHAKE = timedelta(seconds=10)
-"""How long either side waits for the other's part of the handshake."""
+"""How long each end waits for the other's part of the handshake."""
 MOST_WAITING = 64
-"""Connections in their handshake at the same time. One more ends the oldest: a worker's takes a round trip."""
+"""Limit of concurrent handshakes. One more ends the oldest; a worker's takes one round trip."""
 POLL_SECONDS = 0.02
 DIGEST = "sha256"
 DIGEST_BYTES = NONCE_BYTES = 32
@@ -43,16 +43,12 @@ class ConnectionLost(RuntimeError):
 
 
 def cause(error: OSError) -> str:
-    """What went wrong, in a few words."""
+    """The reason, in a few words."""
     return error.strerror or str(error)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The host and the port of HOST:PORT.
-
-    Raises:
-        ValueError: an address of another form.
-    """
+    """Splits HOST:PORT. Raises ValueError if the address has another form."""
     found = ADDRESS.fullmatch(address)
     if not found or int(found["port"]) > 65535:
         raise refusal("address of a server", address, "HOST:PORT, with an IPv6 host in brackets: [::1]:29600")
@@ -60,11 +56,11 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 class Connection:
-    """Two processes that send each other tensors. Blocking; one thread at a time.
+    """Sends tensors to another process, and receives its. Blocking; for one thread at a time.
 
     Args:
-        end: of a TCP connection.
-        peer: what to call the other end in errors.
+        end: this end of a TCP connection.
+        peer: name of the other end in errors.
     """
 
     def __init__(self, end: socket.socket, peer: str) -> None:
@@ -74,9 +70,9 @@ class Connection:
         self.set_timeout(HANDSHAKE)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long the other end may neither take nor send a byte.
+        """Limit the time in which the other end neither takes nor sends a byte.
 
-        The kernel keeps the time, so that a whole tensor travels in one call, without the interpreter's lock.
+        The kernel measures it, so that a whole tensor travels in one call, without the interpreter's lock.
         """
         self._socket.settimeout(None)
         self._timeout = timeout
@@ -95,12 +91,12 @@ class Connection:
             raise ConnectionLost(f"{doing}: lost {self.peer}: {cause(error)}") from error
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Sends a CPU tensor whose shape [n] and dtype the other end knows."""
+        """Sends a CPU tensor [n]. The other end knows its shape and dtype."""
         with self._or_lost("sending"):
             self._socket.sendall(_bytes_of(tensor.contiguous()))
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fills `tensor`, which is contiguous, [n] and on the CPU."""
+        """Fills a contiguous CPU tensor [n], and returns it."""
         rest = _bytes_of(tensor)
         with self._or_lost("receiving"):
             while rest:
@@ -116,7 +112,7 @@ class Connection:
             self._socket.sendall(said)
 
     def receive_bytes(self, count: int) -> bytes:
-        """Receives a part of the handshake: within the timeout, however slowly its bytes arrive."""
+        """Receives a part of the handshake. The timeout is for all its bytes together."""
         with self._or_lost("handshake"):
             said = self._socket.recv(count, socket.MSG_WAITALL)
             if len(said) < count:
@@ -124,8 +120,8 @@ class Connection:
         return said
 
     def shut_down(self) -> None:
-        """Ends what another thread sends or receives here."""
-        with suppress(OSError):  # the other end may have done so before
+        """Ends a call of `send` or `receive` in another thread."""
+        with suppress(OSError):  # the other end may have closed it
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -139,22 +135,22 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def digest(secret: str, end: str, nonces: bytes) -> bytes:
-    """What shows that an end ("worker" or "server") of the connection with these nonces knows the secret."""
+    """Proof that an end ("worker" or "server") of the connection with these nonces knows the secret."""
     return hmac.digest(secret.encode(), end.encode() + nonces, DIGEST)
 
 
 class Listener:
-    """Where workers find a server.
+    """Accepts the connections of workers.
 
     Args:
-        host: the address of the interface to listen on, one that workers reach, or a name for it.
-        port: 0 is any.
-        secret: what workers must know.
+        host: the address of the interface to listen on, which workers can reach, or a name for it.
+        port: 0 is any free one.
+        secret: a word that workers must know.
         timeout: of connections.
 
     Raises:
-        ValueError: no secret, or an address that is none of this machine's.
-        OSError: a port that is in use.
+        ValueError: if the secret is empty, or the address is not this machine's.
+        OSError: if the port is in use.
     """
 
     def __init__(self, host: str, port: int, secret: str, timeout: timedelta) -> None:
@@ -170,13 +166,13 @@ class Listener:
         self._lock = threading.Lock()
 
     def accept(self) -> Connection | None:
-        """A new connection, of a worker or a stranger; None if there is none just now. To be called from one thread."""
+        """A new connection, of a worker or a stranger; None if there is none now. Call it in one thread only."""
         try:
             end, (host, port, *_) = self._socket.accept()
             connection = Connection(end, f"the worker at {host} port {port}")
         except TimeoutError:
             return None
-        except OSError as error:  # too many open files, or who connected is gone already
+        except OSError as error:  # too many open files, or the other end has left already
             log.warning(f"parameter server {self.address}: accepting: {cause(error)}")
             time.sleep(POLL_SECONDS)
             return None
@@ -187,10 +183,9 @@ class Listener:
         return connection
 
     def admit(self, connection: Connection) -> None:
-        """The handshake. Blocking; in any thread.
+        """Make the handshake. Blocking; in any thread.
 
-        Raises:
-            ConnectionLost: the other end does not know the secret, or does not say so in time.
+        Raises ConnectionLost if the other end does not know the secret, or does not answer in time.
         """
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)
@@ -208,7 +203,7 @@ class Listener:
         connection.set_timeout(self._timeout)
 
     def close(self) -> None:
-        """Listens no longer; connections stay."""
+        """Stop listening. Connections stay open."""
         self._socket.close()
 
 
@@ -217,7 +212,7 @@ def listening(host: str, port: int) -> socket.socket:
     allowed = "that of one of this machine's interfaces"
     try:
         family, _, _, _, (found, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if ipaddress.ip_address(found).is_unspecified:  # workers could not be told where to go
+        if ipaddress.ip_address(found).is_unspecified:  # not an address for workers
             raise refusal("address of a server", host, allowed)
         return socket.create_server((found, port), family=family)
     except OSError as error:
@@ -227,11 +222,11 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def connect(address: str, secret: str, timeout: timedelta) -> Connection:
-    """A connection to the server at HOST:PORT.
+    """Connect to the server at HOST:PORT.
 
     Raises:
-        ValueError: an address of another form; a secret that is not the server's.
-        ConnectionLost: nobody answers.
+        ValueError: if the address has another form, or the secret is not the server's.
+        ConnectionLost: if nobody answers.
     """
     place = host_and_port(address)
     try:

@@ -17,7 +17,7 @@ from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors.base import Compressor, PayloadCodec
-from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate
+from lightning_gradcomp.compressors.decoded import Decoded, Dense, Sparse, concatenate
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.partition import codec_of, parts
@@ -123,7 +123,10 @@ class Worker:
         for part, counts in zip(self.parts, accepted, strict=True):
             if not counts:
                 part.of(gradients.compressed_flat, dense_sent)[1].zero_()
-        self.memory.subtract(concatenate([sent for _, sent in taken], [start for start, _ in taken]), dense_sent)
+        empty = torch.empty(0, dtype=torch.float32, device=gradients.device)
+        nothing = Sparse(empty.long(), empty)  # not a dense payload, for which the momentum would be cleared
+        sent = concatenate([sent for _, sent in taken], [start for start, _ in taken]) if taken else nothing
+        self.memory.subtract(sent, dense_sent)
         self.memory.commit(gradients.marked(gradients.present) | self.memory.started)
 
     # Pulls

@@ -75,7 +75,7 @@ def test_what_survivors_have_trained_is_sent_or_remembered(lines):
     applied = {n: {line["round"]: line for line in mine if line["applied"]} for n, mine in lines.items()}
     first = {n: min(rounds) for n, rounds in applied.items()}
     after = {"a death": False, "a newcomer": False}
-    for number in applied[0].keys() - {1}:
+    for number in applied[0].keys() - {first[0]}:
         present = {n: rounds[number] for n, rounds in applied.items() if number in rounds}
         world, moved = present[0]["world"], present[0]["moved"]
         old = [line for n, line in present.items() if first[n] < number]

@@ -277,6 +277,19 @@ def test_old_pushes_are_dropped_and_stay_with_the_worker(job):
         assert torch.equal({**kept["residual"], **kept["dense_residual"]}[name], p.grad)
 
 
+def test_the_momentum_of_a_dropped_push_stays(job):
+    running = job(dgc(), max_staleness=0)
+    (model, averager), (other_model, other) = running.worker(), running.worker()
+    for _ in range(2):
+        train(other_model, other, 1, 1)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        averager.step()
+        assert averager.stats.dropped == 1
+    for velocity in averager.state_dict()["memory"]["velocity"].values():
+        assert torch.allclose(velocity, torch.full_like(velocity, 1 + 1.9))
+
+
 def test_the_learning_rate_of_an_old_push_is_divided(job):
     moved = []
     for divided in (False, True):
