@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,9 +11,10 @@ import torch
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.compressors.base import PayloadCodec
+from lightning_gradcomp.compressors.base import Partitions
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Slice
+from lightning_gradcomp.compressors.payloads import Payloads
 
 PARTS = 4
 """Maximum number of parts that a payload is split into, each longer than `SHORT` bytes on average."""
@@ -73,8 +74,7 @@ class Exchange:
         buffer: returns an fp32 [n] buffer for the mean of the compressed gradients, the same in every step.
     """
 
-    partitions: Sequence[Slice] | None = None
-    dense_pull = False
+    partitions: Partitions | None = None
 
     def __init__(
         self, ranks: Ranks, step: int, extras: Extras, stats: Stats, buffer: Callable[[], torch.Tensor]
@@ -83,7 +83,7 @@ class Exchange:
         self.extras, self.stats, self.phase, self.buffer = extras, stats, stats.phase, buffer
 
     def mean_of_payloads(
-        self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
+        self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
         """Encode `flat`, gather the payloads, decode them and add them in the workers' order: (mean, what was sent).
 
@@ -96,13 +96,13 @@ class Exchange:
         begun: list[tuple[Decoded, Callable[[], list[torch.Tensor]]]] = []
         for part in parts:
             with self.phase("compress"):
-                payload, sent = codec.encode(part.of(flat), part.layout)
+                payload, sent = codec.pack(part.of(flat), part.layout)
             begun.append((sent, self.start_gather(payload)))
         means: list[Decoded] = []
         for part, (sent, payloads) in zip(parts, begun, strict=True):
             rows = enumerate(payloads())
             with self.phase("decompress"):
-                decoded = (sent if worker == self.worker else codec.decode(row, part.layout) for worker, row in rows)
+                decoded = (sent if worker == self.worker else codec.unpack(row, part.layout) for worker, row in rows)
                 buffer = partial(_part_of_buffer, part, self.buffer)
                 means.append(mean_of(decoded, self.workers, part.layout.n, buffer, over_senders=over_senders))
         if len(parts) == 1:
@@ -163,14 +163,6 @@ class Exchange:
         with self.phase("exchange"):
             self._record(self.ranks.maximum_traffic(values.nbytes))
             return self.ranks.maximum(values)
-
-    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For topologies with partitions."""
-        raise NotImplementedError("scatter: topology='all_gather' has no partitions")
-
-    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """For topologies with partitions."""
-        raise NotImplementedError("gather_partitions: topology='all_gather' has no partitions")
 
     def finish(self) -> None:
         """Send the extras by themselves if no message has carried them."""

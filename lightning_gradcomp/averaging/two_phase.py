@@ -26,10 +26,9 @@ import torch
 from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.compressors.base import PayloadCodec
 from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Sparse, concatenate, mean_of
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.uncompressed import Uncompressed
+from lightning_gradcomp.compressors.layout import Layout, Slice
+from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed
 
 
 def split_dense(n: int, workers: int) -> list[int]:
@@ -125,7 +124,9 @@ class TwoPhaseExchange(Exchange):
 
     def __init__(self, residual: PartitionResidual, dense_pull: bool, *exchange: Any) -> None:
         super().__init__(*exchange)
-        self._residual, self.partitions, self.dense_pull = residual, residual.partitions, dense_pull
+        self.partitions = self
+        self._residual, self.dense_pull = residual, dense_pull
+        self.slices: Sequence[Slice] = residual.partitions
         self._dense_sizes = split_dense(self.extras.dense.numel(), self.workers)
         self._scattered, self._partition_mean = False, self.extras.dense[:0]
 
@@ -176,12 +177,11 @@ class TwoPhaseExchange(Exchange):
         return [frame.read_payload(row) for frame, row in zip(frames, rows, strict=True)]
 
     def mean_of_payloads(
-        self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
+        self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
         """Encode each partition for its owner, average the own partition, and encode and gather the means."""
-        if over_senders:
-            raise NotImplementedError("over_senders: the mean of a partition that is sent on does not say who sent it")
-        partitions, own = self._residual.partitions, self._residual.own.layout
+        assert not over_senders  # an owner's mean does not say who sent an element
+        partitions, own = self.slices, self._residual.own.layout
         pull = Uncompressed(self.extras.values) if self.dense_pull else codec
         with self.phase("compress"):
             pushed = [_encode(codec, partition.of(flat), partition.layout) for partition in partitions]
@@ -209,9 +209,9 @@ class TwoPhaseExchange(Exchange):
 # A partition is empty where there are more workers than rows.
 
 
-def _encode(codec: PayloadCodec, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
-    return codec.encode(own, layout) if len(own) else (own.new_empty(0, dtype=torch.uint8), EMPTY)
+def _encode(codec: Payloads, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
+    return codec.pack(own, layout) if len(own) else (own.new_empty(0, dtype=torch.uint8), EMPTY)
 
 
-def _decode(codec: PayloadCodec, payload: torch.Tensor, layout: Layout) -> Decoded:
-    return codec.decode(payload, layout) if layout.n else EMPTY
+def _decode(codec: Payloads, payload: torch.Tensor, layout: Layout) -> Decoded:
+    return codec.unpack(payload, layout) if layout.n else EMPTY
