@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor, PayloadCodec, TensorCodec
+from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
 from lightning_gradcomp.compressors.kernels.formats import DTYPES
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.uncompressed import Uncompressed
+from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed
 from lightning_gradcomp.errors import refusal
 
 
@@ -83,7 +83,7 @@ class Part:
             dense[self.dense_start : self.dense_start + self.dense_layout.n],
         )
 
-    def body_bytes(self, codec: PayloadCodec) -> int:
+    def body_bytes(self, codec: Payloads) -> int:
         """Bytes of uncompressed parameters in fp32, and of a payload."""
         return 4 * self.dense_layout.n + (codec.payload_bytes(self.layout) if self.layout.n else 0)
 
@@ -114,7 +114,7 @@ def agreed(
     return gradients.layout, gradients.dense_layout, len(optimizer.param_groups), compressor, pull, job
 
 
-def codec_of(compressor: Compressor, worker: int, step: int) -> PayloadCodec:
+def codec_of(compressor: Compressor, worker: int, step: int) -> Payloads:
     """What writes and reads the payloads of a worker's step.
 
     Raises:
@@ -123,8 +123,8 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> PayloadCodec:
     if not isinstance(compressor, LossyCompressor):
         return Uncompressed(next(values for values, dtype in DTYPES.items() if dtype == compressor.wire_dtype))
     final = compressor.with_sparsity(compressor.final_sparsity)
-    if isinstance(final, (Codec, TensorCodec)):
-        return final.payload_codec(worker, step)
+    if isinstance(final, Codec):
+        return final.for_step(worker, step)
     name, allowed = type(compressor).__name__, "one whose payloads a server reads by themselves: DGC, GradientDropping,"
     raise refusal("compressor with dist_async", name, f"{allowed} OneBit, TwoBit, or 'none', 'fp16', 'bf16'")
 
@@ -160,7 +160,7 @@ class ServerPartition:
         self.weights = {name: nn.Parameter(parameters[name].detach().cpu().clone()) for name in part.names}
         self._groups: list[int] = []
         self.optimizer = self._optimizer(parameters, optimizer)
-        self._owns_momentum = compressor.owns_momentum(optimizer)
+        self._owns_momentum = compressor.state_for(optimizer).owns_momentum
         self.version = 0
         """Pushes so far, dropped ones and skips included."""
         self._latest: dict[int, int] = {}
@@ -210,7 +210,7 @@ class ServerPartition:
         for name, view in zip(part.dense_layout.names, part.dense_layout.views(dense), strict=True):
             self.weights[name].grad = view.to(self.weights[name].dtype)
         if part.layout.n:
-            self._use(codec.decode(body[end:], part.layout))
+            self._use(codec.unpack(body[end:], part.layout))
         for name, present in zip(part.names, push.present or (), strict=False):
             if not present:
                 self.weights[name].grad = None
@@ -251,7 +251,7 @@ class ServerPartition:
         if not self.part.layout.n:
             return dense.view(torch.uint8)
         view = self._views[worker]
-        payload, sent = codec_of(self.pull_compressor, worker, self.version).encode(flat - view, self.part.layout)
+        payload, sent = codec_of(self.pull_compressor, worker, self.version).pack(flat - view, self.part.layout)
         sent.add_to(view)
         return torch.cat([dense.view(torch.uint8), payload])
 

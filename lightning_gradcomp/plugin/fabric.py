@@ -172,7 +172,7 @@ class CompressedFabricStrategy(DDPStrategy):
 
     def _average_to_clip(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(self.compressor).__name__
-        if self.compressor.owns_momentum(corrected(self.compressor, self._optimizers, automatic=False)):
+        if self.compressor.state_for(corrected(self.compressor, self._optimizers, automatic=False)).owns_momentum:
             allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
             raise refusal(f"clipping with {name}", "fabric.clip_gradients", allowed)
         self._hook.before_optimizer_step(self._averager(), optimizer)

@@ -217,7 +217,7 @@ def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) ->
     """The mean of what `states` hold of the optimizer's state, for a checkpoint as plain DDP has it."""
     if not states:
         return {}
-    moments: Mapping[str, str] = averager.state.moments if averager.state else {}
+    moments: Mapping[str, str] = averager.state.update.moments if averager.state else {}
     means = mean_state({**state, "memory": {kind: state["memory"][kind] for kind in moments}} for state in states)
     kept: OptimizerState = {}
     for name, parameter in zip(averager.gradients.layout.names, averager.gradients.compressed, strict=True):

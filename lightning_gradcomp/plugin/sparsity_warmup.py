@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.compressors.base import LossyCompressor
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
@@ -56,8 +57,8 @@ class SparsityWarmup(Callback):
         if isinstance(strategy, AsyncStrategy):
             allowed = "a strategy whose ranks step together: a push has one sparsity from start to end"
             raise refusal("the strategy of SparsityWarmup", "AsyncStrategy", allowed)
-        if not hasattr(getattr(strategy, "compressor", None), "sparsity"):
-            compressor = getattr(strategy, "compressor", None)
+        compressor = getattr(strategy, "compressor", None)
+        if not isinstance(compressor, LossyCompressor) or compressor.final_sparsity is None:
             got = type(strategy if compressor is None else compressor).__name__
             raise refusal("the strategy of SparsityWarmup", got, "one whose compressor has a sparsity, such as 'dgc'")
         if isinstance(strategy, DelayedStrategy):
@@ -70,7 +71,9 @@ class SparsityWarmup(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager = averager_of(trainer)
         assert isinstance(averager, GradientAverager)
-        final = getattr(averager.compressor, "sparsity")  # noqa: B009 - checked by check_strategy
+        assert isinstance(averager.compressor, LossyCompressor)
+        final = averager.compressor.final_sparsity
+        assert final is not None  # as check_strategy has found
         if callable(self.schedule):
             averager.schedule = self.schedule
         else:

@@ -313,7 +313,7 @@ class CompressedDDPStrategy(BaseStrategy):
             ValueError: a compressor that owns the momentum: what is cut off the average has left the memory.
         """
         name, precision = type(self.compressor).__name__, self.precision_plugin
-        if clip_val > 0 and self.compressor.owns_momentum(self._corrected):
+        if clip_val > 0 and self.compressor.state_for(self._corrected).owns_momentum:
             allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
             raise refusal(f"clipping with {name} in manual optimization", "self.clip_gradients", allowed)
         own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -66,7 +66,7 @@ def check_clipping(
     Raises:
         ValueError: clipping by value, in a hook of the user's, or with a second threshold.
     """
-    if not isinstance(compressor, LossyCompressor) or not compressor.owns_momentum(optimizer):
+    if not isinstance(compressor, LossyCompressor) or not compressor.state_for(optimizer).owns_momentum:
         return
     name = type(compressor).__name__
     if is_overridden("configure_gradient_clipping", module):
