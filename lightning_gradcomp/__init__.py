@@ -17,12 +17,11 @@ from lightning_gradcomp.compressors import (
     TernGrad,
     TwoBit,
 )
-from lightning_gradcomp.compressors.decoded import Chunked, Dense, Sparse
+from lightning_gradcomp.compressors.decoded import Dense, Sparse
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.compressors.kernels.topk import topk
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.sparseloco import SPARSELOCO
-from lightning_gradcomp.compressors.state import Residual, State
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.elastic import ElasticAverager
 from lightning_gradcomp.local_sgd.rounds import Nesterov
@@ -46,7 +45,6 @@ __all__ = [
     "SPARSELOCO",
     "AsyncAverager",
     "AsyncStrategy",
-    "Chunked",
     "Codec",
     "Collectives",
     "CommunicationMonitor",
@@ -67,10 +65,8 @@ __all__ = [
     "OneBit",
     "ParameterServer",
     "PowerSGD",
-    "Residual",
     "Sparse",
     "SparsityWarmup",
-    "State",
     "Stats",
     "TensorCodec",
     "TernGrad",

@@ -39,7 +39,7 @@ from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.averaging.traffic import messages, traffic
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.adam_step import takes_optimizer
+from lightning_gradcomp.compressors.updates import is_adam
 from lightning_gradcomp.errors import Refused, refusal
 from lightning_gradcomp.registry import entries
 
@@ -394,7 +394,7 @@ def measure_method(compressor: Compressor, workload: Workload, group: dist.Proce
     gradients = Gradients(workload.model, compressor)
     layouts, device = gradients.largest, gradients.device
     if isinstance(compressor, LossyCompressor) and gradients.compressed:
-        adam = takes_optimizer(workload.optimizer)
+        adam = is_adam(workload.optimizer)
         alone, of_three = (
             typical(compressed_steps(compressor, gradients, world, adam), group, device) for world in (1, 3)
         )

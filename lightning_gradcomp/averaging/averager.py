@@ -38,8 +38,8 @@ from lightning_gradcomp.averaging.stats import Stats, norm
 from lightning_gradcomp.averaging.step import Average, average_compressed, average_dense, flush
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
-from lightning_gradcomp.compressors.state import State
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import build
 
@@ -179,8 +179,9 @@ class GradientAverager:
             return dense
         self._check_epochs_are_counted()
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
-        sparsity = check_sparsity("the schedule's sparsity", self.schedule(epoch, self.steps))
-        return self._choice.choose(sparsity, self.gradients, dense) if sparsity else dense
+        if (sparsity := self.schedule(epoch, self.steps)) is not None:
+            check_sparsity("the schedule's sparsity", sparsity)
+        return dense if sparsity == 0 else self._choice.choose(sparsity, self.gradients, dense)
 
     @property
     def has_unsent(self) -> bool:
@@ -188,7 +189,7 @@ class GradientAverager:
         return self._memory.has_unsent
 
     @property
-    def state(self) -> State:
+    def state(self) -> ErrorFeedback:
         """Error feedback of the compressed parameters."""
         return self._memory.compressed
 
@@ -271,7 +272,7 @@ class GradientAverager:
         sparsity = decision.sparsity or 0.0 if decision.compressor else 0.0
         self.stats = Stats(dense_bytes=self.ranks.dense_traffic(self.gradients.nbytes), sparsity=sparsity)
         self._gradient_norm = self._measured_norm() / grad_scale
-        if self.compressor.owns_momentum(self.optimizer):
+        if self.compressor.state_for(self.optimizer).owns_momentum:
             compressed = set(self.gradients.layout.names)
             self._directions = frozenset(id(p) for name, p in self._named() if name in compressed)
         return decision
@@ -388,7 +389,7 @@ class GradientAverager:
     @property
     def has_local_weights(self) -> bool:
         """True if gradients are taken at this rank's own weights."""
-        return self._may_be_local and self.state.local_scales(self.ranks.workers) is not None
+        return self._may_be_local and self.state.update.local_scales(self.ranks.workers) is not None
 
     @property
     def in_local_weights(self) -> bool:
@@ -472,12 +473,10 @@ class GradientAverager:
         if [*map(id, every)] == [*map(id, self.optimizers)]:
             return
         self.compressor.check_optimizer(optimizer)
-        if isinstance(self.compressor, LossyCompressor):
-            before, now = self.compressor.remembers(self.optimizer), self.compressor.remembers(optimizer)
-            if before is not now:
-                what = f"another optimizer in mid-run with {type(self.compressor).__name__}"
-                allowed = f"one of the same class, {type(self.optimizer).__name__}, whose steps are accumulated already"
-                raise refusal(what, type(optimizer).__name__, allowed)
+        if type(self.compressor.state_for(self.optimizer)) is not type(self.compressor.state_for(optimizer)):
+            what = f"another optimizer in mid-run with {type(self.compressor).__name__}"
+            allowed = f"one of the same class, {type(self.optimizer).__name__}, whose steps are accumulated already"
+            raise refusal(what, type(optimizer).__name__, allowed)
         self._drop_pending()
         self.detach()
         self.optimizer, self.optimizers, self._averaged_for = optimizer, every, every
@@ -487,7 +486,7 @@ class GradientAverager:
         self._optimizer_steps = self._attached()
 
     def _attached(self) -> list[OptimizerStep]:
-        owned = self.compressor.owns_momentum(self.optimizer)
+        owned = self.compressor.state_for(self.optimizer).owns_momentum
         return [OptimizerStep(each, self, directions=owned) for each in self.optimizers]
 
     def detach(self) -> None:
@@ -539,7 +538,7 @@ class GradientAverager:
             return f"there is one {alone}"
         if not self.gradients.compressed:
             return "no tensor is large enough"
-        if self.schedule is not None and not self.schedule(self.epoch or 0, self.steps - 1):
+        if self.schedule is not None and self.schedule(self.epoch or 0, self.steps - 1) == 0:
             start = dense_start(self.schedule, unit)
             return f"its warm-up of {start} lasted to the end" if start else "its sparsity was 0"
         if auto:

@@ -13,7 +13,6 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.compressors.base import LossyCompressor
-from lightning_gradcomp.compressors.schedules import COMPRESSED
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Decision:
 
     @property
     def density(self) -> float:
-        """Share of all elements that the schedule asks to send."""
-        return 1 - (COMPRESSED if self.sparsity is None else self.sparsity)
+        """Share of all elements that the schedule asks to send; 1 for a method without a sparsity."""
+        return 1 - (self.sparsity or 0.0)
 
 
 class Choice:
@@ -69,22 +68,22 @@ class Choice:
             if ranks.workers > 1 and gradients.compressed:
                 self.autotune = Autotune(group, gradients.device, self.topologies)
 
-    def choose(self, sparsity: float, gradients: Gradients, dense: Decision) -> Decision:
+    def choose(self, sparsity: float | None, gradients: Gradients, dense: Decision) -> Decision:
         """What a step of this scheduled sparsity does: `dense`, unless compressing sends fewer bytes."""
         compressor = self._compressor.with_sparsity(sparsity)
+        asked = compressor.final_sparsity  # None without one
         budget = self._ranks.dense_traffic(gradients.largest.nbytes)
         affordable = [name for name in self.topologies if self.traffic(compressor, name, gradients) < budget]
         topology = affordable[0] if affordable else DENSE
         if self.autotune:
-            topology = self.autotune.choose(1 - sparsity, affordable)
-        asked = sparsity if hasattr(compressor, "sparsity") else None
+            topology = self.autotune.choose(1 - (asked or 0.0), affordable)
         if topology == DENSE:
             return replace(dense, sparsity=asked)
         return Decision(asked, compressor, topology, by_ddp=False)
 
     def traffic(self, compressor: LossyCompressor, topology: str, gradients: Gradients) -> int:
         """Bytes that a step of this compressor sends; cached for the latest sparsity."""
-        key = topology, getattr(compressor, "sparsity", 0.0), gradients
+        key = topology, compressor.final_sparsity, gradients
         if self._known.get(topology, (None, 0))[0] != key:
             self._known[topology] = key, traffic(compressor, gradients.largest, self._ranks, topology)
         return self._known[topology][1]
@@ -95,7 +94,7 @@ class Choice:
         final = self._compressor.with_sparsity(sparsity)
         sent = {name: self.traffic(final, name, gradients) for name in self.topologies}
         listed = " or ".join(f"{length:,} bytes sent{between} a step by {name}" for name, length in sent.items())
-        at_sparsity = f"at sparsity {sparsity:g} " if hasattr(final, "sparsity") else ""
+        at_sparsity = "" if sparsity is None else f"at sparsity {sparsity:g} "
         return (
             f"{len(gradients.compressed)} tensors ({gradients.layout.n:,} elements) compressed, {len(gradients.dense)} "
             f"({gradients.dense_layout.n:,}) dense in the same message; {at_sparsity}{listed}"

@@ -11,9 +11,10 @@ import torch
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.compressors.base import Partitions, PayloadCodec
+from lightning_gradcomp.compressors.base import Partitions
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Slice
+from lightning_gradcomp.compressors.payloads import Payloads
 
 PARTS = 4
 """Maximum number of parts that a payload is split into, each longer than `SHORT` bytes on average."""
@@ -85,7 +86,7 @@ class Exchange:
         return None
 
     def mean_of_payloads(
-        self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
+        self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
         """Encode `flat`, gather the payloads, decode them and add them in the workers' order: (mean, what was sent).
 
@@ -98,13 +99,13 @@ class Exchange:
         begun: list[tuple[Decoded, Callable[[], list[torch.Tensor]]]] = []
         for part in parts:
             with self.phase("compress"):
-                payload, sent = codec.encode(part.of(flat), part.layout)
+                payload, sent = codec.pack(part.of(flat), part.layout)
             begun.append((sent, self.start_gather(payload)))
         means: list[Decoded] = []
         for part, (sent, payloads) in zip(parts, begun, strict=True):
             rows = enumerate(payloads())
             with self.phase("decompress"):
-                decoded = (sent if worker == self.worker else codec.decode(row, part.layout) for worker, row in rows)
+                decoded = (sent if worker == self.worker else codec.unpack(row, part.layout) for worker, row in rows)
                 buffer = partial(lambda part: part.of(self.buffer()), part)
                 means.append(mean_of(decoded, self.workers, part.layout.n, buffer, over_senders=over_senders))
         if len(parts) == 1:

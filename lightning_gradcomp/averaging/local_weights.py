@@ -58,7 +58,7 @@ class LocalWeights:
         Parameters that the buffer can't hold, of another type or memory format, get memory of their own.
         """
         state, gradients = self._memory.compressed, self._memory.gradients
-        scales = state.local_scales(self._memory.ranks.workers)
+        scales = state.update.local_scales(self._memory.ranks.workers)
         if self._shared or scales is None or state.empty or state.unsent is None:
             return
         layout, unsent = gradients.layout, state.unsent.to(gradients.device)

@@ -15,8 +15,9 @@ from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.averaging.two_phase import PartitionResidual
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
-from lightning_gradcomp.compressors.state import Residual, State, StateDict
+from lightning_gradcomp.compressors.updates import Gradient, StateDict, Update
 
 
 class Memory:
@@ -62,16 +63,15 @@ class Memory:
         self._norms: torch.Tensor | None = None
         self.offload()
 
-    def _blank(self) -> tuple[State, State, PartitionResidual | None]:
+    def _blank(self) -> tuple[ErrorFeedback, ErrorFeedback, PartitionResidual | None]:
         gradients, compressor = self.gradients, self.compressor
-        place, dense_place = (gradients.layout, gradients.device), (gradients.dense_layout, gradients.device)
-        compressed, dense = State(*place), State(*dense_place)
-        if isinstance(compressor, LossyCompressor):
-            compressed = compressor.state(*place, self._optimizer)
-            dense = dense if compressor.dense_values == "fp32" else Residual(*dense_place)
-        if self._by_servers:
-            compressed = Residual(*place) if type(compressed) is State else compressed
-            dense = Residual(*dense_place)
+        update = compressor.state_for(self._optimizer)
+        rounds = isinstance(compressor, LossyCompressor) and compressor.dense_values != "fp32"
+        if self._by_servers and update.kind is None:
+            update = Gradient()
+        dense_update = Gradient() if rounds or self._by_servers else Update()
+        compressed = ErrorFeedback(gradients.layout, gradients.device, update)
+        dense = ErrorFeedback(gradients.dense_layout, gradients.device, dense_update)
         compressed.attach(self._optimizer, gradients.compressed, shares_moments=not self._by_servers)
         return compressed, dense, self._blank_partition(self.topology)
 
@@ -81,7 +81,7 @@ class Memory:
         return PartitionResidual(self.gradients.layout, self.ranks, self.gradients.device)
 
     @property
-    def _all(self) -> list[State | PartitionResidual]:
+    def _all(self) -> list[ErrorFeedback | PartitionResidual]:
         return [self.compressed, self.dense, *([self.partition] if self.partition else [])]
 
     @property
@@ -127,7 +127,7 @@ class Memory:
         self.compressed.subtract(sent)
         self.dense.subtract(Dense(dense_sent))
         self._norms = None
-        if dense_mean is not None and self.compressed.accumulates_steps:
+        if dense_mean is not None and self.compressed.update.accumulates_steps:
             squares = torch.stack([dense_sent.square().sum(), dense_mean.square().sum()])
             self._norms = self.ranks.over_shards(squares)
 
@@ -136,10 +136,10 @@ class Memory:
         gradients = self.gradients
         gradients.compressed_flat = self.compressed.commit(stepped, gradients.compressed_flat)
         gradients.dense_flat = self.dense.commit(stepped, gradients.dense_flat)
-        if self.partition and not self.partition.commit(stepped - self.compressed.withheld):
+        if self.partition and not self.partition.commit(stepped - self.compressed.update.withheld):
             self._dissolve_partitions()  # of another compressor, which had used them
         if self._norms is not None:
-            self.compressed.observe(*self._norms)
+            self.compressed.update.observe(*self._norms)
         self.offload()
 
     def add_partitions(self) -> None:
@@ -155,7 +155,7 @@ class Memory:
             stepped: names of the parameters.
         """
         self.compressed.hand_over(moments, stepped)
-        self._clear(stepped - self.compressed.withheld)
+        self._clear(stepped - self.compressed.update.withheld)
         self.offload()
 
     def _clear(self, names: Set[str]) -> None:
@@ -168,7 +168,7 @@ class Memory:
             state.move(self.gradients.device)
         if self.shared_by != self.ranks.per_worker:
             for state in (self.compressed, self.dense):
-                if flats := state.remembered:
+                if flats := state.tensors:
                     self.ranks.average_inside(flats, [])
             self.shared_by = self.ranks.per_worker
 

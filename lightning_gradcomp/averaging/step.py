@@ -73,7 +73,7 @@ def average_compressed(
     how = memory.ranks, step, extras, stats, gradients.mean_buffer
     owned = memory.partition
     exchange = TwoPhaseExchange(owned, topology == "server", *how) if owned else Exchange(*how)
-    mean, sent = compressor.average(gradients.compressed_flat, gradients.layout, exchange, memory.compressed)
+    mean, sent = compressor.average(gradients.compressed_flat, gradients.layout, exchange, memory.compressed.update)
     exchange.finish()
 
     with stats.phase("decompress"):
@@ -81,7 +81,7 @@ def average_compressed(
         if not good or flags.changed:
             return _without_effect(gradients, anywhere, flags)
         memory.subtract(sent, extras.sent, extras.mean)
-        gradients.assign(mean, extras.mean, anywhere, memory.compressed.learning_rates())
+        gradients.assign(mean, extras.mean, anywhere, memory.compressed.update.learning_rates())
     return Average(flags, gradients.marked(anywhere), memory.commit, partial(gradients.values, mean, extras.mean))
 
 
@@ -106,7 +106,7 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
         good, anywhere, flags = _agreed(ranks, all_finite(mean) & all_finite(dense_mean), found)
         if not good or flags.changed:
             return _without_effect(gradients, anywhere, flags)
-        gradients.assign(Dense(mean), dense_mean, anywhere, memory.compressed.learning_rates())
+        gradients.assign(Dense(mean), dense_mean, anywhere, memory.compressed.update.learning_rates())
     commit = partial(memory.commit_all_sent, dict(zip(moments, means, strict=True)))
     return Average(flags, gradients.marked(anywhere), commit, partial(gradients.values, Dense(mean), dense_mean))
 

@@ -26,10 +26,9 @@ import torch
 from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.compressors.base import PayloadCodec
 from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Slice
-from lightning_gradcomp.compressors.uncompressed import Uncompressed
+from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed
 from lightning_gradcomp.errors import refusal
 
 
@@ -184,7 +183,7 @@ class TwoPhaseExchange(Exchange):
         return [frame.read_payload(row) for frame, row in zip(frames, rows, strict=True)]
 
     def mean_of_payloads(
-        self, codec: PayloadCodec, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
+        self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
         """Encode each partition for its owner, average the own partition, and encode and gather the means."""
         if over_senders:
@@ -218,9 +217,9 @@ class TwoPhaseExchange(Exchange):
 # A partition is empty if there are more workers than rows.
 
 
-def _encode(codec: PayloadCodec, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
-    return codec.encode(own, layout) if len(own) else (own.new_empty(0, dtype=torch.uint8), EMPTY)
+def _encode(codec: Payloads, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
+    return codec.pack(own, layout) if len(own) else (own.new_empty(0, dtype=torch.uint8), EMPTY)
 
 
-def _decode(codec: PayloadCodec, payload: torch.Tensor, layout: Layout) -> Decoded:
-    return codec.decode(payload, layout) if layout.n else EMPTY
+def _decode(codec: Payloads, payload: torch.Tensor, layout: Layout) -> Decoded:
+    return codec.unpack(payload, layout) if layout.n else EMPTY

@@ -1,11 +1,12 @@
-"""What is sent, and what is remembered. Importing this package registers every compressor."""
+"""What is sent, and error feedback on what is not. Importing this package registers every compressor."""
 
-from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, LossyCompressor, TensorCodec
+from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.dense import BF16, FP16, NoCompression
 from lightning_gradcomp.compressors.dgc import DGC
 from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
 from lightning_gradcomp.compressors.onebit import OneBit
 from lightning_gradcomp.compressors.powersgd import PowerSGD
+from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 from lightning_gradcomp.compressors.terngrad import TernGrad
 from lightning_gradcomp.compressors.twobit import TwoBit
 

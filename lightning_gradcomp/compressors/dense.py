@@ -1,4 +1,4 @@
-"""Dense exchanges: what compression is measured against."""
+"""Uncompressed gradients: what compression is measured against."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Deep Gradient Compression: Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887.
 
-With Adam and AdamW, what is accumulated is their step (adam_step.py). The paper is about momentum SGD.
+With Adam and AdamW, what is accumulated is their step (updates.py). The paper is about momentum SGD.
 
 Where the paper and its authors' code (github.com/synxlin/deep-gradient-compression) differ, what is done here, and why:
 
@@ -29,16 +29,13 @@ from typing import ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.adam_step import AdamStep, takes_optimizer
-from lightning_gradcomp.compressors.base import Card, Codec
-from lightning_gradcomp.compressors.decoded import Sparse
+from lightning_gradcomp.compressors.base import Card
 from lightning_gradcomp.compressors.kernels.formats import check_format
 from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential, quarters
-from lightning_gradcomp.compressors.sgd_velocity import SGDVelocity
-from lightning_gradcomp.compressors.sparse_payload import pack_sparse, sparse_bytes, unpack_sparse
-from lightning_gradcomp.compressors.state import State
+from lightning_gradcomp.compressors.sparse_codec import SparseCodec
+from lightning_gradcomp.compressors.updates import AdamStep, SGDVelocity, Update, check_adam, check_sgd, is_adam
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import entries, register
 
@@ -49,7 +46,7 @@ ADAM_SPARSITY = 0.97
 
 @register("dgc")
 @dataclass(kw_only=True)
-class DGC(Codec):
+class DGC(SparseCodec):
     """Deep Gradient Compression: the largest 0.4 % of the velocity, with momentum correction (SGD, Adam, AdamW).
 
     Source: Lin et al., ICLR 2018, arXiv 1712.01887. The differences are in docs/dgc.md. The paper's own settings are
@@ -73,7 +70,7 @@ class DGC(Codec):
             and would never gain momentum.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(
@@ -99,7 +96,7 @@ class DGC(Codec):
         if self.start_sparsity is not None:
             check_sparsity("DGC.start_sparsity", self.start_sparsity)
             if self._by_epoch:
-                allowed = "None with dense_epochs or warmup_epochs, which it takes the place of"
+                allowed = "None together with dense_epochs or warmup_epochs"
                 raise refusal("DGC.start_sparsity", self.start_sparsity, allowed)
         if self.dense_epochs and self.warmup_steps is not None:
             raise refusal("DGC.warmup_steps with dense_epochs", self.warmup_steps, "None: one of the two")
@@ -111,25 +108,21 @@ class DGC(Codec):
 
     @property
     def _by_epoch(self) -> bool:
-        """Whether the warm-up is one of `dense_epochs` and `warmup_epochs`."""
+        """True if the warm-up counts epochs."""
         return bool(self.dense_epochs or self.warmup_epochs)
-
-    def with_sparsity(self, sparsity: float) -> DGC:
-        """With this sparsity."""
-        return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Momentum correction is for `torch.optim.SGD`, `Adam` and `AdamW`."""
         others = ", ".join(entry.strategy for entry in entries() if not entry.cls.needs_optimizer)
         allowed = f"torch.optim.SGD, Adam or AdamW itself, whose momentum is corrected; for other optimizers: {others}"
         if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            AdamStep.check_optimizer("the optimizer of DGC", optimizer, allowed)
+            check_adam("the optimizer of DGC", optimizer, allowed)
         else:
-            SGDVelocity.check_optimizer("the optimizer of DGC", optimizer, allowed)
+            check_sgd("the optimizer of DGC", optimizer, allowed)
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> DGC:
-        """With the sparsities that the optimizer's steps need, where none were chosen."""
-        if not takes_optimizer(optimizer):
+        """With the default sparsities for the optimizer."""
+        if not is_adam(optimizer):
             return self.with_sparsity(self.final_sparsity)
         sparsity = ADAM_SPARSITY if self.sparsity is None else self.sparsity
         start = sparsity if self.start_sparsity is None and not self._by_epoch else self.start_sparsity
@@ -144,24 +137,13 @@ class DGC(Codec):
         levels = quarters(start, self.final_sparsity)
         return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_steps, by="coverage")
 
-    def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
-        """What momentum correction accumulates: the steps that the optimizer would have made."""
-        return AdamStep if takes_optimizer(optimizer) else SGDVelocity
+    def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
+        """The steps that the optimizer would have made."""
+        return AdamStep() if is_adam(optimizer) else SGDVelocity(masking=self.momentum_masking)
 
-    def state(self, layout: Layout, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> State:
-        """Momentum and velocity, or Adam's moments and steps."""
-        if self.remembers(optimizer) is AdamStep:
-            return AdamStep(layout, device)
-        return SGDVelocity(layout, device, masking=self.momentum_masking)
+    def count(self, layout: Layout) -> int:
+        return count_each(layout, 1 - self.final_sparsity)
 
-    def payload_bytes(self, layout: Layout) -> int:
-        """Values, then indices."""
-        return sparse_bytes(layout.n, count_each(layout, 1 - self.final_sparsity), self.values)
-
-    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Sparse]:
-        """The k largest velocities of each tensor: as a payload (uint8), and as it decodes."""
-        return pack_sparse(flat, topk_each(flat, layout, 1 - self.final_sparsity), self.values)
-
-    def decode(self, payload: torch.Tensor, layout: Layout) -> Sparse:
-        """What a worker sent."""
-        return unpack_sparse(payload, layout.n, count_each(layout, 1 - self.final_sparsity), self.values)
+    def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The k largest velocities of each tensor."""
+        return topk_each(flat, layout, 1 - self.final_sparsity)

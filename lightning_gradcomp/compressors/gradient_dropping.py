@@ -9,18 +9,18 @@ without; it samples 0.1 % of the entries to guess it. Here the k largest are exa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import DENSE_START, Card, Codec, Collectives
-from lightning_gradcomp.compressors.decoded import Decoded, Sparse
+from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives
+from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.kernels.formats import check_format
 from lightning_gradcomp.compressors.kernels.topk import count, count_chunks, count_each, topk, topk_chunks, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import check_sparsity
-from lightning_gradcomp.compressors.sparse_payload import pack_sparse, sparse_bytes, unpack_sparse
+from lightning_gradcomp.compressors.sparse_codec import SparseCodec
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import register
 
@@ -37,7 +37,7 @@ SCOPES: dict[str, tuple[Callable[[Layout, float], int], Callable[[torch.Tensor, 
 
 @register("gradient_dropping")
 @dataclass(kw_only=True)
-class GradientDropping(Codec):
+class GradientDropping(SparseCodec):
     """Gradient dropping: the largest 1 % of residual + gradient; for any optimizer.
 
     Source: Aji and Heafield, EMNLP 2017, arXiv 1704.05021.
@@ -55,7 +55,7 @@ class GradientDropping(Codec):
         warmup_steps: dense steps before the dropping begins. `None` means 22 (the authors' Marian uses 100).
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(
@@ -82,36 +82,23 @@ class GradientDropping(Codec):
 
     @property
     def not_partitioned_because(self) -> str | None:  # type: ignore[override]
-        """A mean over senders is not sharded."""
-        return "an owner knows no longer who has sent an element" if self.mean == "senders" else None
+        """A mean over senders has no partitions."""
+        return "the owner of a partition does not pass on who has sent an element" if self.mean == "senders" else None
 
     @property
     def final_sparsity(self) -> float:
         """`sparsity`."""
         return self.sparsity
 
-    def with_sparsity(self, sparsity: float) -> GradientDropping:
-        """With this sparsity."""
-        return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
-
-    def _count(self, layout: Layout) -> int:
+    def count(self, layout: Layout) -> int:
         return SCOPES[self.scope][0](layout, 1 - self.sparsity)
 
-    def payload_bytes(self, layout: Layout) -> int:
-        """Values, then indices."""
-        return sparse_bytes(layout.n, self._count(layout), self.values)
-
-    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Sparse]:
-        """The largest entries: as a payload (uint8), and as it decodes."""
-        indices = SCOPES[self.scope][1](flat, layout, 1 - self.sparsity)
-        return pack_sparse(flat, indices, self.values)
-
-    def decode(self, payload: torch.Tensor, layout: Layout) -> Sparse:
-        """What a worker sent."""
-        return unpack_sparse(payload, layout.n, self._count(layout), self.values)
+    def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The largest entries of residual + gradient."""
+        return SCOPES[self.scope][1](flat, layout, 1 - self.sparsity)
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
     ) -> tuple[Decoded, Decoded]:
-        """Encode, exchange, decode and add."""
+        """Pack, exchange, unpack and add."""
         return collectives.mean_of_payloads(self, flat, layout, over_senders=self.mean == "senders")

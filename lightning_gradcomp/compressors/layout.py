@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -92,6 +92,12 @@ class Layout:
                 names.append(name)
                 shapes.append((inside * shape[0] // (last - first), *shape[1:]) if shape else shape)
         return Layout(tuple(names), tuple(shapes))
+
+    def copy_except(self, names: Set[str], source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy all parameters but those in `names` from one flat buffer into another."""
+        for name, (start, stop) in zip(self.names, self.bounds, strict=True):
+            if name not in names:
+                target[start:stop] = source[start:stop]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of `flat` in the parameters' shapes, sharing its memory."""

@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import DENSE_START, Card, TensorCodec
+from lightning_gradcomp.compressors.base import DENSE_START, Card
 from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits, unpack_bits
 from lightning_gradcomp.compressors.layout import chunks
+from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -82,7 +83,7 @@ class OneBit(TensorCodec):
             unquantised data).
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(

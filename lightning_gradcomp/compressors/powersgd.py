@@ -12,7 +12,7 @@ it keeps each rank's difference from the mean for ever.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.layout import CHUNK, Layout
-from lightning_gradcomp.compressors.state import Residual, State, StateDict
+from lightning_gradcomp.compressors.updates import Gradient, StateDict, Update
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -78,24 +78,25 @@ def batches_of(layout: Layout) -> list[Batch]:
     return batches
 
 
-class PowerSGDState(Residual):
-    """The residual, and the query Q of each matrix, the same on all ranks."""
+class GradientAndQueries(Gradient):
+    """The gradient accumulates, and each matrix has a query Q for the next step, the same on all ranks."""
 
-    def __init__(self, layout: Layout, device: torch.device, rank: int) -> None:
-        super().__init__(layout, device)
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def start(self, layout: Layout, device: torch.device) -> None:
+        super().start(layout, device)
         rows = (prod(shape[1:]) for shape in layout.shapes)
-        self.queries = [query(name, m, rank, device) for name, m in zip(layout.names, rows, strict=True)]
+        self.queries = [query(name, m, self._rank, device) for name, m in zip(layout.names, rows, strict=True)]
         self.next_queries = self.queries
         """Those of the next step, once this one is committed."""
 
-    def commit(self, moved: Set[str], out: torch.Tensor) -> torch.Tensor:
+    def commit(self, stepped: Set[str]) -> None:
         pairs = zip(self.layout.names, self.queries, self.next_queries, strict=True)
-        self.queries = self.next_queries = [new if name in moved else old for name, old, new in pairs]
-        return super().commit(moved, out)
+        self.queries = self.next_queries = [new if name in stepped else old for name, old, new in pairs]
 
-    def state_dict(self) -> StateDict:
-        queries = {name: q.clone() for name, q in zip(self.layout.names, self.queries, strict=True)}
-        return {**super().state_dict(), "query": queries}
+    def state_dict(self, names: Sequence[str]) -> StateDict:
+        return {"query": {name: q.clone() for name, q in zip(self.layout.names, self.queries, strict=True)}}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         queries = []
@@ -103,8 +104,7 @@ class PowerSGDState(Residual):
             saved = state["query"].get(name, q)
             if saved.shape != q.shape:
                 raise ValueError(f"query of {name!r}: got shape {tuple(saved.shape)}, allowed: {tuple(q.shape)}")
-            queries.append(saved.to(self.device, copy=True))
-        super().load_state_dict(state)
+            queries.append(saved.to(q.device, copy=True))
         self.queries = self.next_queries = queries
 
 
@@ -124,7 +124,7 @@ class PowerSGD(LossyCompressor):
             learning rate over five epochs; torch's hook waits for 1,000 steps).
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(
@@ -164,15 +164,9 @@ class PowerSGD(LossyCompressor):
                 allowed = f"{self.rank} or more: a lower rank, fewer ranks in a replica, or exclude=[{name!r}]"
                 raise refusal(f"rows or columns with PowerSGD(rank={self.rank})", got, allowed)
 
-    def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
-        """Residuals and queries, also with Adam: a low-rank average misses no element for long."""
-        return PowerSGDState
-
-    def state(
-        self, layout: Layout, device: torch.device, optimizer: torch.optim.Optimizer | None = None
-    ) -> PowerSGDState:
-        """Residuals and queries."""
-        return PowerSGDState(layout, device, self.rank)
+    def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
+        """Gradients, also with Adam: a low-rank average misses no element for long."""
+        return GradientAndQueries(self.rank)
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """All P's in one all-reduce, all Q's in another."""
@@ -181,7 +175,7 @@ class PowerSGD(LossyCompressor):
         return [("mean", 4 * self.rank * out), ("mean", 4 * self.rank * rest)]
 
     def average(
-        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: PowerSGDState
+        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: GradientAndQueries
     ) -> tuple[Chunked, Chunked]:
         """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P; the average is P Qᵀ, what was sent P Q_localᵀ.
 

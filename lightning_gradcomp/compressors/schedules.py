@@ -2,7 +2,8 @@
 
 It must depend on its arguments alone, so that all ranks get the same answer.
 
-Sparsity 0 means dense: everything is sent, by the fastest dense exchange there is.
+Sparsity 0 means dense: everything is sent, by the fastest dense exchange there is. None means compressed, by a method
+without a sparsity.
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ from itertools import accumulate
 
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 
-Schedule = Callable[[int, int], float]
-
-COMPRESSED = 0.5
-"""The "sparsity" of compressed phases for a compressor that has none: any value above 0 means compressed."""
+Schedule = Callable[[int, int], float | None]
 
 BY = ("epoch", "step", "coverage")
 """What a level of a ramp lasts: an epoch; a step; or as many steps as it takes to send as many entries as there are."""
@@ -72,19 +70,20 @@ class Ramp:
     """
 
     levels: tuple[float, ...]
-    final: float
+    final: float | None
     dense: int = 0
     by: str = "epoch"
 
     def __post_init__(self) -> None:
         for sparsity in (*self.levels, self.final):
-            check_sparsity("sparsity level", sparsity)
+            if sparsity is not None:
+                check_sparsity("sparsity level", sparsity)
         if not is_whole(self.dense) or self.dense < 0:
             raise refusal("dense periods", self.dense, "a whole number from 0")
         if self.by not in BY:
             raise refusal("by", self.by, "'epoch', 'step' or 'coverage'")
 
-    def __call__(self, epoch: int, step: int) -> float:
+    def __call__(self, epoch: int, step: int) -> float | None:
         period = (epoch if self.by == "epoch" else step) - self.dense
         if period < 0:
             return 0.0
@@ -92,27 +91,27 @@ class Ramp:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """After how many periods beyond the dense ones each level ends."""
+        """For each level, the number of periods after the dense ones at which it ends."""
         if self.by != "coverage":
             return list(range(1, len(self.levels) + 1))
         return list(accumulate(math.ceil(round(1 / (1 - level), 6)) for level in self.levels))  # 1 / (1 - 0.9) > 10
 
     @property
     def periods(self) -> int:
-        """How many come before `final`."""
+        """Number of periods before `final`."""
         return self.dense + (self._ends[-1] if self.levels else 0)
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether the sparsity depends on the epoch at all."""
+        """True if the sparsity depends on the epoch."""
         return self.by == "epoch" and bool(self.dense or self.levels)
 
 
 def dense_start(schedule: Schedule | None, step: str = "step") -> str:
-    """How a schedule begins, in words; empty where it has no dense steps or is no `Ramp`.
+    """How a schedule begins, in words; empty if it has no dense steps or is not a `Ramp`.
 
     Args:
-        step: what a period is called that is no epoch.
+        step: what to call a period that is not an epoch.
 
     >>> dense_start(Ramp((), 0.99, dense=22, by="step"))
     '22 dense steps'
@@ -126,7 +125,7 @@ def dense_start(schedule: Schedule | None, step: str = "step") -> str:
 
 
 def check_sparsity(what: str, sparsity: float) -> float:
-    """`sparsity`, if it lies in [0, 1); ValueError otherwise."""
+    """Returns `sparsity`. Raises ValueError unless it lies in [0, 1)."""
     if not is_number(sparsity) or not 0 <= sparsity < 1:
         raise refusal(what, sparsity, "0 <= sparsity < 1")
     return sparsity

@@ -4,7 +4,7 @@ Each element becomes -s, 0 or +s at random, so that its expectation is what it w
 where s is the tensor's largest magnitude. Gradients are clipped at c standard deviations first, since s decides the
 variance (§3, "gradient clipping"). All workers share the largest s ("scaler sharing"), so that their sum is a multiple
 of one number. There is no error feedback: the rounding is unbiased. (What clipping cuts off is not; `error_feedback`
-remembers both.)
+keeps both for the next step.)
 
 The authors' published code sets s = c·σ, which clips too (what is above s is always sent as s), and sends floats. Here:
 the paper's rule, and five ternary digits in a byte, a fixed length of 1.6 bits an element, close to log2 3 = 1.585. On
@@ -20,7 +20,7 @@ What a worker draws is a function of (seed, worker, step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -34,7 +34,8 @@ from lightning_gradcomp.compressors.kernels import radix
 from lightning_gradcomp.compressors.kernels.bits import look_up, padded
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
-from lightning_gradcomp.compressors.state import State
+from lightning_gradcomp.compressors.payloads import Payloads
+from lightning_gradcomp.compressors.updates import Update
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -128,7 +129,7 @@ def pieces_of(layout: Layout, device: torch.device) -> list[Piece]:
 
 
 def _joins(layout: Layout, before: Piece, size: int) -> bool:
-    """Whether the next tensor is drawn with those of a piece. Numbers are drawn four at a time, for each by itself."""
+    """True if the next tensor is drawn with those of a piece. Numbers are drawn four at a time, for each by itself."""
     elements, many = before.stop - before.start, before.tensors.stop - before.tensors.start
     alike = layout.sizes[before.tensors.start] == size and elements == many * size
     return alike and size % 4 == 0 and elements + size <= CHUNK
@@ -150,7 +151,7 @@ class TernGrad(LossyCompressor):
         warmup_steps: dense steps before the quantisation begins. `None` means 22 (the paper has none).
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(
@@ -182,9 +183,9 @@ class TernGrad(LossyCompressor):
         chosen = [name for name, shape in shapes.items() if self.compresses(name, shape)]
         return set(chosen[:-1] if self.dense_last_layer else chosen)
 
-    def remembers(self, optimizer: torch.optim.Optimizer | None) -> type[State]:
+    def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
         """Nothing, without `error_feedback`: the rounding is unbiased."""
-        return super().remembers(optimizer) if self.error_feedback else State
+        return super().state_for(optimizer) if self.error_feedback else Update()
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """The scalers, where they are shared, then scalers and digits."""
@@ -193,72 +194,20 @@ class TernGrad(LossyCompressor):
 
     def partition_bytes(self, partition: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
         """Digits of base 3 to the owner, sums from it."""
-        back = 4 * partition.n if dense_pull else radix.packed_bytes(partition.n, 2 * workers + 1)
-        return packed_bytes(partition.n), back
+        return packed_bytes(partition.n), _sum_bytes(partition.n, workers, dense_pull)
 
     def average(
-        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: State
+        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Update
     ) -> tuple[Decoded, Decoded]:
         """Agree on the scalers, clip, ternarise, exchange, add."""
         with collectives.phase("compress"):
             limits = torch.cat([scaler_of(each, self.clip_sigma) for each in _rows_of_tensors(flat, layout)])
         scalers = collectives.maximum(limits) if self.share_scaler else limits
         uniform = Uniform(flat.device, self.seed, collectives.worker, collectives.step)
-
-        def digits_of(part: torch.Tensor, tensors: slice) -> torch.Tensor:
-            """The digits of a part of a tensor, [1, n], or of several, [m, n]."""
-            if flat.is_cuda or len(part) > 1:
-                bounds = limits[tensors].unsqueeze(1)
-                clipped = part.clamp(-bounds, bounds)
-            else:  # a CPU clamps by plain numbers five times as fast
-                bound = float(limits[tensors])
-                clipped = part.clamp(-bound, bound)
-            return ternarise(clipped, scalers[tensors].unsqueeze(1), uniform)
-
-        if collectives.partitions is not None:
-            return self._partitioned(flat, digits_of, layout, scalers, collectives, collectives.partitions)
-        return collectives.mean_of_payloads(_Payloads(layout, digits_of, scalers), flat, layout)
-
-    def _partitioned(
-        self,
-        flat: torch.Tensor,
-        digits_of: Callable[[torch.Tensor, slice], torch.Tensor],
-        layout: Layout,
-        scalers: torch.Tensor,
-        collectives: Collectives,
-        partitions: Partitions,
-    ) -> tuple[Dense, Chunked]:
-        """The same by partitions: digits to their owners, who send sums of digits to everyone."""
-        workers, base = collectives.workers, 2 * collectives.workers + 1
-        with collectives.phase("compress"):
-            pieces = pieces_of(layout, flat.device)
-            digits = torch.cat([digits_of(piece.of(flat), piece.tensors).view(-1) for piece in pieces])
-            payloads = [_pack_partition(partition.of(digits)) for partition in partitions.slices]
-        rows = partitions.scatter(payloads)
-        own = partitions.slices[collectives.worker].layout.n
-        with collectives.phase("decompress"):
-            sums = _sum_partition(rows, own)
-        with collectives.phase("compress"):
-            payload = sums.view(torch.uint8) if partitions.dense_pull else radix.pack(sums, base)
-        dense_pull = partitions.dense_pull
-        lengths = [self.partition_bytes(each.layout, workers, dense_pull)[1] for each in partitions.slices]
-        rows = partitions.gather_partitions(payload, lengths)
-        with collectives.phase("decompress"):
-            mean = collectives.buffer()
-            for partition, row in zip(partitions.slices, rows, strict=True):
-                if dense_pull:
-                    partition.of(mean).copy_(row.view(torch.float32))
-                else:
-                    radix.unpack(row, base, partition.of(mean))
-            per_digit = scalers / workers  # N · s may be too large for fp32
-            for piece in pieces:
-                piece.of(mean).sub_(workers).mul_(per_digit[piece.tensors].unsqueeze(1))
-
-        def sent(number: int) -> torch.Tensor:
-            piece = pieces[number]
-            return piece.of(digits).float().sub_(1).mul_(scalers[piece.tensors].unsqueeze(1)).view(-1)
-
-        return Dense(mean), Chunked([(piece.start, piece.stop) for piece in pieces], sent)
+        step = _Step(layout, limits, scalers, uniform)
+        if collectives.partitions is None:
+            return collectives.mean_of_payloads(step, flat, layout)
+        return step.mean_by_partitions(flat, collectives, collectives.partitions)
 
 
 def _rows_of_tensors(flat: torch.Tensor, layout: Layout) -> Iterator[torch.Tensor]:
@@ -276,42 +225,51 @@ def _payload_bytes(layout: Layout) -> int:
     return sum(4 + padded(packed_bytes(size)) for size in layout.sizes)
 
 
-class _Payloads:
-    """The payloads of one step.
+class _Step(Payloads):
+    """Writes and reads the digits of one worker's step.
 
     Args:
         layout: all that is compressed.
-        digits_of: from rows of tensors, and the tensors' numbers, to digits; called in the buffer's order.
+        limits: the magnitude at which each tensor is clipped, fp32 [tensors].
         scalers: each tensor's s, fp32 [tensors].
+        uniform: the draws, used in the buffer's order.
     """
 
     tensor_by_tensor: ClassVar[bool] = True
 
-    def __init__(
-        self, layout: Layout, digits_of: Callable[[torch.Tensor, slice], torch.Tensor], scalers: torch.Tensor
-    ) -> None:
+    def __init__(self, layout: Layout, limits: torch.Tensor, scalers: torch.Tensor, uniform: Uniform) -> None:
+        self._layout, self._limits, self._scalers, self._uniform = layout, limits, scalers, uniform
         self._numbers = {name: number for number, name in enumerate(layout.names)}
-        self._digits_of, self._scalers = digits_of, scalers
+
+    def _digits(self, part: torch.Tensor, tensors: slice) -> torch.Tensor:
+        """The digits of a part of a tensor, [1, n], or of several, [m, n]."""
+        if part.is_cuda or len(part) > 1:
+            bounds = self._limits[tensors].unsqueeze(1)
+            clipped = part.clamp(-bounds, bounds)
+        else:  # a CPU clamps by plain numbers five times as fast
+            bound = float(self._limits[tensors])
+            clipped = part.clamp(-bound, bound)
+        return ternarise(clipped, self._scalers[tensors].unsqueeze(1), self._uniform)
 
     def payload_bytes(self, layout: Layout) -> int:
         """Bytes of a payload."""
         return _payload_bytes(layout)
 
-    def encode(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
+    def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
         """The payload of whole tensors, and what it decodes to."""
         first, many = self._numbers[layout.names[0]], len(layout.names)
         payload = flat.new_zeros(_payload_bytes(layout), dtype=torch.uint8)
         payload[: 4 * many] = self._scalers[first : first + many].view(torch.uint8)
         for piece, place in _places(layout, flat.device):
             numbers = slice(first + piece.tensors.start, first + piece.tensors.stop)
-            digits = self._digits_of(piece.of(flat), numbers)
+            digits = self._digits(piece.of(flat), numbers)
             if len(digits) > 1:  # each tensor's end at a multiple of 4 bytes
                 digits = torch.nn.functional.pad(digits, (0, -digits.shape[1] % (4 * DIGITS)))
             payload[place] = pack(digits.view(-1))
-        return payload, self.decode(payload, layout)
+        return payload, self.unpack(payload, layout)
 
-    def decode(self, payload: torch.Tensor, layout: Layout) -> Chunked:
-        """What a payload says."""
+    def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
+        """The tensors, decoded when they are needed."""
         scalers = payload[: 4 * len(layout.names)].view(torch.float32)
         places = _places(layout, payload.device)
 
@@ -324,6 +282,39 @@ class _Payloads:
             return (rows[:, : n // len(own)] * own.unsqueeze(1)).view(-1)
 
         return Chunked([(piece.start, piece.stop) for piece, _ in places], values)
+
+    def mean_by_partitions(
+        self, flat: torch.Tensor, collectives: Collectives, partitions: Partitions
+    ) -> tuple[Dense, Chunked]:
+        """Send digits to the owners of partitions, who send sums of digits to everyone: (mean, what was sent)."""
+        workers, base, slices = collectives.workers, 2 * collectives.workers + 1, partitions.slices
+        with collectives.phase("compress"):
+            pieces = pieces_of(self._layout, flat.device)
+            digits = torch.cat([self._digits(piece.of(flat), piece.tensors).view(-1) for piece in pieces])
+            payloads = [_pack_partition(each.of(digits)) for each in slices]
+        rows = partitions.scatter(payloads)
+        with collectives.phase("decompress"):
+            sums = _sum_partition(rows, slices[collectives.worker].layout.n)
+        with collectives.phase("compress"):
+            payload = sums.view(torch.uint8) if partitions.dense_pull else radix.pack(sums, base)
+        lengths = [_sum_bytes(each.layout.n, workers, partitions.dense_pull) for each in slices]
+        rows = partitions.gather_partitions(payload, lengths)
+        with collectives.phase("decompress"):
+            mean = collectives.buffer()
+            for each, row in zip(slices, rows, strict=True):
+                if partitions.dense_pull:
+                    each.of(mean).copy_(row.view(torch.float32))
+                else:
+                    radix.unpack(row, base, each.of(mean))
+            per_digit = self._scalers / workers  # N · s may be too large for fp32
+            for piece in pieces:
+                piece.of(mean).sub_(workers).mul_(per_digit[piece.tensors].unsqueeze(1))
+
+        def sent(number: int) -> torch.Tensor:
+            piece = pieces[number]
+            return piece.of(digits).float().sub_(1).mul_(self._scalers[piece.tensors].unsqueeze(1)).view(-1)
+
+        return Dense(mean), Chunked([(piece.start, piece.stop) for piece in pieces], sent)
 
 
 def _places(layout: Layout, device: torch.device) -> list[tuple[Piece, slice]]:
@@ -338,6 +329,11 @@ def _places(layout: Layout, device: torch.device) -> list[tuple[Piece, slice]]:
         found.append((piece, slice(begin, end)))
         begin = end
     return found
+
+
+def _sum_bytes(n: int, workers: int, dense_pull: bool) -> int:
+    """Bytes of n sums of the workers' digits, as fp32 with `dense_pull`."""
+    return 4 * n if dense_pull else radix.packed_bytes(n, 2 * workers + 1)
 
 
 def _pack_partition(digits: torch.Tensor) -> torch.Tensor:

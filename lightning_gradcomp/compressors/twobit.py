@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import DENSE_START, Card, TensorCodec
+from lightning_gradcomp.compressors.base import DENSE_START, Card
 from lightning_gradcomp.compressors.kernels.bits import greater_equal, interleave, look_up
 from lightning_gradcomp.compressors.layout import chunks
+from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.registry import register
 
@@ -86,7 +87,7 @@ class TwoBit(TensorCodec):
         warmup_steps: dense steps before the quantisation begins. `None` means 22 (MXNet has none, and loses accuracy).
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(

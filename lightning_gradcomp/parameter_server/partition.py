@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor, PayloadCodec, TensorCodec
+from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
 from lightning_gradcomp.compressors.kernels.formats import DTYPES
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.uncompressed import Uncompressed
+from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.messages import SKIP, Request
 
@@ -61,7 +61,7 @@ class Part:
             dense[self.dense_start : self.dense_start + self.dense_layout.n],
         )
 
-    def body_bytes(self, codec: PayloadCodec) -> int:
+    def body_bytes(self, codec: Payloads) -> int:
         """Bytes of the uncompressed parameters in fp32, and of the payload."""
         return 4 * self.dense_layout.n + (codec.payload_bytes(self.layout) if self.layout.n else 0)
 
@@ -81,7 +81,7 @@ def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
     return [Part(*one, *other) for one, other in zip(*found, strict=True)]
 
 
-def codec_of(compressor: Compressor, worker: int, step: int) -> PayloadCodec:
+def codec_of(compressor: Compressor, worker: int, step: int) -> Payloads:
     """The codec of the payloads of a worker's step.
 
     Raises ValueError if the payloads can't be decoded without those of other workers.
@@ -89,8 +89,8 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> PayloadCodec:
     if not isinstance(compressor, LossyCompressor):
         return Uncompressed(next(values for values, dtype in DTYPES.items() if dtype == compressor.wire_dtype))
     final = compressor.with_sparsity(compressor.final_sparsity)
-    if isinstance(final, (Codec, TensorCodec)):
-        return final.payload_codec(worker, step)
+    if isinstance(final, Codec):
+        return final.for_step(worker, step)
     allowed = "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16' or 'bf16', whose payloads a server can decode"
     raise refusal("compressor with dist_async", type(compressor).__name__, allowed)
 
@@ -126,7 +126,7 @@ class ServerPartition:
         self.weights = {name: nn.Parameter(parameters[name].detach().cpu().clone()) for name in part.names}
         self._groups: list[int] = []
         self.optimizer = self._optimizer(parameters, optimizer)
-        self._owns_momentum = compressor.owns_momentum(optimizer)
+        self._owns_momentum = compressor.state_for(optimizer).owns_momentum
         self.version = 0
         """Pushes so far, including dropped ones and skips."""
         self._latest: dict[int, int] = {}
@@ -180,7 +180,7 @@ class ServerPartition:
         end = 4 * part.dense_layout.n
         self._set_gradients(part.dense_layout, body[:end].view(torch.float32))
         if part.layout.n:
-            decoded = codec.decode(body[end:], part.layout)
+            decoded = codec.unpack(body[end:], part.layout)
             if self._owns_momentum:
                 self._descend(decoded)
             else:
@@ -230,7 +230,7 @@ class ServerPartition:
         if not self.part.layout.n:
             return dense.view(torch.uint8)
         view = self._views[worker]
-        payload, sent = codec_of(self.pull_compressor, worker, self.version).encode(flat - view, self.part.layout)
+        payload, sent = codec_of(self.pull_compressor, worker, self.version).pack(flat - view, self.part.layout)
         sent.add_to(view)
         return torch.cat([dense.view(torch.uint8), payload])
 

@@ -44,7 +44,7 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
     check_compressor(made)
     made = made.for_optimizer(optimizer)
     made.check_optimizer(optimizer)
-    if isinstance(made, LossyCompressor) and made.remembers(optimizer).accumulates_steps:
+    if made.state_for(optimizer).accumulates_steps:
         what = f"{type(made).__name__} with dist_async"
         raise refusal(what, type(optimizer).__name__, "SGD; with Adam, compressor='none'")
     return made

@@ -16,9 +16,10 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import Topology
-from lightning_gradcomp.compressors.base import Compressor, PayloadCodec
+from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, Sparse, concatenate
 from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.payloads import Payloads
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.partition import codec_of, parts
 
@@ -146,7 +147,7 @@ class Worker:
             self._write(part.layout, body[end:].view(torch.float32), add=False)
         elif part.layout.n and self.pull_compressor is not None:
             change = torch.zeros(part.layout.n, dtype=torch.float32)
-            codec_of(self.pull_compressor, 0, 0).decode(body[end:], part.layout).add_to(change)
+            codec_of(self.pull_compressor, 0, 0).unpack(body[end:], part.layout).add_to(change)
             self._write(part.layout, change, add=True)
 
     @torch.no_grad()
@@ -183,6 +184,6 @@ class Worker:
         self.steps = state["steps"]
 
 
-def _encode(codec: PayloadCodec, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
-    """As `codec.encode`; a server without compressed parameters gets an empty payload."""
-    return codec.encode(flat, layout) if layout.n else (torch.empty(0, dtype=torch.uint8), Dense(flat))
+def _encode(codec: Payloads, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
+    """As `codec.pack`; a server without compressed parameters gets an empty payload."""
+    return codec.pack(flat, layout) if layout.n else (torch.empty(0, dtype=torch.uint8), Dense(flat))

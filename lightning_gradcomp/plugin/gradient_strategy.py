@@ -80,7 +80,7 @@ class GradientStrategy(BaseStrategy):
         clip_norm, compressor = trainer.gradient_clip_val, self.compressor
         if not clips(trainer) or not isinstance(compressor, LossyCompressor):
             return compressor
-        if not compressor.owns_momentum(optimizer):
+        if not compressor.state_for(optimizer).owns_momentum:
             rank_zero_info(f"gradient_clip_val={clip_norm} clips the average that was sent: what it cuts off is lost.")
             return compressor
         rank_zero_info(f"gradient_clip_val={clip_norm} clips each rank's gradient before it is accumulated.")

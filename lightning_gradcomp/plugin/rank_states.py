@@ -235,7 +235,7 @@ def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) ->
     """The mean over `states` of the optimizer state in them, for a checkpoint as plain DDP has it."""
     if not states:
         return {}
-    moments: Mapping[str, str] = averager.state.moments
+    moments: Mapping[str, str] = averager.state.update.moments
     means = mean_state({**state, "memory": {kind: state["memory"][kind] for kind in moments}} for state in states)
     kept: OptimizerState = {}
     for name, parameter in zip(averager.gradients.layout.names, averager.gradients.compressed, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_gradcomp.compressors.base import LossyCompressor
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
@@ -54,8 +55,9 @@ class SparsityWarmup(Callback):
         if not isinstance(strategy, GradientStrategy):
             allowed = "a strategy that sends gradients at every step: CompressedDDPStrategy or CompressedHSDPStrategy"
             raise refusal("the strategy of SparsityWarmup", type(strategy).__name__, allowed)
-        if getattr(strategy.compressor, "sparsity", None) is None:
-            got, allowed = type(strategy.compressor).__name__, "one whose compressor has a sparsity, such as 'dgc'"
+        compressor = strategy.compressor
+        if not isinstance(compressor, LossyCompressor) or compressor.final_sparsity is None:
+            got, allowed = type(compressor).__name__, "one whose compressor has a sparsity, such as 'dgc'"
             raise refusal("the strategy of SparsityWarmup", got, allowed)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -63,7 +65,7 @@ class SparsityWarmup(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         averager: Any = trainer.strategy.averager  # type: ignore[attr-defined] - see check_strategy
-        final = averager.compressor.sparsity
+        final = averager.compressor.final_sparsity
         if callable(self.schedule):
             averager.schedule = self.schedule
         else:

@@ -56,7 +56,7 @@ def check_clipping(
 
     It can't clip by value, in a hook of the user's, or with two thresholds.
     """
-    if not isinstance(compressor, LossyCompressor) or not compressor.owns_momentum(optimizer):
+    if not isinstance(compressor, LossyCompressor) or not compressor.state_for(optimizer).owns_momentum:
         return
     name = type(compressor).__name__
     if is_overridden("configure_gradient_clipping", module):
@@ -76,7 +76,7 @@ def check_clipping_averages(
 ) -> None:
     """Raise ValueError if the compressor owns the momentum: what is cut off an average has left the residual."""
     name = type(compressor).__name__
-    if compressor.owns_momentum(optimizer):
+    if compressor.state_for(optimizer).owns_momentum:
         allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
         raise refusal(f"clipping with {name} {where}", got, allowed)
 

@@ -1,4 +1,4 @@
-"""A compressor without an exchange: what one worker sends and remembers, in plain tensors."""
+"""A compressor without an exchange: what one worker sends and keeps, in plain tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
@@ -28,6 +29,7 @@ class _Codec:
 
     worker: int
     step: int
+    partitions = None
 
     def mean_of_payloads(self, codec, flat, layout, **options):
         return codec, None
@@ -43,20 +45,20 @@ class Worker:
 
     def __init__(self, compressor, layout):
         self.compressor, self.layout = compressor, layout
-        self.state, self.out = compressor.state(layout, CPU), torch.empty(layout.n)
+        self.state, self.out = ErrorFeedback(layout, CPU, compressor.state_for(None)), torch.empty(layout.n)
         self.payload, self.steps = None, 0
 
     def push(self, gradient):
         self.state.compensate(LocalGradient.of(gradient.reshape(-1).float(), self.layout), self.out)
         codec = payload_codec(self.compressor, self.layout, step=self.steps)
-        self.payload, sent = codec.encode(self.out, self.layout)
+        self.payload, sent = codec.pack(self.out, self.layout)
         self.state.subtract(sent)
         self.out = self.state.commit(set(self.layout.names), self.out)
         self.steps += 1
         assert self.payload.dtype == torch.uint8
         assert self.payload.shape == (codec.payload_bytes(self.layout),)
         decoded = torch.zeros(self.layout.n)
-        codec.decode(self.payload, self.layout).add_to(decoded)
+        codec.unpack(self.payload, self.layout).add_to(decoded)
         return decoded
 
     @property

@@ -49,12 +49,12 @@ def test_a_step_has_its_scheduled_sparsity():
 @pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
 def test_the_payload_is_read_back_and_as_long_as_announced(layout, sparsity, values):
     dgc = DGC(values=values).with_sparsity(sparsity)
-    payload, sent = dgc.encode(normal(layout.n), layout)
+    payload, sent = dgc.pack(normal(layout.n), layout)
     k = sum(count(size, 1 - sparsity) for size in layout.sizes)
     assert payload.dtype == torch.uint8
     assert payload.shape == (value_bytes(k, values) + index_bytes(layout.n, k),) == (dgc.payload_bytes(layout),)
     assert dgc.messages(layout) == [("gather", len(payload))]
-    received = dgc.decode(payload, layout)
+    received = dgc.unpack(payload, layout)
     assert torch.equal(received.indices, sent.indices)
     assert torch.equal(received.values, sent.values)
 
@@ -64,7 +64,7 @@ def test_the_payload_is_read_back_and_as_long_as_announced(layout, sparsity, val
 def test_each_tensors_largest_velocities_are_sent_unchanged(layout, sparsity):
     velocity = normal(layout.n)
     before = velocity.clone()
-    _, sent = DGC(sparsity=sparsity, values="fp32").encode(velocity, layout)
+    _, sent = DGC(sparsity=sparsity, values="fp32").pack(velocity, layout)
     assert torch.equal(velocity, before)
     assert torch.equal(sent.values, velocity[sent.indices])
     for start, stop in layout.bounds:
@@ -76,9 +76,9 @@ def test_each_tensors_largest_velocities_are_sent_unchanged(layout, sparsity):
 @pytest.mark.parametrize("fill", [0.0, 1.0])
 def test_a_constant_velocity_has_a_payload_of_the_same_size(fill):
     layout, dgc = LAYOUTS["odd sizes"], DGC(sparsity=0.99)
-    payload, sent = dgc.encode(torch.full((layout.n,), fill), layout)
+    payload, sent = dgc.pack(torch.full((layout.n,), fill), layout)
     assert payload.numel() == dgc.payload_bytes(layout)
-    assert torch.equal(dgc.decode(payload, layout).indices, sent.indices)
+    assert torch.equal(dgc.unpack(payload, layout).indices, sent.indices)
 
 
 def test_at_999_an_entry_costs_less_than_44_bits():

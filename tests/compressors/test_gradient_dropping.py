@@ -22,8 +22,8 @@ def dropping(**options):
 
 def sent_of(scope, v, density):
     compressor = dropping(scope=scope, sparsity=1 - density)
-    payload, sent = compressor.encode(v, LAYOUT)
-    received = compressor.decode(payload, LAYOUT)
+    payload, sent = compressor.pack(v, LAYOUT)
+    received = compressor.unpack(payload, LAYOUT)
     assert torch.equal(received.indices, sent.indices)
     assert torch.equal(received.values, sent.values)
     assert payload.numel() == compressor.payload_bytes(LAYOUT)
@@ -54,7 +54,7 @@ def test_chunk_sends_the_largest_of_every_4096_elements():
     layout = Layout(("long", "short"), ((2, 4500), (30,)))  # chunks of 4096, 4096, 808 and 30
     v = normal(layout.n) * torch.cat([torch.full((4096,), 1e-3), torch.full((layout.n - 4096,), 1.0)])
     compressor = dropping(scope="chunk", sparsity=0.99)
-    _, sent = compressor.encode(v, layout)
+    _, sent = compressor.pack(v, layout)
     begin = 0
     for size, k in ((4096, 41), (4096, 41), (808, 9), (30, 1)):
         expected = v[begin : begin + size].abs().topk(k).indices.sort().values + begin

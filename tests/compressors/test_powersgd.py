@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.compressors import PowerSGD
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.powersgd import orthonormal
 from tests.averaging.laws import Parts, kept
@@ -90,12 +91,16 @@ def test_the_residual_is_bounded_over_500_steps_of_noise():
 
     def work(worker):
         compressor, means = powersgd(rank=2), Means(worker, flats, barrier)
-        state, out, generator = compressor.state(layout, CPU), torch.empty(layout.n), seeded(worker)
+        state, out, generator = (
+            ErrorFeedback(layout, CPU, compressor.state_for(None)),
+            torch.empty(layout.n),
+            seeded(worker),
+        )
         norms, unsent = [], torch.zeros(layout.n).double()
         for _ in range(500):
             gradient, applied = torch.randn(layout.n, generator=generator), torch.zeros(layout.n)
             state.compensate(LocalGradient.of(gradient, layout), out)
-            mean, sent = compressor.average(out, layout, means, state)
+            mean, sent = compressor.average(out, layout, means, state.update)
             mean.add_to(applied)
             state.subtract(sent)
             out = state.commit({"a"}, out)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
-from lightning_gradcomp.compressors.sgd_velocity import SGDRule, SGDVelocity
-from lightning_gradcomp.compressors.state import Residual, State
+from lightning_gradcomp.compressors.updates import Gradient, SGDRule, SGDVelocity, Update
 from tests.compressors.one_worker import CPU
 
 LAYOUT = Layout(("a", "b"), ((3, 4), (5, 2)))
@@ -70,11 +70,11 @@ class Worker:
 
 
 def velocity(rule=RULES["plain"], masking=True, layout=LAYOUT):
-    return Worker(SGDVelocity(layout, CPU, masking=masking), rule)
+    return Worker(ErrorFeedback(layout, CPU, SGDVelocity(masking=masking)), rule)
 
 
 def residual(rule=RULES["plain"], layout=LAYOUT):
-    return Worker(Residual(layout, CPU))
+    return Worker(ErrorFeedback(layout, CPU, Gradient()))
 
 
 both_states = pytest.mark.parametrize("make", [residual, velocity])
@@ -172,7 +172,9 @@ def test_the_optimizers_momentum_is_taken_over():
     assert worker.state.empty
     worker.compensate(g)
     worker.commit()
-    assert slot["momentum_buffer"].data_ptr() == worker.state.u[12:].data_ptr(), "it is in one place"
+    assert slot["momentum_buffer"].data_ptr() == worker.state.optimizer_state["momentum_buffer"][12:].data_ptr(), (
+        "it is in one place"
+    )
     torch.testing.assert_close(worker.flat("momentum"), torch.cat([g[:12], 0.9 * buffer[12:] + 0.5 * g[12:]]))
 
 
@@ -327,7 +329,7 @@ def test_a_cleared_state_is_as_new(make):
 
 
 def test_a_state_of_nothing_sends_the_gradient_and_stays_empty():
-    worker = Worker(State(LAYOUT, CPU))
+    worker = Worker(ErrorFeedback(LAYOUT, CPU, Update()))
     for g in gradients(3):
         assert torch.equal(worker.compensate(g), g)
         worker.step(g)

@@ -7,7 +7,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp import registry
 from lightning_gradcomp.compressors.layout import CHUNK, Layout
 from tests.compressors.examples import EXAMPLES, QSGD, EFSignSGD, RandomK, registered, separate_registry
-from tests.compressors.one_worker import CPU, Worker, normal, one, payload_codec
+from tests.compressors.one_worker import Worker, normal, one, payload_codec
 
 ODD = Layout(("a", "b", "c"), ((3, 7), (1, 1), (5, 5, 3)))
 BYTES = {
@@ -47,10 +47,10 @@ class Whole(lgc.TensorCodec):
 def payload_of(compressor, v, layout, **key):
     """What `v` decodes to, fp32 [n], by the sender and by another worker."""
     codec, here, there = payload_codec(compressor, layout, **key), torch.zeros(len(v)), torch.zeros(len(v))
-    payload, decoded = codec.encode(v, layout)
+    payload, decoded = codec.pack(v, layout)
     decoded.add_to(here)
     other = payload_codec(compressor, layout, **{**key, "worker": 5})
-    other.decode(payload, layout).add_to(there)
+    other.unpack(payload, layout).add_to(there)
     assert torch.equal(here, there)
     return here
 
@@ -91,12 +91,12 @@ def test_a_payload_may_begin_at_any_multiple_of_four():
     """As it does in a message, behind other gradients."""
     layout, v = one(3, 3), normal(9)
     codec = payload_codec(Parts(), layout)
-    payload, _ = codec.encode(v, layout)
+    payload, _ = codec.pack(v, layout)
     for begin in (0, 4, 8, 12):
         message = torch.zeros(begin + len(payload), dtype=torch.uint8)
         message[begin:] = payload
         flat = torch.zeros(9)
-        codec.decode(message[begin:], layout).add_to(flat)
+        codec.unpack(message[begin:], layout).add_to(flat)
         assert torch.equal(flat, v)
 
 
@@ -157,7 +157,7 @@ class ChunkedSigns(EFSignSGD):
 )
 def test_decoding_by_chunks_is_decoding_whole(compressor, n):
     v = normal(n)
-    _, decoded = payload_codec(compressor, one(1, n)).encode(v, one(1, n))
+    _, decoded = payload_codec(compressor, one(1, n)).pack(v, one(1, n))
     assert len(decoded.chunks) == -(-n // CHUNK)
     codec = compressor.for_tensor("a", (1, n))
     assert torch.equal(payload_of(compressor, v, one(1, n)), codec.decode(codec.encode(v), n))
@@ -175,7 +175,7 @@ MANY = Layout(tuple("abcdefg"), (*[(8, 16)] * 3, (16, 8), (5, 3), *[(4, 1000)] *
 )
 def test_tensors_of_one_size_have_the_values_and_bytes_that_they_have_alone(compressor):
     v = normal(MANY.n) * torch.arange(1, MANY.n + 1)
-    payload, decoded = payload_codec(compressor, MANY).encode(v, MANY)
+    payload, decoded = payload_codec(compressor, MANY).pack(v, MANY)
     assert len(decoded.chunks) < len(MANY.names)
     together, alone, length = payload_of(compressor, v, MANY), [], 0
     for shape, (start, stop) in zip(MANY.shapes, MANY.bounds, strict=True):
@@ -286,5 +286,5 @@ def test_options_of_a_codec_are_checked_as_all_are():
     with pytest.raises(ValueError, match=r"QSGD.warmup_epochs: got -1, allowed: a whole number from 0"):
         QSGD(warmup_epochs=-1)
     assert QSGD(warmup_epochs=2).schedule()(1, 0) == 0
-    assert QSGD(warmup_epochs=2).schedule()(2, 0) > 0
-    assert isinstance(QSGD().state(ODD, CPU), lgc.State)
+    assert QSGD(warmup_epochs=2).schedule()(2, 0) is None
+    assert QSGD().state_for(None).kind is None

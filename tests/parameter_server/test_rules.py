@@ -138,7 +138,7 @@ def test_applied_and_remembered_are_all_gradients(job, make, monkeypatch):
                 flat, end = torch.zeros(part.layout.n), 4 * part.dense_layout.n
                 if part.layout.n:
                     codec = codec_of(shard.compressor, request.worker, request.clock)
-                    codec.decode(body[end:], part.layout).add_to(flat)
+                    codec.unpack(body[end:], part.layout).add_to(flat)
                 for layout, values in ((part.layout, flat), (part.dense_layout, body[:end].view(torch.float32))):
                     for name, view in zip(layout.names, layout.views(values), strict=True):
                         applied[name] = applied.get(name, 0) + view.double()

@@ -3,6 +3,7 @@
 import torch
 
 from lightning_gradcomp.compressors.decoded import Dense
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
@@ -23,7 +24,7 @@ class Server:
     def __init__(self, compressor, shapes, workers):
         self.compressor, self.workers, self.steps = compressor, workers, 0
         self.layout = Layout(tuple(shapes), tuple(shapes.values()))
-        self.states = [compressor.state(self.layout, CPU) for _ in range(workers)]
+        self.states = [ErrorFeedback(self.layout, CPU, compressor.state_for(None)) for _ in range(workers)]
 
     def step(self, gradients):
         """The average of flat gradients, one a worker."""

@@ -4,6 +4,7 @@ import torch
 
 from lightning_gradcomp.compressors.base import TensorCodec
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
@@ -35,7 +36,7 @@ class Workers:
         self.states = []
         for _ in self.shards:
             weights = [torch.zeros(shape, requires_grad=True) for shape in shapes.values()]
-            self.states.append(compressor.state(self.layout, CPU))
+            self.states.append(ErrorFeedback(self.layout, CPU, compressor.state_for(None)))
             self.states[-1].attach(torch.optim.SGD(weights, lr=1.0, momentum=momentum), weights)
         self.residual = torch.zeros(self.layout.n)
 
@@ -77,7 +78,7 @@ class Workers:
     def decoded(self, flat, layout, draws):
         """What the others decode of `flat`."""
         if not isinstance(self.compressor, TensorCodec):
-            return self.compressor.encode(flat, layout)[1]
+            return self.compressor.pack(flat, layout)[1]
         values = torch.empty(layout.n)
         for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
             codec = self.compressor.for_tensor(name, shape)

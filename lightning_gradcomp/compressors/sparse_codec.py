@@ -1,0 +1,56 @@
+"""The base of sparsifiers: which entries are sent is up to the method; values and indices are packed here."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.decoded import Sparse
+from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes, pack_indices, unpack_indices
+from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
+from lightning_gradcomp.compressors.layout import Layout
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class SparseCodec(Codec):
+    """A compressor that sends some entries of the flat buffer: `count` and `select` say which.
+
+    A payload is their values in the format `values`, then their indices (kernels/block_gaps.py).
+    """
+
+    values: str
+    sparsity: Any
+    """Share of the entries that stays unsent, in [0, 1)."""
+
+    def with_sparsity(self, sparsity: float | None) -> Self:
+        return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
+
+    @abstractmethod
+    def count(self, layout: Layout) -> int:
+        """The number k of entries that are sent."""
+
+    @abstractmethod
+    def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The indices of the entries to send: int64 [k], ascending."""
+
+    def payload_bytes(self, layout: Layout) -> int:
+        k = self.count(layout)
+        return value_bytes(k, self.values) + index_bytes(layout.n, k)
+
+    def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Sparse]:
+        indices = self.select(flat, layout)
+        packed = pack_values(flat[indices], self.values)
+        decoded = Sparse(indices, unpack_values(packed, indices.numel(), self.values))
+        return torch.cat([packed, pack_indices(indices, flat.numel())]), decoded
+
+    def unpack(self, payload: torch.Tensor, layout: Layout) -> Sparse:
+        k = self.count(layout)
+        length = value_bytes(k, self.values)
+        values = unpack_values(payload[:length], k, self.values)
+        return Sparse(unpack_indices(payload[length:], layout.n, k), values)

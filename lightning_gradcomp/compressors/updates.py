@@ -1,0 +1,385 @@
+"""What error feedback accumulates: the gradient, momentum SGD's velocity (DGC), or Adam's step.
+
+An update rule reads the optimizer's options at every step, and computes in the buffers of `ErrorFeedback`. The
+mathematics is in `correct_momentum` and `add_adam_step`.
+
+With a gradient, momentum stays with the optimizer, which applies it to what arrives. With the other two it is applied
+to the local gradient before the accumulation, and the optimizer applies the average without it
+(averaging/optimizer_step.py), so that what is sent late still moves the weights as far as it would have in time.
+
+For Adam and AdamW (Kingma & Ba 2015, Algorithm 1; decoupled weight decay: Loshchilov & Hutter 2019, Algorithm 2) error
+feedback on the gradient does not do that: what arrives late in an element that was silent meets a small second moment,
+and each instalment becomes a full step. So a worker accumulates the steps that Adam would have made of its gradient:
+
+    rank i:   m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) ρ g²      u = lr · m̂ / (√v̂ + ε)
+              e ← e + u                    s = C(e)                      e ← e - s
+    all:      d = mean s / lr, in p.grad   θ ← (1 - lr · λ) θ - lr · d
+
+Moments are each rank's own. So weights that were sent + the mean of e = the sum of the mean of all u, along the way.
+
+ρ is the square of the mean gradient over that of the rank's own, so that v stands for what Adam has in DDP: the second
+moment of the mean, which is up to N times smaller if the ranks' gradients differ by noise. It is measured on the
+uncompressed tensors, whose mean every rank has (McCandlish et al. 2018, arXiv 1812.06162, measure noise by the same
+norms).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.local_gradient import LocalGradient
+from lightning_gradcomp.compressors.moments import Moments
+from lightning_gradcomp.errors import refusal
+
+StateDict = dict[str, dict[str, torch.Tensor]]
+"""Kind -> parameter name -> tensor."""
+
+
+class Update:
+    """The base of update rules. By itself: nothing is accumulated, which suits unbiased methods."""
+
+    kind: ClassVar[str | None] = None
+    """What the accumulated tensors are called in a `state_dict`. None: nothing is accumulated."""
+    moments: ClassVar[Mapping[str, str]] = {}
+    """Kinds in a `state_dict` that the optimizer has without compression -> torch's names for them."""
+    counts_steps: ClassVar[bool] = False
+    """True if the optimizer's state counts steps."""
+    owns_momentum: ClassVar[bool] = False
+    """True if the optimizer's momentum is applied to the local gradient, before it is accumulated."""
+    accumulates_steps: ClassVar[bool] = False
+    """True if what is sent are steps of the weights: update directions times `learning_rates`."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    parameters: Sequence[torch.Tensor] = ()
+    withheld: Set[str] = frozenset()
+    """Parameters of which the average under way applies nothing."""
+    tensors: Sequence[torch.Tensor] = ()
+    """Further tensors of this worker alone, to be averaged in place if several ranks become one worker."""
+
+    def start(self, layout: Layout, device: torch.device) -> None:
+        """Begin without any state, for these parameters."""
+        self.layout = layout
+
+    def sharing(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` of which the optimizer's state has the moments too."""
+        return set(names)
+
+    def accumulate(self, gradient: LocalGradient, unsent: torch.Tensor, moments: Moments, out: torch.Tensor) -> None:
+        """Write `unsent` (fp32 [n]) plus this step's update into `out`, and the new moments into `moments.next`."""
+
+    def after_sending(self, decoded: Decoded, moments: Moments) -> None:
+        """Change `moments.next` according to what was sent."""
+
+    def commit(self, stepped: Set[str]) -> None:
+        """Put what this rule has computed for the next step in force."""
+
+    def clear(self) -> None:
+        """Clear what this rule keeps, after everything unsent was sent."""
+
+    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Take note of the uncompressed gradient of a committed step, of this worker and the mean of all.
+
+        Args:
+            own, mean: squared norms, 0-d.
+        """
+
+    def learning_rates(self) -> list[float] | None:
+        """With `accumulates_steps`: the learning rate that is in the steps of each parameter. None otherwise."""
+        return None
+
+    def local_scales(self, workers: int) -> Sequence[torch.Tensor | float] | None:
+        """Factor of the unsent update that this worker applies to each parameter before it computes its gradient.
+
+        None: the gradient is computed at the weights that all ranks share.
+        """
+        return None
+
+    def state_dict(self, names: Sequence[str]) -> StateDict:
+        """Copies of what this rule keeps of these parameters, besides moments."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replace it by that of a `state_dict`."""
+
+
+class Gradient(Update):
+    """What was not sent is added to the next gradient (Seide et al. 2014; Aji & Heafield 2017)."""
+
+    kind = "residual"
+
+    def accumulate(self, gradient: LocalGradient, unsent: torch.Tensor, moments: Moments, out: torch.Tensor) -> None:
+        """out = residual + gradient."""
+        for piece in gradient.pieces():
+            torch.add(unsent[piece.part], piece.g, out=out[piece.part])
+
+
+# Momentum SGD
+
+
+@dataclass(frozen=True)
+class SGDRule:
+    """How `torch.optim.SGD` treats one parameter, read from its group at every step."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+
+def correct_momentum(
+    g: torch.Tensor,
+    u: torch.Tensor,
+    v: torch.Tensor,
+    rule: SGDRule,
+    first: bool,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Momentum correction (Lin et al. 2018, §3.2, eq. 7), into `out`: u ← m·u + g, v ← v + u; Nesterov v ← v + g + m·u.
+
+    u has the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so that a
+    momentum that a schedule changes acts as it does in `torch.optim.SGD`, and the two can be exchanged.
+
+    Args:
+        g, u, v: gradient with weight decay, momentum, velocity; fp32 [n].
+        rule: of the parameter.
+        first: True if there was no earlier gradient: no dampening, as in torch.
+        out: for the new u and v. The new v may share g's memory.
+    """
+    m, damp = rule.momentum, 0.0 if first else rule.dampening
+    new_u, new_v = out
+    if damp:
+        torch.mul(u, m, out=new_u).add_(g, alpha=1 - damp)
+    else:
+        torch.add(g, u, alpha=m, out=new_u)
+    torch.add(v, g if rule.nesterov or not m else new_u, out=new_v)
+    if rule.nesterov:
+        new_v.add_(new_u, alpha=m)
+
+
+class SGDVelocity(Update):
+    """Momentum correction for SGD (Lin et al. 2018): the velocity v accumulates, the momentum u is `momentum_buffer`.
+
+    Args:
+        masking: momentum factor masking (§3.2): the momentum of what was sent is set to 0.
+    """
+
+    kind = "velocity"
+    moments: ClassVar[Mapping[str, str]] = {"momentum": "momentum_buffer"}
+    owns_momentum = True
+
+    def __init__(self, *, masking: bool) -> None:
+        self.masking = masking
+
+    def _rules(self) -> list[SGDRule]:
+        """The current options of each parameter."""
+        options = [field.name for field in fields(SGDRule)]
+        groups = _groups(self.optimizer, self.parameters)
+        return [SGDRule(**{key: group[key] for key in options}) if group else SGDRule() for group in groups]
+
+    def sharing(self, names: Iterable[str]) -> set[str]:
+        """Those with a momentum."""
+        with_momentum = {name for name, rule in zip(self.layout.names, self._rules(), strict=True) if rule.momentum}
+        return with_momentum & set(names)
+
+    def accumulate(self, gradient: LocalGradient, unsent: torch.Tensor, moments: Moments, out: torch.Tensor) -> None:
+        """out = the velocity after this step's gradient.
+
+        Weight decay λ·w is added to the gradient first: inside the momentum it has the strength that it has in SGD.
+        """
+        [u], [new_u] = moments.flats, moments.next
+        rules = [(r, not moments.steps[name]) for r, name in zip(self._rules(), self.layout.names, strict=True)]
+        for piece in gradient.pieces(rules):
+            (rule, first), part, g = rules[piece.numbers[0]], piece.part, piece.g
+            if rule.weight_decay:
+                g = piece.plus(self.parameters, rule.weight_decay, out[part])
+            correct_momentum(g, u[part], unsent[part], rule, first, (new_u[part], out[part]))
+
+    def after_sending(self, decoded: Decoded, moments: Moments) -> None:
+        """With masking (eq. 9), stop the momentum of what was sent."""
+        if self.masking:
+            decoded.zero(moments.next[0])
+
+    def local_scales(self, workers: int) -> list[float]:
+        """Learning rate / √workers. If gradients are mostly noise, a worker's own velocity is √workers times longer
+        than the mean of all workers'.
+        """
+        groups = _groups(self.optimizer, self.parameters)
+        return [float(group["lr"] if group else 0.0) / math.sqrt(workers) for group in groups]
+
+
+def check_sgd(what: str, optimizer: Any, allowed: str) -> None:
+    """Raises ValueError unless this is `torch.optim.SGD` itself, which minimises.
+
+    Args:
+        what: whose optimizer it is.
+        optimizer: any, or None.
+        allowed: what would do.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        cls = type(optimizer)
+        raise refusal(what, None if optimizer is None else f"{cls.__module__}.{cls.__qualname__}", allowed)
+    if any(group["maximize"] or group["differentiable"] for group in optimizer.param_groups):
+        raise refusal(what, "SGD(maximize=True) or SGD(differentiable=True)", "SGD with both of them False")
+
+
+# Adam
+
+UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Options of torch's Adam that are not computed here."""
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """How `torch.optim.Adam` or `AdamW` treats one parameter, read from its group at every step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+
+def add_adam_step(
+    g: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    e: torch.Tensor,
+    rule: AdamRule,
+    t: int,
+    scale: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """m, v and e + u after a gradient, into `out`, in the order of operations of `torch.optim.Adam`.
+
+    Args:
+        g, m, v, e: gradient (with a weight decay that is not decoupled), moments, and unsent steps; fp32 [n].
+        rule: of the parameter.
+        t: the number of this step, from 1.
+        scale: √ρ, 0-d.
+        out: for the new m, v and e. The new e may share g's memory.
+    """
+    (beta1, beta2), (new_m, new_v, new_e) = rule.betas, out
+    torch.lerp(m, g, 1 - beta1, out=new_m)
+    scaled = torch.mul(g, scale, out=new_e)
+    torch.mul(v, beta2, out=new_v).addcmul_(scaled, scaled, value=1 - beta2)
+    denominator = torch.sqrt(new_v, out=new_e).div_((1 - beta2**t) ** 0.5).add_(rule.eps)
+    torch.div(new_m, denominator, out=new_e).mul_(rule.lr / (1 - beta1**t)).add_(e)
+
+
+class AdamStep(Update):
+    """The sum of Adam's steps that were not sent yet. A parameter whose learning rate is 0 sends nothing."""
+
+    kind = "unsent_step"
+    moments: ClassVar[Mapping[str, str]] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    counts_steps = owns_momentum = accumulates_steps = True
+
+    def start(self, layout: Layout, device: torch.device) -> None:
+        super().start(layout, device)
+        self._squares = torch.zeros(2, dtype=torch.float32, device=device)
+        """Squared norms of this rank's uncompressed gradient and of the mean: sums over steps, fading."""
+        self._now: list[AdamRule | None] = []
+        """Each parameter's options in the latest `accumulate`."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:  # type: ignore[override]
+        """Squared norms."""
+        return [self._squares]
+
+    def _rules(self) -> list[AdamRule | None]:
+        """The current options of each parameter; None for one that the optimizer does not have."""
+        decoupled = isinstance(self.optimizer, torch.optim.AdamW)
+        return [_adam_rule(group, decoupled) if group else None for group in _groups(self.optimizer, self.parameters)]
+
+    @property
+    def local_scale(self) -> torch.Tensor:
+        """√ρ, 0-d: the mean gradient's norm over that of this rank's own; 1 before the first mean."""
+        own, mean = self._squares
+        return torch.where(own > 0, mean / own, 1.0).sqrt()
+
+    def local_scales(self, workers: int) -> list[torch.Tensor]:
+        """√ρ for all."""
+        return [self.local_scale] * len(self.parameters)
+
+    def accumulate(self, gradient: LocalGradient, unsent: torch.Tensor, moments: Moments, out: torch.Tensor) -> None:
+        """out = what is unsent plus the step for this gradient."""
+        scale = self.local_scale
+        self._now = self._rules()
+        rules = [(rule, moments.steps[name]) for rule, name in zip(self._now, self.layout.names, strict=True)]
+        named = zip(self.layout.names, self._now, strict=True)
+        self.withheld = {name for name, rule in named if rule is None or rule.lr == 0}
+        for piece in gradient.pieces(rules):
+            (rule, t), part, g = rules[piece.numbers[0]], piece.part, piece.g
+            if rule is None:
+                out[part] = 0
+                continue
+            if rule.weight_decay and not rule.decoupled:
+                g = piece.plus(self.parameters, rule.weight_decay, out[part])
+            m, v = (flat[part] for flat in moments.flats)
+            new_m, new_v = (flat[part] for flat in moments.next)
+            add_adam_step(g, m, v, unsent[part], rule, t + 1, scale, (new_m, new_v, out[part]))
+            if rule.lr == 0:
+                out[part] = 0
+
+    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        beta2 = next((rule.betas[1] for rule in self._now if rule), 0.0)
+        squares = beta2 * self._squares + torch.stack([own, mean])
+        self._squares = torch.where(squares.isfinite().all(), squares, self._squares)  # squares of 2e19 are not
+
+    def learning_rates(self) -> list[float]:
+        return [rule.lr if rule else 0.0 for rule in self._now]
+
+    def clear(self) -> None:
+        self._squares.zero_()
+
+    def state_dict(self, names: Sequence[str]) -> StateDict:
+        return {"squares": {name: self._squares.clone() for name in names}}  # of all tensors the same
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for squares in state["squares"].values():
+            self._squares = squares.to(self._squares.device, copy=True)
+
+
+def _adam_rule(group: dict[str, Any], decoupled: bool) -> AdamRule:
+    decoupled = group.get("decoupled_weight_decay", decoupled)
+    return AdamRule(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], decoupled)
+
+
+def is_adam(optimizer: Any) -> bool:
+    """True if this optimizer's step is computed here: `torch.optim.Adam` or `AdamW` itself, without rare options."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    groups = optimizer.param_groups
+    return not any(group[option] for group in groups for option in UNSUPPORTED if option in group) and not any(
+        isinstance(number, torch.Tensor) for group in groups for number in (group["lr"], *group["betas"])
+    )
+
+
+def check_adam(what: str, optimizer: Any, allowed: str) -> None:
+    """Raises ValueError unless `is_adam(optimizer)`.
+
+    Args:
+        what: whose optimizer it is.
+        optimizer: an instance of Adam or AdamW, or of a subclass.
+        allowed: what would do.
+    """
+    if is_adam(optimizer):
+        return
+    got = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        options = [option for option in UNSUPPORTED if any(group.get(option) for group in optimizer.param_groups)]
+        got += f"({', '.join(options) or 'a tensor as lr or betas'})"
+    raise refusal(what, got, allowed)
+
+
+def _groups(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any] | None]:
+    """Each parameter's group of the optimizer; None for one that it does not have."""
+    groups = optimizer.param_groups if optimizer else []
+    known = {id(parameter): group for group in groups for parameter in group["params"]}
+    return [known.get(id(parameter)) for parameter in parameters]
