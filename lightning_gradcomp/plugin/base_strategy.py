@@ -55,7 +55,7 @@ WAITING_SECONDS = 10.0
 WAITING = (
     "trainer.save_checkpoint waits for other ranks. Every rank has to call it: if one has not, this ends in an error."
 )
-OF_THIS_PROCESS = {"averager", "server", "_hook"}
+OF_THIS_PROCESS = {"averager", "server", "_hook", "_ranks"}
 """Attributes of strategies that hold a process group, a thread or a connection."""
 
 

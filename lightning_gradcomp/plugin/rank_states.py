@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,9 @@ from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, m
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION, all_floating, check_state
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.fsdp.checkpoint import own_memory
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import is_whole, refusal
-from lightning_gradcomp.local_sgd.rounds import Rounds
-from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero
 from lightning_gradcomp.registry import entries
 
@@ -38,11 +38,27 @@ GATHER_LIMIT = 2**30
 once = WarningCache()
 """Logs each message once."""
 
-Saved = GradientAverager | Rounds | AsyncAverager
-"""Whose states are saved: each has `compressor`, `gradients`, `steps`, `world`, `rank` and a state of the same form."""
 State = dict[str, Any]
 OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
 """Parameter -> torch's name -> tensor: optimizer state that the averager keeps."""
+
+
+class Saved(Protocol):
+    """What has a state on each rank: a `GradientAverager`, the rounds of a `DelayedAverager`, an `AsyncAverager`."""
+
+    world: int
+    rank: int
+    compressor: Compressor
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def gradients(self) -> Gradients: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def interrupted(module: LightningModule) -> bool:
@@ -103,7 +119,6 @@ class RankStates:
             self.remove_on_every_disk()
             saved["sidecars"] = self.sidecars.write(state, path, averager.steps)
         elif mode == "mean":
-            assert not isinstance(averager, AsyncAverager)  # its strategy refuses "mean"
             saved["mean"] = mean_over_ranks(state, averager)
             states = [saved["mean"]]
         elif mode == "gather":
@@ -246,7 +261,7 @@ def _size(state: State, averager: Saved) -> int:
     return sum(rest) + averager.gradients.nbytes * sum(kind in memory for kind in differ)
 
 
-def mean_over_ranks(state: State, averager: GradientAverager | Rounds) -> State:
+def mean_over_ranks(state: State, averager: Any) -> State:
     """As `mean_state`, computed by all ranks. Collective."""
     memory = {kind: parts for kind, parts in state["memory"].items() if all_floating(parts)}
     mean: State = {kind: {} for kind in memory}
