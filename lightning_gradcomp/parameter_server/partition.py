@@ -91,8 +91,7 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> PayloadCodec:
     final = compressor.with_sparsity(compressor.final_sparsity)
     if isinstance(final, (Codec, TensorCodec)):
         return final.payload_codec(worker, step)
-    methods = "DGC, GradientDropping, OneBit, TwoBit, or 'none', 'fp16', 'bf16'"
-    allowed = f"one whose payloads a server can decode alone: {methods}"
+    allowed = "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16' or 'bf16', whose payloads a server can decode"
     raise refusal("compressor with dist_async", type(compressor).__name__, allowed)
 
 
