@@ -1,12 +1,12 @@
-"""topology="auto": a trial in the first steps finds what is quickest here, among dense steps and the topologies.
+"""topology="auto": a trial in the first steps finds the fastest of dense steps and the topologies.
 
-How much of a dense exchange hides behind backward, and what else the processors have to do meanwhile, no model of the
-link can know. So a run's own steps are timed, from the end of one averaging to the end of the next, in rounds: a few of
-each candidate, and more of those that are not clearly slower than the quickest. All ranks count the same steps and
-share the times of the slowest, so they decide alike.
+No model of the link knows how much of a dense exchange hides behind backward, or what else the processors do meanwhile.
+So the trial times a run's own steps, from the end of one averaging to the end of the next, in rounds: a few steps of
+each candidate, then more of those that are not clearly slower than the fastest. All ranks count the same steps and
+share the times of the slowest rank, so they decide alike.
 
-A schedule's first levels are less sparse than its last. Where dense was quickest, everything is tried again at a
-quarter of the density; where a topology was, the topologies are, if there are several.
+A schedule's first levels are less sparse than its last. If dense was fastest, everything is tried again at a quarter of
+the density; if a topology was, the topologies are, if there are several.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 DENSE = "dense"
 CANDIDATES = ("all_gather", "two_phase")
-"""A server's pull is dense: it is never quicker than two phases."""
+"""A server's pull is dense, so it is never faster than two phases."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,9 @@ class TrialRound:
     """A round of a trial.
 
     Args:
-        uncounted: steps of each candidate before those that count: buffers and buckets are made in them, and caches
-            filled.
+        uncounted: first steps of each candidate, which allocate buffers and fill caches, and do not count.
         counted: steps that are timed.
-        close: candidates that take less than so many times as long as the quickest are in the next round.
+        close: candidates within this factor of the fastest enter the next round.
     """
 
     uncounted: int
@@ -41,21 +40,21 @@ class TrialRound:
 
     @property
     def steps(self) -> int:
-        """Of each candidate."""
+        """Steps of each candidate."""
         return self.uncounted + self.counted
 
 
 ROUNDS = (TrialRound(2, 3, close=2.0), TrialRound(2, 6, close=1.25), TrialRound(2, 8, close=1.0))
-"""Over a slow link a dense step takes many times as long, which a few steps show. Load from elsewhere lasts for
-seconds, and may affect one candidate alone: the closer they are, the more steps decide."""
+"""Over a slow link a dense step takes many times as long, which a few steps show. Other load lasts for seconds, and may
+affect one candidate only: the closer candidates are, the more steps decide."""
 
 RETRY = 4
-"""What was found holds until the density has fallen by this factor. Encoding takes about as long at any density, so
-fewer entries seldom change what is quickest."""
+"""A choice holds until the density has fallen by this factor. Encoding takes about as long at any density, so fewer
+entries seldom change which candidate is fastest."""
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Whatever else a machine does makes steps longer, and none shorter."""
+    """The lower quartile: other load on a machine makes steps longer, never shorter."""
     return sorted(seconds)[len(seconds) // 4]
 
 
@@ -64,7 +63,7 @@ class Autotune:
 
     Args:
         group: the ranks.
-        device: where they compute; a GPU is waited for while its steps are timed.
+        device: where they compute. While steps are timed, the host waits for a GPU.
         candidates: topologies to choose from.
         clock: seconds.
     """
@@ -78,28 +77,29 @@ class Autotune:
     ) -> None:
         self._group, self._device, self._topologies, self._clock = group, device, list(candidates), clock
         self._times: dict[str, list[float | None]] = {}
-        """Seconds of the steps of each candidate in the trial under way; empty where there is none."""
+        """Seconds of each candidate's steps in the current trial; empty if there is none."""
         self._dense: list[float | None] = []
-        """Of the first dense steps since the last trial, of a warm-up for example, for the next one."""
+        """Seconds of the first dense steps since the last trial, for example in a warm-up, for the next trial."""
         self._round = 0
         self._known: dict[str, list[float]] = {}
-        """Seconds of the slowest rank in each step that counted in the rounds before."""
+        """Seconds of the slowest rank in each counted step of earlier rounds."""
         self._ended: float | None = None
         self._tried_at: float | None = None
         self.choice: str | None = None
-        """What the latest trial has found quickest: "dense" or a topology."""
+        """The fastest in the latest trial: "dense" or a topology."""
         self.outcome = ""
-        """The same in words, with the figures."""
+        """The same in words, with the times."""
 
     @property
     def measuring(self) -> bool:
-        """Whether steps are timed at the moment."""
+        """True while steps are timed."""
         return self.choice is None or bool(self._times)
 
     def choose(self, density: float, affordable: Sequence[str]) -> str:
-        """What the coming step, which would send `density` of everything, does: "dense", or a topology.
+        """What the coming step does: "dense", or a topology. May start a trial.
 
         Args:
+            density: share of all elements that the step would send.
             affordable: the topologies that would send fewer bytes than a dense step.
         """
         if not affordable:
@@ -116,14 +116,14 @@ class Autotune:
         return under_test if under_test in (DENSE, *affordable) else DENSE
 
     def step_ended(self, did: str, density: float) -> bool:
-        """Record the time of a step. A collective call.
+        """Record the time of a step. Collective.
 
         Args:
-            did: what `choose` has returned for it.
-            density: share of everything that it would have sent compressed.
+            did: what `choose` returned for it.
+            density: share of all elements that it would have sent compressed.
 
         Returns:
-            Whether it was the one that decides.
+            True if the step ended a trial.
         """
         waiting = not self._times and did == DENSE and self.choice in (None, DENSE)
         if not waiting and not self._times:
@@ -164,17 +164,17 @@ class Autotune:
         return True
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """Of each step, the time of the rank that took the longest."""
+        """For each step, the time of the slowest rank."""
         steps = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self._group)
         return steps.tolist()
 
     def describe(self) -> str:
-        """The outcome, or what is under way."""
+        """The outcome, or what is being tried."""
         return self.outcome or f"The first steps will show what is quickest: {', '.join([DENSE, *self._topologies])}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from, so that it decides as this one: plain numbers and words."""
+        """The state of the trials, with which a resumed run decides as this one: plain numbers and strings."""
         return {
             "dense": list(self._dense),
             "times": {name: list(times) for name, times in self._times.items()},
@@ -186,7 +186,7 @@ class Autotune:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything."""
+        """Replace the state of the trials."""
         self._dense = list(state["dense"])
         self._times = {name: list(times) for name, times in state["times"].items()}
         self._round, self._known = state["round"], {name: list(times) for name, times in state["known"].items()}

@@ -1,4 +1,4 @@
-"""States in checkpoints: checked against the model, and for a world of another size the mean of all ranks' states."""
+"""States in checkpoints: checks against the model, and the mean of all ranks' states for a world of another size."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.errors import refusal
 
 CHECKPOINT_STATES = ("auto", "gather", "sidecar", "mean", "drop")
-"""What may become of the states of all ranks in a checkpoint."""
+"""How a checkpoint saves the states of all ranks."""
 PARTITION = "partition_residual"
-"""The kind of state of which each owner has a partition: they are added up, which makes one owner's of all."""
+"""The kind of state of which each owner has a partition. The sum over the owners is the whole."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 TYPES: dict[str, Any] = {
     "steps": int, "memory": dict, "shapes": dict, "dense_shapes": dict, "workers": int, "trained": list,
     "shared_by": int, "autotune": dict | None,
 }  # fmt: skip
-"""What `GradientAverager.state_dict` has."""
+"""Keys and types of `GradientAverager.state_dict`."""
 
 
 def check_state(state: Any, kinds: Iterable[str]) -> None:
-    """ValueError for what is no `GradientAverager.state_dict()`, or one of a method that remembers something else.
+    """Check that `state` is a `GradientAverager.state_dict()` with the kinds of state of this compressor.
 
     Args:
         state: what was loaded.
-        kinds: of state that must be there: the compressor's, whose parts may be empty.
+        kinds: of state that the compressor keeps.
+
+    Raises:
+        ValueError: if it is not, or lacks a kind.
     """
     what, allowed = "the state of GradientAverager", "what GradientAverager.state_dict() returned, whole"
     if not isinstance(state, Mapping) or set(TYPES) - set(state):
@@ -50,13 +53,13 @@ def check_state(state: Any, kinds: Iterable[str]) -> None:
 
 
 def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of what all ranks remember; every rank of any world may load it.
+    """The mean of all ranks' states, which every rank of any world may load.
 
-    It keeps what is conserved: everything applied so far + the mean over ranks of what is remembered. Sums are in fp64.
-    What topology="auto" has measured among other ranks is left out: the new ones begin another trial.
+    It conserves what was applied so far plus the mean of the ranks' residuals. Sums are in fp64. Trials of
+    topology="auto" are left out: other ranks need a trial of their own.
 
     Args:
-        states: `GradientAverager.state_dict()` of every rank, in any order; they are read one by one.
+        states: `GradientAverager.state_dict()` of every rank, in any order; read one by one.
     """
     total: dict[str, dict[str, torch.Tensor]] = {}
     world, last = 0, {}
@@ -71,7 +74,7 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def all_floating(parts: Mapping[str, torch.Tensor]) -> bool:
-    """Whether these are numbers, which have a mean."""
+    """True if all are floating-point numbers, which have a mean."""
     return all(part.is_floating_point() for part in parts.values())
 
 
@@ -87,16 +90,16 @@ def divided(total: Mapping[str, torch.Tensor], world: int) -> dict[str, torch.Te
 
 
 def check_shapes(compressed: Shapes, dense: Shapes, gradients: Gradients, *, warn: bool) -> None:
-    """Refuse what can't be right, and warn of parameters that only one side has.
+    """Check shapes, and warn of parameters that only the state or only the model has.
 
     Args:
         compressed: shape of every parameter that was compressed when the state was saved.
-        dense: shape of every other that something was remembered of.
+        dense: shape of every uncompressed parameter with a residual.
         gradients: the model's.
-        warn: whether this rank is the one that warns.
+        warn: True on the rank that warns.
 
     Raises:
-        ValueError: a parameter with another shape, or one that is left dense here.
+        ValueError: if a parameter has another shape, or is not compressed here.
     """
     here = {**gradients.chosen, **gradients.left_dense}
     for name in compressed:
@@ -109,10 +112,10 @@ def check_shapes(compressed: Shapes, dense: Shapes, gradients: Gradients, *, war
     gone = [name for name in saved if name not in here]
     new = [name for name in gradients.chosen if name not in saved]
     if warn and gone:
-        lost = f"What the checkpoint remembers of {_some(gone)} is lost: the model has no such parameters."
+        lost = f"The checkpoint's state of {_some(gone)} is lost: the model has no such parameters."
         warnings.warn(lost, stacklevel=3)
     if warn and new:
-        lacking = f"The checkpoint remembers nothing of {_some(new)}: it did not have these parameters."
+        lacking = f"The checkpoint has no state of {_some(new)}: it did not have these parameters."
         warnings.warn(lacking, stacklevel=3)
 
 
@@ -121,15 +124,15 @@ def warn_of_lost_kinds(
     loaded: Mapping[str, Mapping[str, torch.Tensor]],
     gradients: Gradients,
 ) -> None:
-    """Warn of kinds of state that the compressor, with the options that it has now, does not keep."""
+    """Warn of kinds of state that the compressor does not keep with its current options."""
     known = {*gradients.chosen, *gradients.left_dense}
-    # Workers take over what owners remembered where partitions are others.
+    # Workers take over the owners' residuals if partitions have changed.
     lost = [
         kind for kind, parts in saved.items() if kind != PARTITION and set(parts) & known - set(loaded.get(kind, {}))
     ]
     if lost:
         warnings.warn(
-            f"What the checkpoint keeps as {_some(lost)} is lost: with its options of now, nothing uses it.",
+            f"The checkpoint's {_some(lost)} is lost: the current options do not use it.",
             stacklevel=3,
         )
 

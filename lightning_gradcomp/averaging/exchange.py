@@ -21,7 +21,7 @@ PARTS = 4
 
 
 class Flags(NamedTuple):
-    """What the averager of a rank tells the others in a step; afterwards, True if any rank set the flag.
+    """An averager's flags, which travel with its gradients; after an average, True if any rank set the flag.
 
     Args:
         stop: set by the averager's user, for example after a SIGTERM.
@@ -74,13 +74,16 @@ class Exchange:
         buffer: returns an fp32 [n] buffer for the mean of the compressed gradients, the same in every step.
     """
 
-    partitions: Partitions | None = None
-
     def __init__(
         self, ranks: Ranks, step: int, extras: Extras, stats: Stats, buffer: Callable[[], torch.Tensor]
     ) -> None:
         self.ranks, self.workers, self.worker, self.step = ranks, ranks.workers, ranks.worker, step
         self.extras, self.stats, self.phase, self.buffer = extras, stats, stats.phase, buffer
+
+    @property
+    def partitions(self) -> Partitions | None:
+        """None: every worker averages everything."""
+        return None
 
     def mean_of_payloads(
         self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
@@ -103,7 +106,7 @@ class Exchange:
             rows = enumerate(payloads())
             with self.phase("decompress"):
                 decoded = (sent if worker == self.worker else codec.unpack(row, part.layout) for worker, row in rows)
-                buffer = partial(_part_of_buffer, part, self.buffer)
+                buffer = partial(lambda part: part.of(self.buffer()), part)
                 means.append(mean_of(decoded, self.workers, part.layout.n, buffer, over_senders=over_senders))
         if len(parts) == 1:
             return means[0], begun[0][0]
@@ -185,10 +188,6 @@ class Exchange:
     def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent
         self.stats.bytes_received += sent if received is None else received
-
-
-def _part_of_buffer(part: Slice, buffer: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return part.of(buffer())
 
 
 def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:

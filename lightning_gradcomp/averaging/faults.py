@@ -1,14 +1,14 @@
 """Errors for lost ranks: which rank noticed, at which step, in which phase, and which ranks are missing.
 
-torch.distributed reports a lost peer as a RuntimeError with an address in it, or a timeout without. Every rank that
-fails writes the reason into the store that the ranks met in, so that the others can name those that have not.
+torch.distributed reports a lost peer as a RuntimeError with an address in it, or a timeout without one. Every rank that
+fails writes its reason into the rendezvous store, so that the others can name the ranks that have not.
 
-A store whose server is stopped, or behind a dead network, answers nothing: a TCPStore call then blocks without limit,
-also one with a timeout. Every call here is therefore made in a daemon thread, on a connection of its own (a blocked
-call locks its connection), and is waited for `STORE_SECONDS` at most.
+A store whose server is stopped, or unreachable, does not answer: a TCPStore call then blocks without limit, even with a
+timeout. Every call here therefore runs in a daemon thread, on its own connection (a blocked call locks its connection),
+and is waited for `STORE_SECONDS` at most.
 
-gloo's destructors wait for a lost peer as long as its collectives do. After an `ExchangeFailed`, a process that takes
-longer than `EXIT_SECONDS` to end is therefore ended by SIGALRM, once all other exit handlers are done.
+gloo's destructors wait for a lost peer as long as its collectives do. After an `ExchangeFailed`, SIGALRM therefore ends
+a process that takes longer than `EXIT_SECONDS` to exit, once all other exit handlers are done.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 LOST = re.compile(r"gloo|nccl|\bconnection|\bsocket|broken pipe|\btimed? ?out", re.IGNORECASE)
-"""What the messages of torch.distributed about lost peers have in common; gloo's are plain RuntimeErrors."""
+"""Matches torch.distributed's messages about lost peers; gloo's are plain RuntimeErrors."""
 TIMEOUT = timedelta(minutes=5)
-"""How long to wait for other ranks by default: torch's 30 minutes are long for ranks that have died, or hang."""
+"""Default time to wait for other ranks. torch's 30 minutes are long for ranks that have died or hang."""
 STORE_SECONDS = 2.0
-"""Seconds to wait for the other ranks' reasons. Lightning kills a run's processes 5 s after one of them has died."""
+"""Seconds to wait for the other ranks' reasons. Lightning kills a run's processes 5 s after one has died."""
 EXIT_SECONDS = 1.0
-"""Seconds that the interpreter gets, after an `ExchangeFailed` and the exit handlers, to end."""
+"""Seconds that the interpreter may take to exit after an `ExchangeFailed` and the exit handlers."""
 LATE_SECONDS = 6.0
-"""Seconds that a process which ends otherwise waits for calls of the store. To connect, torch looks up the store's
-host name; a name server that does not answer takes 5 s."""
+"""Seconds that any other exit waits for calls of the store. To connect, torch looks up the store's host name, which
+takes 5 s if the name server does not answer."""
 
 
 class ExchangeFailed(RuntimeError):
@@ -45,8 +45,8 @@ class ExchangeFailed(RuntimeError):
 
 
 class _Exit:
-    """Limits the time that the interpreter takes to end, once `limited` is set. Otherwise waits for `late` threads: one
-    that returns from torch while the interpreter ends would abort the process."""
+    """Limits the time that the interpreter takes to exit, once `limited` is set. Otherwise waits for `late` threads: a
+    return from torch while the interpreter exits would abort the process."""
 
     def __init__(self) -> None:
         self.limited = False
@@ -67,7 +67,7 @@ atexit.register(_exit)  # handlers run in the reverse order: those of loggers, w
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether `error` is torch.distributed's about a rank that can't be reached."""
+    """True if `error` is torch.distributed's for a rank that can't be reached."""
     if not isinstance(error, RuntimeError) or not LOST.search(str(error)) or not dist.is_initialized():
         return False
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -96,7 +96,7 @@ def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> 
 
 
 def explanation(error: BaseException, step: int, doing: str, group: dist.ProcessGroup | None = None) -> str:
-    """The message for a failed collective, which is logged and told the other ranks, in `STORE_SECONDS` at most."""
+    """The message for a failed collective. Logs it, and tells the other ranks within `STORE_SECONDS`."""
     _exit.limited = True
     rank = dist.get_rank()
     where, cause = f"rank {rank} of {dist.get_world_size()}, step {step}, {doing}", str(error).splitlines()[0]
@@ -120,14 +120,14 @@ def explanation(error: BaseException, step: int, doing: str, group: dist.Process
 
 
 def post_reason(what: str) -> None:
-    """Tell the other ranks why this one ends, where they can be told; in `STORE_SECONDS` at most."""
+    """Tell the other ranks why this one ends, within `STORE_SECONDS`, if they can be reached."""
     if dist.is_initialized():
         key = _key(dist.get_rank())
         _with_store(lambda store: store.set(key, what))
 
 
 def others_end() -> bool:
-    """Whether every other rank has posted why it ends, now or within `STORE_SECONDS`."""
+    """True if every other rank has posted why it ends, now or within `STORE_SECONDS`."""
     if not dist.is_initialized():
         return True
     others, posted = [_key(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank()], []

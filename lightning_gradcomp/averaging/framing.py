@@ -1,10 +1,9 @@
-"""A step's one message: the payload, the uncompressed gradients, and what all ranks must know of each other.
+"""The format of a message: uncompressed gradients, payload, and flags.
 
     | dense gradients [d], padded to 4 bytes | payload, uint8 [p] | flags, 1 bit each | padded to 4 bytes |
 
-The first flag says that this rank's gradient is finite; the others, one a parameter, that it has something to add to
-it; the last two are the caller's: a SIGTERM, and a change of the parameters that train. Lengths follow from the layout
-and the sparsity, so they are the same on all ranks.
+The first flag: this rank's gradient is finite. Then one per parameter: this rank has a gradient. The last two are the
+averager's `Flags`. Lengths follow from the layout and the sparsity, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_v
 
 @dataclass(frozen=True)
 class Frame:
-    """Where things are in a message. Parts begin at multiples of 4, so that fp32 is aligned, also after a gather.
+    """Where the parts of a message are. They begin at multiples of 4 bytes, so that fp32 is aligned after a gather too.
 
     Args:
         dense: number of uncompressed gradients.
-        values: how they are written, a `dense_values`.
-        payload: its bytes.
-        flags: their number.
+        values: their format, a `dense_values`.
+        payload: bytes of the payload.
+        flags: number of flags.
     """
 
     dense: int

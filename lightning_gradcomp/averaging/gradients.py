@@ -12,8 +12,7 @@ from torch import nn
 from lightning_gradcomp.averaging.fsdp.shards import Shards
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import ignored_by_ddp
-from lightning_gradcomp.averaging.same_parameters import check_same_parameters
-from lightning_gradcomp.averaging.trainable import check_trainable
+from lightning_gradcomp.averaging.trainable import check_same_parameters, check_trainable
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout, plain_name

@@ -1,13 +1,13 @@
-"""The optimizer's step: it applies averages in which its momentum is contained, and commits error feedback.
+"""The optimizer's step: it applies averages that contain its momentum, and commits error feedback.
 
-After a compressed average with momentum correction, `p.grad` is an update direction. torch's SGD, Adam and AdamW must
-apply it as it is:
+After a compressed average with momentum correction, `p.grad` is an update direction. torch's SGD, Adam and AdamW then
+apply it unchanged:
 
     θ ← (1 - lr · λ) θ - lr · p.grad        λ: decoupled weight decay
 
 They collect the parameters and gradients of a group in `_init_group`: inside `step`, after its closure and all pre-step
-hooks, before all post-step hooks. `OptimizerStep` takes the parameters whose gradients are directions out there, and
-applies them. So whatever a hook does to `p.grad` or to a weight counts as it does without compression.
+hooks, before all post-step hooks. `OptimizerStep` takes out the parameters whose gradients are directions, and applies
+them. What a hook does to `p.grad` or to a weight therefore counts as it does without compression.
 
 Private torch names used here: `Optimizer._init_group` and `Optimizer._optimizer_step_post_hooks`.
 """
@@ -24,7 +24,7 @@ from lightning_gradcomp.averaging.fsdp.shards import local
 
 
 class Steps(Protocol):
-    """What an optimizer's step asks for and tells."""
+    """What `OptimizerStep` needs of an averager."""
 
     def is_direction(self, parameter: torch.Tensor) -> bool:
         """True if `parameter.grad` is an update direction."""
@@ -36,12 +36,12 @@ class Steps(Protocol):
 
 
 class OptimizerStep:
-    """Attached to an optimizer until `detach`. An optimizer without torch's hooks commits by other means.
+    """Attached to an optimizer until `detach`. For an optimizer without torch's hooks, the caller commits.
 
     Args:
         optimizer: any.
-        steps: whose averages it applies. It is not kept alive.
-        directions: True if gradients may be update directions, of torch's SGD, Adam or AdamW.
+        steps: the averager; held by a weak reference.
+        directions: True if gradients may be update directions, with torch's SGD, Adam or AdamW.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps, *, directions: bool) -> None:
@@ -68,7 +68,7 @@ class OptimizerStep:
             commit(optimizer)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """As the optimizer's own, for the parameters whose gradients are none of ours."""
+        """As the optimizer's own, without the parameters whose gradients are directions, which are applied here."""
         is_direction: Callable[[torch.Tensor], bool] = self._is_direction() or (lambda parameter: False)
         ours = [parameter for parameter in group["params"] if is_direction(parameter)]
         if ours:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -66,23 +66,10 @@ class Ranks:
         self.group, self.shards = group, shards if shards and shards.size() > 1 else None
         self.world = group.size() if group else world
         self.rank = group.rank() if group else 0
+        self.workers, self.worker, self.per_worker = self.world, self.rank, 1
+        """Number of workers, the number of this rank's worker, and ranks per worker."""
         if group:
             pause_at_exit()
-
-    @property
-    def workers(self) -> int:
-        """Number of workers."""
-        return self.world
-
-    @property
-    def worker(self) -> int:
-        """The number of this rank's worker."""
-        return self.rank
-
-    @property
-    def per_worker(self) -> int:
-        """Ranks per worker."""
-        return 1
 
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         """Average `flats` (fp32, in place) over the ranks of this worker. Returns True for each flag that any set."""
@@ -230,28 +217,16 @@ class Nodes(Ranks):
         super().__init__(group)
         if self.world % per_node:
             raise refusal("ranks with inside='dense'", self.world, f"a multiple of the {per_node} ranks of a node")
-        self._per_node = per_node
         node, self._place = divmod(self.rank, per_node)
+        self.workers, self.worker, self.per_worker = self.world // per_node, node, per_node
         self._inside = Ranks(subgroup(group, list(range(node * per_node, (node + 1) * per_node))))
         self._across = Ranks(subgroup(group, list(range(self._place, self.world, per_node))))
-
-    @property
-    def workers(self) -> int:
-        return self.world // self._per_node
-
-    @property
-    def worker(self) -> int:
-        return self.rank // self._per_node
-
-    @property
-    def per_worker(self) -> int:
-        return self._per_node
 
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         own = torch.tensor(flags, dtype=torch.float32).to(flats[0].device, non_blocking=True)
         for flat in flats:
             dist.all_reduce(flat, group=self._inside.group)
-            flat.div_(self._per_node)
+            flat.div_(self.per_worker)
         dist.all_reduce(own, group=self._inside.group)
         return (own > 0).tolist()
 
@@ -274,20 +249,17 @@ class Nodes(Ranks):
         return self._share_inside(own.view(torch.uint8).unsqueeze(0), values.nbytes)[0].view(values.dtype)
 
     def share(self, length: int) -> int:
-        return -(-length // (4 * self._per_node)) * 4  # fp32 stay aligned
+        return -(-length // (4 * self.per_worker)) * 4  # fp32 stay aligned
 
     def _part(self, message: torch.Tensor) -> torch.Tensor:
         """This rank's part of its node's message."""
         share = self.share(message.numel())
-        return (
-            torch.nn.functional.pad(message, (0, self._per_node * share - message.numel()))
-            .view(-1, share)[self._place]
-            .clone()
-        )
+        padded = torch.nn.functional.pad(message, (0, self.per_worker * share - message.numel()))
+        return padded.view(-1, share)[self._place].clone()
 
     def _share_inside(self, rows: torch.Tensor, length: int) -> torch.Tensor:
         """The nodes' whole messages, uint8 [nodes, length], from the parts that arrived here and on its node."""
-        by_place = self._inside.gather(rows.reshape(-1)).view(self._per_node, len(rows), -1)
+        by_place = self._inside.gather(rows.reshape(-1)).view(self.per_worker, len(rows), -1)
         return by_place.transpose(0, 1).reshape(len(rows), -1)[:, :length]
 
 
@@ -308,21 +280,11 @@ def ranks_of(
     Raises:
         ValueError: if inside="dense" and the number of ranks per node is unknown, or not the same on all nodes.
     """
-    if inside is None:
-        inside = "dense" if shards is None and _several_nodes(group, ranks_per_node) else "compressed"
-    if inside == "compressed" or group is None:
+    several_nodes = group is not None and ranks_per_node is not None and 1 < ranks_per_node < group.size()
+    inside = inside or ("dense" if several_nodes and not shards else "compressed")
+    if group is None or inside == "compressed":
         return Ranks(group, shards=shards)
-    per_node = ranks_per_node or _started_here(os.environ)
-    if per_node is None:
+    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    if not per_node:
         raise refusal("ranks_per_node with inside='dense'", None, "the number of ranks on each node")
     return Ranks(group) if per_node == 1 else Nodes(group, per_node)
-
-
-def _several_nodes(group: dist.ProcessGroup | None, ranks_per_node: int | None) -> bool:
-    """True if there are several nodes, and each is known to have several ranks."""
-    return group is not None and ranks_per_node is not None and 1 < ranks_per_node < dist.get_world_size(group)
-
-
-def _started_here(environment: Mapping[str, str]) -> int | None:
-    words = environment.get("LOCAL_WORLD_SIZE")
-    return int(words) if words else None

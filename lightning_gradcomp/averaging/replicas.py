@@ -1,4 +1,4 @@
-"""Whether ranks hold the same tensors, found out without sending them; and rank 0's tensors for all ranks."""
+"""Comparing tensors across ranks without sending them, and copying rank 0's tensors to all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 
 
 def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all ranks hold tensors of the same shapes, types and bits. Sends 32 bytes to every rank. Collective.
+    """True if all ranks hold tensors of the same shapes, types and bits. Sends 32 bytes to every rank. Collective.
 
-    It compares SHA-256 digests, which take 0.8 s for a gigabyte on a CPU with instructions for them (AMD EPYC).
+    It compares SHA-256 digests, which take 0.8 s per gigabyte on a CPU with instructions for them (AMD EPYC).
     """
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -41,7 +41,7 @@ def broadcast(tensors: list[torch.Tensor], ranks: Ranks) -> None:
 
 
 def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> None:
-    """Let all ranks hold rank 0's `tensors`, in place. Where they do, by a seed say, none are sent. Collective."""
+    """Copy rank 0's `tensors` to all ranks, in place, unless they are the same already. Collective."""
     if tensors and not identical(tensors, ranks.group):
         broadcast(tensors, ranks)
 
@@ -62,15 +62,15 @@ class ReplicasDiffer(RuntimeError):
 
 
 def ignored_by_ddp(model: nn.Module) -> set[str]:
-    """Names of the parameters and buffers that the model tells DDP to leave alone."""
+    """Names of the parameters and buffers that the model tells DDP to ignore."""
     names: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return set(names)
 
 
 def replicated(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What all ranks must hold alike: the parameters, and the buffers that are no running statistics.
+    """What must be the same on all ranks: parameters, and buffers except running statistics.
 
-    Not those that the model's `_ddp_params_and_buffers_to_ignore` names.
+    Without the names in the model's `_ddp_params_and_buffers_to_ignore`.
     """
     ignored = ignored_by_ddp(model)
     for prefix, module in model.named_modules():
@@ -80,7 +80,7 @@ def replicated(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def checksum(parameter: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits, taken as integers: int64 scalar, the same for the same bits in whatever layout."""
+    """The sum of a tensor's elements, read as integers: int64 scalar, independent of the memory layout."""
     bits = parameter.detach().contiguous().view(-1).view(BITS[parameter.itemsize])
     return bits.sum(dtype=torch.int64)
 
@@ -88,10 +88,10 @@ def checksum(parameter: torch.Tensor) -> torch.Tensor:
 def compare_replicas(
     named: Iterable[tuple[str, torch.Tensor]], step: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Compare the parameters of all ranks with rank 0's. Sends 8 bytes a parameter to every rank. A collective call.
+    """Compare all ranks' parameters with rank 0's. Sends 8 bytes per parameter to every rank. Collective.
 
     Raises:
-        ReplicasDiffer: on every rank; it names the first parameter that differs, and the ranks on which it does.
+        ReplicasDiffer: on every rank, if they differ; it names the first such parameter, and the ranks.
     """
     names, sums = zip(*((name, checksum(parameter)) for name, parameter in named), strict=True)
     own = torch.stack(sums)

@@ -1,4 +1,4 @@
-"""What steps cost: bytes over the wire, seconds by phase."""
+"""Costs of steps: bytes over the wire, seconds by phase."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import torch
 
 @dataclass
 class Stats:
-    """One step of one rank, or several.
+    """Costs of one or more steps of one rank.
 
     Args:
-        bytes_sent: bytes of gradients that left this rank (traffic: the topology's factor of N is in it); with
+        bytes_sent: bytes of gradients that left this rank (traffic, including the topology's factor of N); with
             inside="dense", those that left its node.
         bytes_received: bytes that arrived.
-        dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent, on the same terms.
+        dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent, counted alike.
         sparsity: what the schedule asked for, 0 in a dense step.
         seconds: by phase: compress, exchange, decompress. Host clock.
-        residual_to_gradient: L2 norm of what was not sent after the step over that of the gradient in it, if it was
-            asked for. A residual that error feedback keeps in check stays at some multiple of the gradient; one that
-            grows without end, while the gradient does not shrink, says that the compressor can't carry what training
-            needs.
-        norm_seconds: what that has taken.
+        residual_to_gradient: L2 norm of the residual after the step over that of the step's gradient, if measured. If
+            error feedback works, it settles at some multiple. If it keeps growing while the gradient does not shrink,
+            the compressor sends too little.
+        norm_seconds: time of that measurement.
     """
 
     bytes_sent: int = 0
@@ -42,7 +41,7 @@ class Stats:
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     def add(self, step: Stats) -> None:
-        """Let this be the costs of one step more; sparsity and norms are those of the latest."""
+        """Add one step's costs; sparsity and norms become those of that step."""
         self.bytes_sent += step.bytes_sent
         self.bytes_received += step.bytes_received
         self.dense_bytes += step.dense_bytes
@@ -51,7 +50,7 @@ class Stats:
         self.sparsity, self.residual_to_gradient = step.sparsity, step.residual_to_gradient
 
     def since(self, earlier: Stats) -> Stats:
-        """The difference to `earlier`, of costs that were added up."""
+        """The costs since `earlier`, an earlier copy of these running sums."""
         return replace(
             self,
             bytes_sent=self.bytes_sent - earlier.bytes_sent,
@@ -70,6 +69,6 @@ class Stats:
 
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:
-    """L2 norm of all of them as one vector, in fp32; of none, 0. Waits for a GPU."""
+    """L2 norm of all tensors as one vector, in fp32; 0 for none. Waits for a GPU."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

@@ -157,11 +157,11 @@ def _norm(flats: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
 
 
 def _agreed(ranks: Ranks, finite: torch.Tensor | None, found: list[bool]) -> tuple[bool, list[bool], Flags]:
-    """Whether `finite` holds on all ranks, which differ only with shards; and all ranks' flags, after an all-reduce.
+    """What all ranks know after an all-reduce: True if the means are finite, present parameters, and flags.
 
     Args:
-        ranks: of the average.
-        finite: True if the means are finite, 0-d bool. None: not known, and not asked for.
+        ranks: of the average. With shards, their means differ.
+        finite: True if the means are finite on this rank, 0-d bool. None: not checked.
         found: True for each parameter that has a gradient on any rank; then the flags.
     """
     anywhere, flags = found[:-CALLER_FLAGS], found[-CALLER_FLAGS:]

@@ -1,4 +1,4 @@
-"""How messages travel: the options, which of them go together, and MXNet's kvstore names for some combinations.
+"""How payloads travel: the options, their valid combinations, and MXNet's kvstore names for some of them.
 
 all_gather: exchange.py. two_phase and server: two_phase.py. auto: autotune.py.
 """
@@ -19,15 +19,15 @@ RESIDUAL_DEVICES = ("device", "cpu")
 
 @dataclass(frozen=True)
 class Topology:
-    """How messages travel, and where what was not sent is kept.
+    """How payloads travel, and where residuals are kept.
 
     Args:
         name: "all_gather": every worker's payload goes to every worker. "two_phase": the gradient is divided into
-            partitions; payloads go to their owners, which send the means back, compressed again. "server": the
-            same with dense means. "auto": what a trial in the first steps finds quickest of these, or dense.
-        inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely, and are one. None:
-            dense where there are several nodes of several ranks, else compressed.
-        residual_device: where what was not sent is kept between steps: on the gradients' "device", or in "cpu" memory.
+            partitions; payloads go to the owners, which send the means back, compressed again. "server": the same with
+            dense means. "auto": a trial in the first steps chooses the fastest of these and dense steps.
+        inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely, and are one worker.
+            None: "dense" if several nodes have several ranks each, else "compressed".
+        residual_device: where residuals are kept between steps: on the gradients' "device", or in "cpu" memory.
     """
 
     name: str = "all_gather"
@@ -40,15 +40,15 @@ KVSTORES: dict[str, Topology] = {
     "dist_sync": Topology("server", "dense", "cpu"),
     "dist_sync_device": Topology("server", "dense", "device"),
 }
-"""What MXNet's kvstore types come to."""
+"""MXNet's kvstore types."""
 
 
 def resolve(topology: str, inside: str | None, residual_device: str | None, compressor: Compressor) -> Topology:
-    """The options as a `Topology`; None is the default, or what a kvstore's name says. "auto" leaves `inside` open.
+    """The options as a `Topology`. None stands for the default, or for what a kvstore's name implies.
 
     Raises:
-        ValueError: an unknown word, a kvstore's name beside an option that it stands for, or a topology that can't
-            carry this compressor's messages.
+        ValueError: if a word is unknown, an option is given that a kvstore's name implies, or the topology can't carry
+            this compressor's payloads.
     """
     options = {"inside": (inside, INSIDE), "residual_device": (residual_device, RESIDUAL_DEVICES)}
     for name, (got, allowed) in options.items():

@@ -1,7 +1,8 @@
-"""Bytes that a compressed step sends, from the compressor and the layout alone."""
+"""Bytes that a compressed step sends, computed from the compressor and the layout."""
 
 from __future__ import annotations
 
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
 from lightning_gradcomp.averaging.ranks import Ranks
@@ -11,9 +12,9 @@ from lightning_gradcomp.compressors.base import LossyCompressor
 
 
 def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> list[tuple[str, int]]:
-    """What a step exchanges without partitions, in order: ("gather", "mean" or "maximum", bytes).
+    """The messages of a step without partitions, in order: ("gather", "mean" or "maximum", bytes).
 
-    The uncompressed gradients and the flags travel with the first gather or mean, or in a gather of their own.
+    The extras travel with the first gather or mean, or in a gather of their own.
     """
     dense, flags, found = gradients.dense_layout.n, _flags(gradients), []
     for how, payload in [*compressor.messages(gradients.layout), ("finish", 0)]:
@@ -31,7 +32,7 @@ def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> lis
 
 
 def traffic(compressor: LossyCompressor, gradients: Gradients | Layouts, ranks: Ranks, topology: str) -> int:
-    """Bytes that a step sends between workers, of the rank that sends the most."""
+    """Bytes that a step sends between workers, for the rank that sends the most."""
     if topology in PARTITIONED:
         return _partitioned_traffic(compressor, gradients, ranks, dense_pull=topology == "server")
     total = 0
@@ -62,5 +63,5 @@ def _partitioned_traffic(
 
 
 def _flags(gradients: Gradients | Layouts) -> int:
-    """One that says whether the gradient is finite, one for each parameter, and the caller's two."""
-    return 3 + len(gradients.layout.names) + len(gradients.dense_layout.names)
+    """One for a finite gradient, one per parameter, and the averager's."""
+    return 1 + CALLER_FLAGS + len(gradients.layout.names) + len(gradients.dense_layout.names)

@@ -1,18 +1,27 @@
-"""Which parameters can be trained: dense ones of real numbers. A frozen one may be of any kind."""
+"""Which parameters can be trained, and the check that all ranks train the same.
+
+A parameter that trains is dense and real; a frozen one may be of any kind. The lengths of messages follow from the
+parameters that train, so these have to be the same on all ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
 from torch import nn
 
+from lightning_gradcomp.averaging.ranks import Ranks, gather
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model with gradients that can't be laid out flat in fp32.
+    """Check that gradients can be laid out flat in fp32.
 
     Raises:
-        ValueError: a complex parameter that requires a gradient, or the weight of an embedding with sparse=True.
+        ValueError: if a complex parameter requires a gradient, or the weight of an embedding with sparse=True does.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
@@ -22,3 +31,41 @@ def check_trainable(model: nn.Module) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             allowed = "sparse=False, or a weight with requires_grad=False"
             raise refusal(f"gradients of {plain_name(name)!r}", f"{type(module).__name__}(sparse=True)", allowed)
+
+
+def check_same_parameters(
+    named: Sequence[tuple[str, torch.Tensor]], trains: Sequence[bool], ranks: Ranks, device: torch.device
+) -> None:
+    """Compare with the other ranks which parameters of the model train. Collective.
+
+    Args:
+        named: name and parameter of all parameters that may train, in the model's order.
+        trains: True for each of them that trains now.
+        ranks: who exchanges.
+        device: of the messages.
+
+    Raises:
+        ValueError: on every rank, if they differ; it names a parameter, and the ranks.
+    """
+    if ranks.world == 1:
+        return
+    fingerprint = crc32(repr([(name, tuple(parameter.shape)) for name, parameter in named]).encode())
+    models = _everyones([len(named), fingerprint], ranks, device)
+    if (models != models[0]).any():
+        got = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(models[:, 0].tolist()))
+        if (models[:, 0] == models[0, 0]).all():
+            got += ", with other names, shapes or another order"
+        raise refusal("parameters of the model that an optimizer has", got, "the same on every rank")
+    masks = _everyones(list(trains), ranks, device)
+    differs = (masks != masks[0]).any(0)
+    if differs.any():
+        first = int(differs.int().argmax())
+        doing = ["is frozen", "trains"]
+        got = ", ".join(f"{doing[int(does)]} on rank {rank}" for rank, does in enumerate(masks[:, first].tolist()))
+        raise refusal(f"parameter {named[first][0]!r}", got, "the same on every rank")
+
+
+def _everyones(own: Sequence[int | bool], ranks: Ranks, device: torch.device) -> torch.Tensor:
+    """The numbers of all ranks, int64 [N, m], on the CPU."""
+    message = torch.tensor(own, dtype=torch.int64, device=device)
+    return gather(ranks.group, message.view(torch.uint8)).view(torch.int64).cpu()

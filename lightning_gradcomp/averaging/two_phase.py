@@ -29,6 +29,7 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Slice
 from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed
+from lightning_gradcomp.errors import refusal
 
 
 def split_dense(n: int, workers: int) -> list[int]:
@@ -48,8 +49,9 @@ class PartitionResidual:
 
     def __init__(self, layout: Layout, ranks: Ranks, device: torch.device) -> None:
         self.layout, self._ranks, self.device = layout, ranks, device
-        self.partitions = layout.slices(ranks.workers)
-        self.own = self.partitions[ranks.worker]
+        self.slices = layout.slices(ranks.workers)
+        """The partition of each worker."""
+        self.own = self.slices[ranks.worker]
         self.residual = torch.zeros(self.own.layout.n, dtype=torch.float32, device=device)
         self._next: torch.Tensor | None = None
         self.used = False
@@ -124,11 +126,15 @@ class TwoPhaseExchange(Exchange):
 
     def __init__(self, residual: PartitionResidual, dense_pull: bool, *exchange: Any) -> None:
         super().__init__(*exchange)
-        self.partitions = self
         self._residual, self.dense_pull = residual, dense_pull
-        self.slices: Sequence[Slice] = residual.partitions
+        self.slices: Sequence[Slice] = residual.slices
         self._dense_sizes = split_dense(self.extras.dense.numel(), self.workers)
         self._scattered, self._partition_mean = False, self.extras.dense[:0]
+
+    @property
+    def partitions(self) -> TwoPhaseExchange:
+        """Itself."""
+        return self
 
     def _frames(self, values: str, lengths: Sequence[int], carry: bool) -> list[Frame]:
         """The frames of a message per partition; with `carry`, they include the extras."""
@@ -180,7 +186,9 @@ class TwoPhaseExchange(Exchange):
         self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
         """Encode each partition for its owner, average the own partition, and encode and gather the means."""
-        assert not over_senders  # an owner's mean does not say who sent an element
+        if over_senders:
+            allowed = "False: payloads of a partition's mean do not say who sent an element"
+            raise refusal("over_senders with a topology that has partitions", True, allowed)
         partitions, own = self.slices, self._residual.own.layout
         pull = Uncompressed(self.extras.values) if self.dense_pull else codec
         with self.phase("compress"):
@@ -206,7 +214,7 @@ class TwoPhaseExchange(Exchange):
             return mean_of([applied], 1, layout.n, self.buffer), own_sent
 
 
-# A partition is empty where there are more workers than rows.
+# A partition is empty if there are more workers than rows.
 
 
 def _encode(codec: Payloads, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:

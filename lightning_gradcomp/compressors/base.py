@@ -63,8 +63,11 @@ class Collectives(Protocol):
     """The number of this one."""
     step: int
     """Steps so far, the same on all workers."""
-    partitions: Partitions | None
-    """The exchange by partitions; None: every payload goes to every worker."""
+
+    @property
+    def partitions(self) -> Partitions | None:
+        """The exchange by partitions; None: every payload goes to every worker."""
+        ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Adds the time spent inside to "compress", "exchange" or "decompress"."""

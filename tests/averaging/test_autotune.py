@@ -62,7 +62,7 @@ def test_the_run_goes_on_with_what_was_quickest(world, seconds, rounds, after, c
         assert all(what in parts[2].describe() for what in rounds[0])
         seen = timed_steps(parts, rank, clock, range(len(expected) + EACH), seconds)
         assert parts[2].autotune.outcome in parts[2].describe()
-        return seen, parts[2].topology, parts[2].autotune.outcome, weights(parts[0])
+        return seen, parts[2].summary()["topology"], parts[2].autotune.outcome, weights(parts[0])
 
     results = run_ranks(world, work)
     for seen, topology, outcome, _ in results:
@@ -257,7 +257,7 @@ def test_alone_or_dense_there_is_nothing_to_try():
 
     def work(rank, group):
         averager = GradientAverager(Table(), "fp16", process_group=group, topology="auto")
-        return averager.autotune, averager.topology, begin(group, "none")[2].autotune
+        return averager.autotune, averager.summary()["topology"], begin(group, "none")[2].autotune
 
     assert run_ranks(2, work) == [(None, "all_reduce", None)] * 2
 

@@ -61,8 +61,7 @@ def test_a_dense_step_is_one_sum_and_reports_a_rings_traffic(world):
 
 @pytest.mark.parametrize(("device", "sent"), [("cpu", 2 * 2 * 136), ("cuda", 533)])
 def test_a_short_sum_is_padded_to_equal_parts_a_ring_is_not(device, sent):
-    ranks = Ranks(None)
-    ranks.world = 3
+    ranks = Ranks(None, 3)
     assert ranks.add_traffic(400, torch.device(device)) == sent
 
 

@@ -82,8 +82,8 @@ def test_a_renamed_parameter_is_named_both_as_gone_and_as_new(make):
     with pytest.warns(UserWarning) as warned:
         averager.load_state_dict(state)
     assert sorted(str(warning.message) for warning in warned) == [
-        "The checkpoint remembers nothing of 'renamed': it did not have these parameters.",
-        "What the checkpoint remembers of 'matrix' is lost: the model has no such parameters.",
+        "The checkpoint has no state of 'renamed': it did not have these parameters.",
+        "The checkpoint's state of 'matrix' is lost: the model has no such parameters.",
     ]
     loaded = averager.state_dict()["memory"]
     for kind, parts in state["memory"].items():
@@ -118,5 +118,5 @@ def test_another_shape_is_refused_and_nothing_changes(make):
 
 
 def test_what_the_options_of_now_do_not_keep_is_named():
-    with pytest.warns(UserWarning, match="keeps as 'residual' is lost: with its options of now, nothing uses it"):
+    with pytest.warns(UserWarning, match="'residual' is lost: the current options do not use it"):
         alone(partial(quick, TernGrad)).load_state_dict(state_of(feeding_back))

@@ -194,7 +194,7 @@ def test_partition_residuals_of_another_method_go_to_the_workers():
         )
         return own / 2 + shard + ledgers[1][0] / 2 - left / 2, ledgers[1][1], shard
 
-    with pytest.warns(UserWarning, match="keeps as 'residual' is lost"):
+    with pytest.warns(UserWarning, match="'residual' is lost"):
         owed, came, shards = zip(*run_ranks(2, work), strict=True)
     assert all_equal(came) and all(shard.any() for shard in shards)
     torch.testing.assert_close(sum(owed), came[0], rtol=1e-5, atol=1e-5)

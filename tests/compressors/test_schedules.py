@@ -135,9 +135,7 @@ def test_dgc_refuses_two_warm_ups():
     with pytest.raises(ValueError, match=r"DGC.start_sparsity: got 1.5, allowed: 0 <= sparsity < 1"):
         DGC(start_sparsity=1.5)
     for epochs in ({"warmup_epochs": 1}, {"dense_epochs": 1}):
-        with pytest.raises(
-            ValueError, match=r"DGC.start_sparsity: got 0.9, allowed: None together with dense_epochs or warmup"
-        ):
+        with pytest.raises(ValueError, match=r"DGC.start_sparsity: got 0.9, allowed: None together with dense_"):
             DGC(start_sparsity=0.9, **epochs)
         with pytest.raises(ValueError, match=r"DGC.warmup_steps with (dense|warmup)_epochs: got 5, allowed: None"):
             DGC(warmup_steps=5, **epochs)

@@ -77,7 +77,8 @@ class Pair(Ranks):
 
     def __init__(self, rank, table, together):
         super().__init__(None, world=2)
-        self.rank, self.table, self.together, self.group = rank, table, together, self
+        self.rank = self.worker = rank
+        self.table, self.together, self.group = table, together, self
         self.messages = []
 
     def both(self, tensor):

@@ -1,15 +1,14 @@
-"""What a sharded model's replicas remember, in distributed checkpoints (`torch.distributed.checkpoint`).
+"""A sharded model's error feedback in distributed checkpoints (`torch.distributed.checkpoint`).
 
-Every rank writes what it remembers of its own shards. In the checkpoint, this is a tensor of the whole parameter for
-each replica, by the parameter's name, so that any other mesh can read its shards of it:
+Every rank writes the state of its own shards. The checkpoint has a tensor of the whole parameter for each replica, by
+the parameter's name, so that any other mesh can read its shards of it:
 
     whole.0.velocity.layers.1.weight     replica 0's, in the parameter's shape
-    each.0.query.layers.1.weight         what has another shape: of every shard of replica 0, [shards, ...]
+    each.0.query.layers.1.weight         state of another shape: of every shard of replica 0, [shards, ...]
 
 and state.json, beside the tensors, has the rest of `GradientAverager.state_dict()`.
 
-Where the number of replicas is another one, each starts with the mean of what all have remembered, as any other ranks
-do (checkpoint_state.py).
+If the number of replicas changes, each starts with the mean of all states, as other ranks do (checkpoint_state.py).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ REST = "state.json"
 
 
 def save_sharded_state(averager: GradientAverager, folder: str | Path) -> None:
-    """Write what all ranks remember into `folder`, which all of them see. A collective call.
+    """Write all ranks' states into `folder`, which all ranks see. Collective.
 
     Args:
         averager: of a sharded model.
-        folder: for this alone; made if it is not there.
+        folder: for nothing else; created if it does not exist.
     """
     shards, replica = _shards(averager), averager.ranks.rank
     state = averager.state_dict()
@@ -56,10 +55,10 @@ def save_sharded_state(averager: GradientAverager, folder: str | Path) -> None:
 
 
 def load_sharded_state(averager: GradientAverager, folder: str | Path) -> None:
-    """Replace what this rank remembers by what was saved in `folder`, by a mesh of any shape. A collective call.
+    """Replace this rank's state by the one in `folder`, which a mesh of any shape has saved. Collective.
 
     Raises:
-        ValueError: as `GradientAverager.load_state_dict`; and for a folder without a state.
+        ValueError: as `GradientAverager.load_state_dict`, or if the folder has no state.
     """
     try:
         rest = json.loads((Path(folder) / REST).read_text())
@@ -78,7 +77,7 @@ def load_sharded_state(averager: GradientAverager, folder: str | Path) -> None:
 def _memory(
     averager: GradientAverager, folder: str | Path, rest: Mapping[str, Any], replica: int
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Kind -> parameter name -> this rank's shard of what a replica remembered."""
+    """Kind -> parameter name -> this rank's shard of a replica's state."""
     shards = _shards(averager)
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     wanted: dict[str, torch.Tensor] = {}
@@ -107,9 +106,9 @@ def _memory(
 
 
 def whole_memory(averager: GradientAverager, memory: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """What this replica remembers, in the parameters' shapes, on the CPU; of other shapes, the first shard's.
+    """This replica's state in the parameters' shapes, on the CPU; state of other shapes is the first shard's.
 
-    A collective call of the replica's ranks.
+    Collective for the replica's ranks.
     """
     shards = _shards(averager)
     everyones: list[Any] = [None] * shards.number
@@ -131,7 +130,7 @@ def whole_memory(averager: GradientAverager, memory: Mapping[str, Mapping[str, t
 
 
 def own_memory(averager: GradientAverager, memory: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """This rank's shards of what is remembered in the parameters' shapes."""
+    """This rank's shards of a state in the parameters' shapes."""
     shards = _shards(averager)
     return {
         kind: {

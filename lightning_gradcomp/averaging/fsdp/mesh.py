@@ -1,18 +1,18 @@
-"""The mesh (replicate, shard) of sharded models: how many replicas there are, and how many ranks have one together."""
+"""The mesh (replicate, shard) of sharded models: the number of replicas, and of shards per replica."""
 
 from __future__ import annotations
 
 from lightning_gradcomp.errors import refusal
 
 MESH = ("replicate", "shard")
-"""The names of its dimensions."""
+"""Names of the mesh's dimensions."""
 
 
 def mesh_shape(replicate: int | str, shard: int | str, nodes: int, per_node: int) -> tuple[int, int]:
-    """(replicas, shards of each). "auto" is what the other leaves; both: a replica a node.
+    """(replicas, shards per replica). "auto" follows from the other one; if both are "auto", a node is a replica.
 
     Raises:
-        ValueError: sizes that are not those of a mesh of all ranks.
+        ValueError: if the product is not the number of ranks.
     """
     world = nodes * per_node
     if isinstance(replicate, str) and isinstance(shard, str):

@@ -1,15 +1,15 @@
-"""FSDP2's sharded models as plain tensors: where a rank's shards enter a compressed step, and where they leave it.
+"""FSDP2's sharded models as plain tensors: how a rank's shards enter a compressed step, and leave it.
 
 The parameters of a module that `torch.distributed.fsdp.fully_shard` has prepared are DTensors over the ranks of a
-replica, and so are their gradients, after backward, and what the optimizer keeps of them. A compressed step knows plain
-tensors alone. `Shards` has one for each shard of this rank, which shares its memory, and an optimizer of theirs:
+replica. So are their gradients after backward, and the optimizer's state. A compressed step works on plain tensors.
+`Shards` has a plain parameter for each shard of this rank, which shares its memory, and an optimizer of these:
 
-    enter    p.grad and optimizer.state[p], DTensors     ->  those of the plain parameters and of their optimizer
-             the step: collect, compensate, encode, exchange (with the ranks that hold the same shard elsewhere), ...
-    leave    what the step has made of them              ->  DTensors again
+    enter    p.grad and optimizer.state[p], DTensors  ->  plain gradients and plain optimizer state
+             the step: compensate, encode, exchange (with the ranks that hold the same shard of other replicas), ...
+    leave    the step's gradients and state           ->  DTensors again
 
-Whole tensors exist nowhere: every rank compresses, remembers and applies what belongs to its own shards. A parameter of
-which this rank's shard is empty takes no part here; other ranks have it.
+Whole tensors are never built: every rank compresses its own shards, and keeps their residuals. Parameters of which this
+rank has an empty shard are left out.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lightning_gradcomp.errors import refusal
 
 Shape = tuple[int, ...]
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Those whose momentum a compressor may own."""
+"""Optimizers whose momentum a compressor may own."""
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` has prepared the model.
+    """True if `fully_shard` has prepared the model.
 
     Raises:
-        ValueError: a model of the first FSDP.
+        ValueError: if the model uses FSDP1.
     """
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise refusal("model", "FullyShardedDataParallel (FSDP1)", "one prepared by torch.distributed.fsdp.fully_shard")
@@ -48,14 +48,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the parameters be shards. A forward pass without a backward leaves whole ones, which FSDP would use again."""
+    """Free whole parameters. A forward pass without a backward leaves them, and FSDP would use them again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: its part of a DTensor, sharing its memory."""
+    """This rank's part of a DTensor, sharing its memory; any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -70,7 +70,7 @@ class Sharding:
     number: int
 
     def shape(self, whole: Shape, shard: int) -> Shape:
-        """The shape of a shard of a tensor of this shape."""
+        """The shape of a shard of a tensor of shape `whole`."""
         size = whole[self.dim]
         part = -(-size // self.number)
         own = max(0, min(size, (shard + 1) * part) - shard * part)
@@ -85,7 +85,7 @@ class Shards:
         optimizer: of the model's parameters, if it is known.
 
     Raises:
-        ValueError: parameters that are not sharded, or over several dimensions, or kept in CPU memory.
+        ValueError: if parameters are not sharded, are sharded over several dimensions, or are in CPU memory.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -96,24 +96,24 @@ class Shards:
         """The ranks of this replica, each with its own shards."""
         self.number, self.rank = self.group.size(), self.group.rank()
         self.whole_shapes = {name: tuple(parameter.shape) for name, parameter in every}
-        """Shape of every parameter, as if it were not sharded."""
+        """Shape of every whole parameter."""
         self.shardings = {name: Sharding(_dim(p), self.number) for name, p in every}
         self._wholes = [(name, p) for name, p in every if p.to_local().numel()]
         self._empty = [(name, p) for name, p in every if not p.to_local().numel()]
         with torch.no_grad():
             self.named = [(name, nn.Parameter(p.to_local(), p.requires_grad)) for name, p in self._wholes]
-        """Name and shard of every parameter of which this rank has one."""
+        """Name and shard of every parameter of which this rank's shard is not empty."""
         self._shard_of = {id(whole): own for (_, whole), (_, own) in self._pairs()}
         self._whole_of = {id(own): whole for (_, whole), (_, own) in self._pairs()}
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """id of a DTensor that `leave` has made -> it, and its local part."""
+        """id of a DTensor that `leave` has made -> the DTensor and its local part."""
         self.use_optimizer(optimizer)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Another optimizer steps the model's parameters from now on."""
         self._real = optimizer
         self.optimizer: torch.optim.Optimizer | None = None
-        """The user's optimizer, as if it had these parameters."""
+        """An optimizer of the plain parameters with the user's options."""
         if type(optimizer) in OPTIMIZERS and self.named:
             make: Any = type(optimizer)
             self.optimizer = make(self._groups(optimizer))
@@ -122,31 +122,30 @@ class Shards:
         return zip(self._wholes, self.named, strict=True)
 
     def whole_of(self, own: torch.Tensor) -> nn.Parameter:
-        """The model's parameter of which `own` is the shard."""
+        """The model's parameter whose shard is `own`."""
         return self._whole_of[id(own)]
 
     @property
     def trainable(self) -> set[str]:
-        """Names of the parameters that require a gradient at this moment, on whichever rank."""
+        """Names of the parameters that require a gradient at present, on any rank of the replica."""
         return {name for name, parameter in [*self._wholes, *self._empty] if parameter.requires_grad}
 
     def shapes_on(self, shard: int) -> dict[str, Shape]:
-        """Shape of every parameter's shard on that rank of a replica. The first shards are the largest ones."""
+        """Shape of every parameter's shard on a rank of the replica. The first shards are the largest."""
         return {name: self.shardings[name].shape(shape, shard) for name, shape in self.whole_shapes.items()}
 
     # Into a step and out of it
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, `named` and `optimizer` have the gradients and the state of the model's; afterwards, it is the other
-        way round."""
+        """Inside, `named` and `optimizer` have the model's gradients and optimizer state; at the end they go back."""
         self.enter()
         yield
         self.leave()
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Take over memory, gradients and the optimizer's state from the model."""
+        """Take memory, gradients and the optimizer's state from the model."""
         known, self._known = self._known, {}
         for (_, whole), (_, own) in self._pairs():
             own.data = whole.to_local()  # loading a state may have moved it
@@ -161,7 +160,7 @@ class Shards:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Hand gradients and the optimizer's state back to the model, whatever the step has made of them."""
+        """Give gradients and the optimizer's state back to the model."""
         entered = {id(own): (whole, own) for whole, own in self._known.values()}
         for (_, whole), (_, own) in self._pairs():
             whole.grad = None if own.grad is None else self._whole(own.grad, whole, entered)
@@ -175,7 +174,7 @@ class Shards:
                     held.update(made)
 
     def _local(self, value: Any, known: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """The local part of a DTensor: the same object as long as the DTensor is the same."""
+        """The local part of a DTensor: the same object as long as the DTensor is the same object."""
         if not isinstance(value, DTensor):
             return value
         own = known[id(value)][1] if id(value) in known else value.to_local()
@@ -183,7 +182,7 @@ class Shards:
         return own
 
     def _whole(self, value: Any, like: DTensor, entered: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """The DTensor whose local part is `value`; what is not of a shard's shape is no part of one."""
+        """The DTensor whose local part is `value`. A value without the shard's shape is returned as it is."""
         if id(value) in entered:
             return entered[id(value)][0]
         if not isinstance(value, torch.Tensor) or value.shape != like.to_local().shape:
@@ -193,7 +192,7 @@ class Shards:
         return whole
 
     def whole(self, own: torch.Tensor, like: DTensor) -> DTensor:
-        """A DTensor that is divided as `like`, and of which this rank has `own`."""
+        """A DTensor sharded as `like`, with `own` as this rank's part."""
         shape, stride = like.shape, like.stride()
         return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
@@ -201,8 +200,12 @@ class Shards:
     def whole_state(
         self, kept: Mapping[nn.Parameter, Mapping[str, torch.Tensor]], chosen: Container[str]
     ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """An optimizer's state of those of `named` that are `chosen` as that of the model's parameters; with the same
-        keys for those of which this rank's shard is empty."""
+        """The state of plain parameters as that of the model's parameters.
+
+        Args:
+            kept: parameter of `named` -> torch's name -> tensor.
+            chosen: names of the compressed parameters. Empty shards of these get the same keys.
+        """
         found, keys = {}, next(iter(kept.values()), {})
         for name, like in self._empty:
             if name in chosen and like.requires_grad:
@@ -220,17 +223,17 @@ class Shards:
         return {name: tuple(own.shape) for name, own in self.named}
 
     def has_shape(self, name: str, part: torch.Tensor) -> bool:
-        """Whether `part` has the shape of this rank's shard of the parameter."""
+        """True if `part` has the shape of this rank's shard of the parameter."""
         return self.here.get(name) == tuple(part.shape)
 
     def divided(self, name: str, part: torch.Tensor) -> DTensor:
-        """A tensor of the parameter's shape, of which this rank has `part`."""
+        """A DTensor of the parameter's shape, with `part` as this rank's part."""
         shape, placement = torch.Size(self.whole_shapes[name]), Shard(self.shardings[name].dim)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
 
     def stacked(self, part: torch.Tensor) -> DTensor:
-        """One row for each rank of the replica: [shards, *shape of part]."""
+        """A DTensor with a row per rank of the replica: [shards, *shape of part]."""
         return DTensor.from_local(part.unsqueeze(0), self.mesh, [Shard(0)], run_check=False)
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -239,7 +242,7 @@ class Shards:
         start = self.rank * -(-whole.shape[sharding.dim] // self.number)
         return whole.narrow(sharding.dim, start, self.here[name][sharding.dim]).clone()
 
-    # What an optimizer sees
+    # The plain optimizer
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
         groups = optimizer.param_groups
@@ -250,7 +253,7 @@ class Shards:
 
 
 def _checked(name: str, parameter: torch.Tensor) -> DTensor:
-    """The parameter; ValueError for one that is no shard, or not divided as `fully_shard` does with one dimension."""
+    """The parameter. Raises ValueError if it is not sharded as `fully_shard` does with a mesh of one dimension."""
     what, allowed = f"parameter {name!r}", "one that fully_shard(model, mesh=mesh['shard']) has prepared"
     if not isinstance(parameter, DTensor):
         raise refusal(what, "a tensor that is not sharded, in a model that is", allowed)
@@ -264,12 +267,15 @@ def _checked(name: str, parameter: torch.Tensor) -> DTensor:
 
 
 def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: Topology) -> None:
-    """ValueError for another group than that of the replicas of these shards, and for what shards can't do.
+    """Check the process group and the topology of a sharded model.
 
     Args:
         shards: of the model.
         group: as it was given to the averager.
-        topology: how messages are to travel.
+        topology: how payloads travel.
+
+    Raises:
+        ValueError: if the group is not that of the shards' replicas, or shards can't use the topology.
     """
     what, allowed = "process_group with a sharded model", "that of the replicate dimension: mesh.get_group('replicate')"
     if group is None and dist.get_world_size() > shards.number:
