@@ -65,7 +65,7 @@ def log2_choose(n: int, k: int) -> float:
 
 def kept(compressor: lgc.LossyCompressor, gradients: Gradients) -> int:
     """How many entries a sparse method sends; 0 for the others."""
-    density = 1 - compressor.final_sparsity
+    density = 1 - (compressor.final_sparsity or 0.0)
     if isinstance(compressor, lgc.DGC):
         return count_each(gradients.layout, density)
     return count(gradients.layout.n, density) if isinstance(compressor, lgc.GradientDropping) else 0

@@ -26,6 +26,7 @@ from docs.pictures import BLUE, GREEN, GREY, ORANGE, Picture
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
@@ -118,7 +119,7 @@ def on_digits() -> Training:
 class OneRank:
     """The `Collectives` of a rank that is alone: what it sends is what it receives."""
 
-    workers, worker, shards, dense_pull = 1, 0, None, False
+    workers, worker, partitions = 1, 0, None
 
     def __init__(self, n: int, step: int = 0) -> None:
         self.step, self._n = step, n
@@ -135,8 +136,8 @@ class OneRank:
     maximum = mean
 
     def mean_of_payloads(self, codec: Any, flat: torch.Tensor, layout: Layout, **options: Any) -> tuple[Decoded, ...]:
-        payload, sent = codec.encode(flat, layout)
-        return codec.decode(payload, layout), sent
+        payload, sent = codec.pack(flat, layout)
+        return codec.unpack(payload, layout), sent
 
 
 class Sender:
@@ -150,14 +151,15 @@ class Sender:
 
     def __init__(self, compressor: Any, weight: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.compressor, self.layout = compressor, Layout.of([("weight", weight)])
-        self.state = compressor.state(self.layout, weight.device, optimizer)
+        self.state = ErrorFeedback(self.layout, weight.device, compressor.state_for(optimizer))
         self.state.attach(optimizer, [weight], shares_moments=False)
         self._out, self._steps = torch.zeros(self.layout.n), 0
 
     def send(self, gradient: torch.Tensor) -> torch.Tensor:
         """What the others receive of this gradient and of what was left of earlier ones."""
         self.state.compensate(LocalGradient.of(gradient.reshape(-1), self.layout), self._out)
-        _, sent = self.compressor.average(self._out, self.layout, OneRank(self.layout.n, self._steps), self.state)
+        alone = OneRank(self.layout.n, self._steps)
+        _, sent = self.compressor.average(self._out, self.layout, alone, self.state.update)
         arrived = torch.zeros(self.layout.n)
         sent.add_to(arrived)
         self.state.subtract(sent)
@@ -245,7 +247,7 @@ def quantised(name: str, compressor: Any) -> Callable[[Training], Shown]:
             words = f"{low} to {high}" if low != high else "exactly 0"
             words = {-9: "below -2", 2: "above 2"}.get(low, words)
             table.append([words, *(f"{share:.1f} %" for share in shares)])
-        fate = "which stays in the residual" if compressor.remembers(None) is lgc.Residual else "which averages out"
+        fate = "which stays in the residual" if compressor.state_for(None).kind is not None else "which averages out"
         lost = error(arrived, gradient)
         title = f"{sender.bits:.2f} bits an element; the error is {lost:.0f} % of the gradient, {fate}"
         return Shown(title, table, {name: data})
@@ -275,7 +277,7 @@ def sparse(training: Training) -> Shown:
         compressor = lgc.GradientDropping(sparsity=1 - share)
         energies = []
         for each in (flat, normal):
-            sent = compressor.encode(each, layout)[1].values
+            sent = compressor.pack(each, layout)[1].values
             energies.append(100 * float(sent.square().sum() / each.square().sum()))
         data.append([figure(100 * share), *map(figure, energies)])
         ratio = 4 * layout.n / compressor.payload_bytes(layout)
@@ -350,7 +352,7 @@ def density(training: Training) -> Shown:
     for rank in range(max(RANKS)):
         flat, layout = training.matrices(training.done + rank)
         for share, found in chosen.items():
-            found.append(lgc.GradientDropping(sparsity=1 - share).encode(flat, layout)[1].indices)
+            found.append(lgc.GradientDropping(sparsity=1 - share).pack(flat, layout)[1].indices)
     kinds = [f"{100 * share:g} % each, {what}" for share in DENSITIES for what in ("measured", "formula")]
     table: Table = [["ranks", *kinds]]
     data: Table = [["ranks", "share_percent", "measured_percent", "formula_percent"]]
@@ -385,7 +387,8 @@ def powersgd(training: Training) -> Shown:
         if rank > min(gradient.shape):
             continue
         compressor, layout = lgc.PowerSGD(rank=rank), Layout.of([("weight", gradient)])
-        state, errors = compressor.state(layout, gradient.device), []
+        state, errors = compressor.state_for(None), []
+        state.start(layout, gradient.device)
         for _ in range(ITERATIONS):
             sent = compressor.average(gradient.reshape(-1), layout, OneRank(layout.n), state)[1]
             state.queries = state.next_queries  # the warm start: this step's factor begins the next step

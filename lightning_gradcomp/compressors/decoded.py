@@ -33,11 +33,11 @@ class Sparse:
         flat.index_fill_(0, self.indices, 0)
 
     def finite(self) -> torch.Tensor:
-        """Whether all values are: 0-d bool."""
+        """True if all values are finite: 0-d bool."""
         return all_finite(self.values)
 
     def only(self, keep: torch.Tensor) -> KeptSparse:
-        """The entries for which `keep` (bool [k]) is set. Their number is not asked for: a GPU's host would wait."""
+        """The entries that `keep` (bool [k]) marks. Their number stays unknown: a GPU's host would wait for it."""
         return KeptSparse(self.indices, torch.where(keep, self.values, 0), keep)
 
 
@@ -71,13 +71,13 @@ class Dense:
         flat.zero_()
 
     def finite(self) -> torch.Tensor:
-        """Whether all values are: 0-d bool."""
+        """True if all values are finite: 0-d bool."""
         return all_finite(self.values)
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """A value for each element of a flat buffer, decoded anew, a chunk at a time, whenever it is needed.
+    """A value for each element of a flat buffer, decoded again, one chunk at a time, whenever it is needed.
 
     Decoding is quick, and so is adding a chunk that is still in the processor's cache; a second buffer as large as the
     first would cost more than both.
@@ -85,7 +85,7 @@ class Chunked:
     Args:
         chunks: (start, stop) of each chunk; together they cover the buffer.
         values: from the number of a chunk to its values, fp32 [stop - start].
-        is_finite: whether all values are (0-d bool), for a mean, which is checked before it is applied.
+        is_finite: for a mean, which is checked before it is applied: True if all values are finite, 0-d bool.
     """
 
     chunks: Sequence[tuple[int, int]]
@@ -107,7 +107,7 @@ class Chunked:
         flat.zero_()
 
     def finite(self) -> torch.Tensor:
-        """Whether all values are: 0-d bool."""
+        """True if all values are finite: 0-d bool."""
         assert self.is_finite is not None
         return self.is_finite
 
@@ -168,7 +168,7 @@ def locate(places: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, tu
 
 
 MERGE_COST = 30
-"""Merging takes as long for each index that a worker sent as a dense mean takes for so many elements of a buffer."""
+"""Cost of merging one index, in units of one element of a dense mean."""
 
 
 def merge(indices: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,6 +244,6 @@ def probe(flat: torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(flat: torch.Tensor) -> torch.Tensor:
-    """Whether `flat` has no NaN or infinity: 0-d bool, on its device."""
+    """True if `flat` has no NaN or infinity: 0-d bool, on its device."""
     finite = probe(flat).isfinite()
     return finite if flat.is_cuda or finite else flat.isfinite().all()

@@ -1,4 +1,4 @@
-"""Where each parameter is in the flat buffers, and how those are cut into chunks and shards."""
+"""Where each parameter is in the flat buffers, and how those are cut into chunks and slices."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Layout:
         """A flat buffer from name -> tensor; 0 where a name is missing.
 
         Raises:
-            ValueError: a tensor whose shape is not the parameter's.
+            ValueError: if the shape of a tensor is not its parameter's.
         """
         flat = torch.zeros(self.n, dtype=torch.float32, device=device)
         for name, shape, view in zip(self.names, self.shapes, self.views(flat), strict=True):

@@ -47,8 +47,7 @@ class LocalGradient:
     """The gradients of a layout's parameters in fp32, without the loss scale.
 
     Args:
-        parts: each parameter's gradient, 1-D, on a CPU, of any floating-point type; None where there is none, which
-            counts as 0.
+        parts: each parameter's gradient, 1-D, on a CPU, of any floating-point type; None counts as 0.
         layout: the parameters.
         scale: the loss scale that is in `parts`.
     """
@@ -132,7 +131,7 @@ class LocalGradient:
 
     @property
     def finite(self) -> torch.Tensor:
-        """Whether everything that was read is: 0-d bool, on the gradients' device."""
+        """True if everything that was read is finite: 0-d bool, on the gradients' device."""
         finite = torch.stack(self._probes).isfinite().all()
         if finite.is_cuda or finite:
             return finite

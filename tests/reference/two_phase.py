@@ -2,12 +2,12 @@
 
 import torch
 
-from lightning_gradcomp.compressors.base import TensorCodec
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.local_gradient import LocalGradient
+from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 
 CPU = torch.device("cpu")
 

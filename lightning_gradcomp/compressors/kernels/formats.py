@@ -20,7 +20,7 @@ BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int2": 2}
 
 
 def check_format(what: str, values: str) -> None:
-    """ValueError unless `values` is the name of a format."""
+    """Raises ValueError unless `values` is the name of a format."""
     if values not in BITS:
         raise refusal(what, values, ", ".join(repr(name) for name in BITS))
 
