@@ -31,6 +31,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import Stats
 from lightning_gradcomp.averaging.faults import (
@@ -427,9 +428,11 @@ class UnwrappedStrategy(DDPBase):
     no_sync_batchnorm = "it waits for the network in each forward"
 
     def _check_ddp_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError for an option that DDP alone would use."""
+        """Raise ValueError for an option that DDP alone would use. LightningCLI passes all of them, with defaults."""
+        known = inspect.signature(DistributedDataParallel).parameters
+        ddp = [name for name, value in self._ddp_kwargs.items() if name not in known or value != known[name].default]
         averaging = [name for name in ("ddp_comm_hook", "model_averaging_period") if options.get(name) is not None]
-        if used := [*self._ddp_kwargs, *averaging]:
+        if used := [*ddp, *averaging]:
             raise refusal(f"{type(self).__name__}(...)", ", ".join(used), "no options of DDP, which is not used")
 
     def configure_ddp(self) -> None:
