@@ -145,9 +145,7 @@ def method(name: str, optimizer: str, model: nn.Module, period: int = 8) -> Meth
     return Method(step, averager)
 
 
-def _stepping(
-    model: nn.Module, steps: torch.optim.Optimizer | lgc.GradientAverager | lgc.DelayedAverager
-) -> Step:
+def _stepping(model: nn.Module, steps: torch.optim.Optimizer | lgc.GradientAverager | lgc.DelayedAverager) -> Step:
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         forward_backward(model, images, labels)
         steps.step()
@@ -163,9 +161,7 @@ def rounds(
         pace = {"period": period, "delay": period if kind == "sparseloco-late" else 0}
         return lgc.DelayedAverager(model, optimizer, **{**lgc.SPARSELOCO, **pace})
     delay = {"local": 0, "dga": period, "auto": "auto"}[kind]
-    return lgc.DelayedAverager(
-        model, optimizer, compressor(codec) if codec else "none", period=period, delay=delay
-    )
+    return lgc.DelayedAverager(model, optimizer, compressor(codec) if codec else "none", period=period, delay=delay)
 
 
 def hsdp(name: str, optimizer: str, model: nn.Module) -> Method:

@@ -275,7 +275,9 @@ def main() -> None:
         print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")
         print(f"{arguments.optimizer}, N={dist.get_world_size()}, {report.machine()}")
         print(report.table(head, [[each.get(column, "") for column in head] for each in rows]))
-        errors = [model_ms[each.method] / each.ms - 1 for each in lines if each.method in model_ms.keys() - {COMPUTATION}]
+        errors = [
+            model_ms[each.method] / each.ms - 1 for each in lines if each.method in model_ms.keys() - {COMPUTATION}
+        ]
         if errors:
             print(f"median absolute error, without computation alone: {100 * median(map(abs, errors)):.1f} %")
         if arguments.record:

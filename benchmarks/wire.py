@@ -1,16 +1,13 @@
 """Bytes of one compressed step: by network and method, and as ranks are added, by formula and as measured.
 
-    python -m benchmarks.wire                    # half a minute; beside the entropy bound and what the papers report
+    python -m benchmarks.wire                    # half a minute; beside what the papers report
     python -m benchmarks.wire --ranks 2,4,8,32,64 --measured 2,4,8   # about two minutes
 
 The lengths of messages follow from shapes and options alone. --ranks prints MB by topology and number of ranks. With
 --measured, as many processes of this machine send one compressed step of random gradients, and the rank that sent the
 most is compared with the formula.
 
-The bound is what an ideal code for a random set of k of n positions would need: log2 C(n, k) bits, with the values and
-the uncompressed tensors as they are written. Methods whose codes have a fixed length, and low rank, have no such bound.
-
-Private: the byte formulas of `averaging` and `compressors/kernels`, as docs/tables.py.
+Private: the byte formulas of `averaging`, as in docs/tables.py.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
-from math import lgamma, log
 from pathlib import Path
 
 import torch
@@ -33,8 +29,6 @@ from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.averaging.workers import Ranks, dense_traffic
-from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes
-from lightning_gradcomp.compressors.kernels.topk import count, count_each
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "ResNet-18, 32x32, 10 classes": partial(resnet18, channels=3, classes=10),
@@ -66,38 +60,24 @@ PUBLISHED = {
 TOPOLOGIES = ("all_gather", "two_phase", "server")
 
 
-def log2_choose(n: int, k: int) -> float:
-    """log2 of the number of ways to choose k of n."""
-    return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2)
-
-
-def kept(compressor: lgc.Lossy, gradients: Gradients) -> int:
-    """How many entries a sparse method sends; 0 for the others."""
-    density = 1 - compressor.final_sparsity
-    if isinstance(compressor, lgc.DGC):
-        return count_each(gradients.layout, density)
-    return count(gradients.layout.n, density) if isinstance(compressor, lgc.GradientDropping) else 0
-
-
 def sent(compressor: lgc.Lossy, gradients: Gradients, world: int, topology: str) -> int:
     """Bytes of a step after the warm-up, of the rank that sends the most."""
     return traffic(compressor.at(compressor.final_sparsity), gradients, Ranks(None, world), topology)
 
 
 def row(name: str, method: str, compressor: lgc.Lossy, model: torch.nn.Module) -> list[str]:
-    """One step at N=2: bytes, ratio to dense, index bits an entry and their entropy, distance to the bound."""
-    gradients, index, above = Gradients(model, compressor), "", ""
-    n, step = gradients.layout.n, sent(compressor, gradients, 2, "all_gather")
-    if k := kept(compressor, gradients):
-        bits, entropy = 8 * index_bytes(n, k) / k, log2_choose(n, k) / k
-        index, above = f"{bits:.2f} ({entropy:.2f})", f"{step / (step - k * (bits - entropy) / 8) - 1:.1%}"
+    """One step at N=2."""
+    gradients = Gradients(model, compressor)
+    step = sent(compressor, gradients, 2, "all_gather")
     ratio = dense_traffic(gradients.nbytes, 2) / step
-    return [name, method, f"{step:,}", f"{ratio:.0f}x", index, above, PUBLISHED.get((method, name.split(",")[0]), "")]
+    return [name, method, f"{step:,}", f"{ratio:.0f}x", PUBLISHED.get((method, name.partition(",")[0]), "")]
 
 
 def by_ranks(arguments: argparse.Namespace) -> None:
     """Prints MB by number of ranks, and bytes as measured beside those of the formula."""
-    worlds, measured = ([int(world) for world in words.split(",") if world] for words in (arguments.ranks, arguments.measured))
+    worlds, measured = (
+        [int(world) for world in words.split(",") if world] for words in (arguments.ranks, arguments.measured)
+    )
     model = methods.network(arguments.model)
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     found = {("dense ring all-reduce", ""): {world: dense_traffic(num_bytes, world) for world in worlds}}
@@ -110,7 +90,9 @@ def by_ranks(arguments: argparse.Namespace) -> None:
     for world in measured:
         words = ["--model", arguments.model, "--methods", arguments.methods]
         for method, topology, size in result(local(world), __spec__.name, *words)[0]:
-            print(f"{method} by {topology}, N={world}: {size:,} measured, {found[method, topology][world]:,} by formula")
+            print(
+                f"{method} by {topology}, N={world}: {size:,} measured, {found[method, topology][world]:,} by formula"
+            )
     rows = [
         [f"`{name}` by {topology}" if topology else name, *(f"{size / 1e6:.2f}" for size in sizes.values())]
         for (name, topology), sizes in found.items()
@@ -156,7 +138,7 @@ def main() -> None:
     elif arguments.ranks:
         by_ranks(arguments)
     else:
-        head = ["network", "method", "bytes", "ratio", "index bits (entropy)", "above the bound", "published"]
+        head = ["network", "method", "bytes", "ratio", "published"]
         made = ((name, make()) for name, make in MODELS.items())
         print(report.table(head, [row(name, *each, model) for name, model in made for each in METHODS.items()]))
 
