@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
@@ -60,3 +60,11 @@ def read(path: Path, cls: type[Line]) -> list[Line]:
 def write(path: Path, lines: Iterable[Any]) -> None:
     """All lines, of one or more."""
     pd.DataFrame(list(lines), dtype=object).to_csv(path, index=False, lineterminator="\n")
+
+
+def record(path: Path, new: Sequence[Any], key: Callable[[Any], Any]) -> list[Any]:
+    """Adds lines, which replace earlier ones with the same key. Returns all lines, sorted by it."""
+    by_key = {key(each): each for each in [*read(path, type(new[0])), *new]}
+    lines = [by_key[each] for each in sorted(by_key)]
+    write(path, lines)
+    return lines

@@ -283,10 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", help="folders; runs are found however deep they lie in them")
     new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
-    by_run = {_identity(each): each for each in [*read_csv(), *new]}
-    results = [by_run[run] for run in sorted(by_run)]
-    report.write(CSV, results)
-    print(folds(results))
+    print(folds(report.record(CSV, new, _identity) if new else read_csv()))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 -m benchmarks.step_time --methods compute,ddp,dgc,powersgd
     python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000  # step_times.csv
     python -m benchmarks.link --rate-mbit 1000 --delay-ms 25 -- \
-python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model small --span 24 --steps 1  # latency.csv
+python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model small --span 24  # latency.csv
     python -m benchmarks.link --ranks-per-node 2 --rate-mbit 1000 -- python -m benchmarks.step_time \
 --methods hsdp,hsdp+dgc,hsdp+powersgd,ddp --model torchvision.swin_t --optimizer adamw --size 64 --batch 4
     python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --plan \
@@ -26,7 +26,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -43,6 +42,9 @@ METHODS = "compute,ddp,fp16_hook,powersgd_hook," + ",".join(
     f"{method}@all_gather" for method in ("dgc", "gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
 )
 PHASES = ("compress", "exchange", "decompress")
+COLUMNS = ("method", "ms a step (lowest to highest turn)", "to computation", "of it " + ", ".join(PHASES), "K, D")
+COLUMNS += ("bytes sent a step", "bytes a node sends a step", "modelled ms", "error")
+"""Those without words are left out."""
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 CPU = torch.device("cpu")
 
@@ -74,12 +76,6 @@ class StepTime:
 def read_csv() -> list[StepTime]:
     """All lines."""
     return report.read(CSV, StepTime)
-
-
-def record(new: Iterable[StepTime]) -> None:
-    """Add lines; one replaces an earlier one of the same link and method."""
-    by_method = {(each.rate_mbit, each.method): each for each in [*read_csv(), *new]}
-    report.write(CSV, [by_method[key] for key in sorted(by_method)])
 
 
 def table() -> str:
@@ -136,10 +132,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[list[Span]]]:
     found: dict[str, list[list[Span]]] = {name: [] for name in trained}
     for turn in range(arguments.turns + 1):
         for name, method in trained.items():
-            length = method.period * math.ceil(arguments.span / method.period)
-            for _ in range(method.period if method.period > 1 else 0):
+            length, rounds = method.period * math.ceil(arguments.span / method.period), method.period > 1
+            for _ in range(method.period if rounds else 0):
                 method.step(images, labels)
-            spans = [span(method, length, images, labels) for _ in range(arguments.steps)]
+            spans = [span(method, length, images, labels) for _ in range(1 if rounds else arguments.steps)]
             if turn:  # the first is for buffers, buckets and caches
                 found[name].append(spans)
         if rank == 0:
@@ -226,26 +222,22 @@ def step_times(found: dict[str, list[list[Span]]], rate_mbit: int) -> list[StepT
 
 
 def row(each: StepTime, turns: list[list[Span]], model_ms: float | None) -> dict[str, str]:
-    """A method's, for the screen: column -> words."""
+    """A method's, for the screen: one of COLUMNS -> words."""
     medians = [median(span.ms for span in turn) for turn in turns]
-    words = {
-        "method": each.method,
-        "ms a step (lowest to highest turn)": f"{each.ms:.1f} ({min(medians):.1f} to {max(medians):.1f})",
-        "to computation": f"{each.ms / each.compute_ms:.2f}x",
-    }
-    if each.compress_ms is not None:
-        phases = f"{each.compress_ms:.0f}, {each.exchange_ms:.0f}, {each.decompress_ms:.0f}"
-        words["of it " + ", ".join(PHASES)] = phases
-    if each.bytes_sent is not None:
-        words["bytes sent a step"] = f"{each.bytes_sent:,}"
-    if turns[-1][-1].pace is not None:
-        words["K, D"] = f"{turns[-1][-1].pace[0]}, {turns[-1][-1].pace[1]}"
-    if turns[0][0].crossed is not None:
-        crossed = median(span.crossed or 0 for turn in turns for span in turn)
-        words["bytes a node sends a step"] = f"{crossed:,.0f}"
-    if model_ms is not None:
-        words |= {"modelled ms": f"{model_ms:.1f}", "error": f"{100 * (model_ms / each.ms - 1):+.1f} %"}
-    return words
+    phases, sent, pace = each.compress_ms is not None, each.bytes_sent, turns[-1][-1].pace
+    crossed = median(span.crossed or 0 for turn in turns for span in turn)
+    words = [
+        each.method,
+        f"{each.ms:.1f} ({min(medians):.1f} to {max(medians):.1f})",
+        f"{each.ms / each.compute_ms:.2f}x",
+        f"{each.compress_ms:.0f}, {each.exchange_ms:.0f}, {each.decompress_ms:.0f}" if phases else "",
+        f"{pace[0]}, {pace[1]}" if pace else "",
+        f"{sent:,}" if sent is not None else "",
+        f"{crossed:,.0f}" if crossed else "",
+        f"{model_ms:.1f}" if model_ms else "",
+        f"{100 * (model_ms / each.ms - 1):+.1f} %" if model_ms else "",
+    ]
+    return dict(zip(COLUMNS, words, strict=True))
 
 
 def main() -> None:
@@ -255,8 +247,8 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="sgd")
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
-    parser.add_argument("--steps", type=int, default=5, help="spans a turn, each of one step or of --span steps")
-    parser.add_argument("--span", type=int, default=1, help="steps that are timed together; with rounds, whole rounds")
+    parser.add_argument("--steps", type=int, default=5, help="spans a turn; with rounds, one")
+    parser.add_argument("--span", type=int, default=1, help="steps that are timed together; with rounds, whole ones")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--period", type=int, default=8, help="K of rounds; of auto, the least")
     parser.add_argument("--plan", action="store_true", help="compare with the steps that gradcomp plan models")
@@ -271,17 +263,17 @@ def main() -> None:
     if dist.get_rank() == 0:
         lines = step_times(found, arguments.record or 0)
         rows = [row(each, found[each.method], model_ms.get(each.method)) for each in lines]
-        head = list(dict.fromkeys(column for each in rows for column in each))
+        head = [column for column in COLUMNS if any(each[column] for each in rows)]
         print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")
         print(f"{arguments.optimizer}, N={dist.get_world_size()}, {report.machine()}")
-        print(report.table(head, [[each.get(column, "") for column in head] for each in rows]))
+        print(report.table(head, [[each[column] for column in head] for each in rows]))
         errors = [
             model_ms[each.method] / each.ms - 1 for each in lines if each.method in model_ms.keys() - {COMPUTATION}
         ]
         if errors:
             print(f"median absolute error, without computation alone: {100 * median(map(abs, errors)):.1f} %")
         if arguments.record:
-            record(lines)
+            report.record(CSV, lines, lambda each: (each.rate_mbit, each.method))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # late rounds are still being exchanged, which may take minutes

@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -77,10 +77,9 @@ def read_csv() -> list[WholeRun]:
     return report.read(CSV, WholeRun)
 
 
-def record(new: Iterable[WholeRun]) -> None:
+def record(new: Sequence[WholeRun]) -> None:
     """Add lines; one replaces an earlier one of the same link, method and seed."""
-    by_run = {(each.rate_mbit, each.method, each.seed): each for each in [*read_csv(), *new]}
-    report.write(CSV, [by_run[run] for run in sorted(by_run)])
+    report.record(CSV, new, lambda each: (each.rate_mbit, each.method, each.seed))
 
 
 def seconds(runs: Iterable[WholeRun], method: str, rate_mbit: int) -> float | None:
