@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 -m benchmarks.step_time --methods compute,ddp,dgc,powersgd
     python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000  # step_times.csv
     python -m benchmarks.link --rate-mbit 1000 --delay-ms 25 -- \
-python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model small --span 24  # latency.csv
+python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model small --span 24 --steps 1  # latency.csv
     python -m benchmarks.link --ranks-per-node 2 --rate-mbit 1000 -- python -m benchmarks.step_time \
 --methods hsdp,hsdp+dgc,hsdp+powersgd,ddp --model torchvision.swin_t --optimizer adamw --size 64 --batch 4
     python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --plan \
@@ -229,7 +229,7 @@ def row(each: StepTime, turns: list[list[Span]], model_ms: float | None) -> dict
     words = [
         each.method,
         f"{each.ms:.1f} ({min(medians):.1f} to {max(medians):.1f})",
-        f"{each.ms / each.compute_ms:.2f}x",
+        "" if math.isnan(each.compute_ms) else f"{each.ms / each.compute_ms:.2f}x",
         f"{each.compress_ms:.0f}, {each.exchange_ms:.0f}, {each.decompress_ms:.0f}" if phases else "",
         f"{pace[0]}, {pace[1]}" if pace else "",
         f"{sent:,}" if sent is not None else "",
