@@ -217,7 +217,7 @@ def ablation(folds: list[int]) -> str:
             report.write(CSV, [*report.read(CSV, Run), run])
     dense = results.cross_validated(results.read_csv())[results.Setting("resnet18", None, 2, 220)]["none"]
     beside = {run.fold: run.percent for run in dense}
-    rows = [["dense", f"{report.spread([*beside.values()])} ({len(dense)})", "", "1"]]
+    rows = [["dense", f"{report.spread([run.percent for run in dense])} ({len(dense)})", "", "1"]]
     found: dict[tuple[str, float | None], list[Run]] = defaultdict(list)
     for run in report.read(CSV, Run):
         found[run.case, run.clip_norm].append(run)

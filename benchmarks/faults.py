@@ -178,9 +178,11 @@ def ranks_case(launcher: str, how: str, failing: int, phase: str, limit: float) 
             if moment.exists() and ended(pids[1 - failing]):
                 seconds = f"{time.time() - float(moment.read_text()):.1f}"
                 break
-        for pid in (*pids.values(), process.pid):
+        for pid in pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)  # benchmarks.link takes its nodes away
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -183,6 +183,7 @@ def main() -> int:
     if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         print("benchmarks.link: no link can be emulated (that needs Linux, root, ip and tc): running on loopback")
         return wait([start(arguments.command, rank, per_node, world, None) for rank in range(world)])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its nodes are taken away
     with nodes(arguments.nodes, arguments.rate_mbit, arguments.delay_ms) as names:
         hosts = [name for name in names for _ in range(per_node)]
         processes = [start(arguments.command, rank, per_node, world, name) for rank, name in enumerate(hosts)]
