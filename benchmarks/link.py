@@ -18,8 +18,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 from benchmarks.delay import MTU, Forwarder, open_tun
 
@@ -139,6 +142,35 @@ def wait(processes: list[subprocess.Popen]) -> int:
     return code
 
 
+def local(ranks: int) -> list[str]:
+    """What follows `python -m` to start ranks on this machine, without a link."""
+    return ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def emulated(ranks: int, per_node: int = 1, rate_mbit: float | None = None, delay_ms: float = 0.0) -> list[str]:
+    """What follows `python -m` to start ranks on emulated nodes."""
+    words = [f"--nodes={ranks // per_node}", f"--ranks-per-node={per_node}", f"--delay-ms={delay_ms}"]
+    words += [f"--rate-mbit={rate_mbit}"] if rate_mbit else []
+    return ["benchmarks.link", *words, "--", sys.executable]
+
+
+def result(launcher: Sequence[str], module: str, *words: str) -> tuple[Any, str]:
+    """What rank 0 of `python -m MODULE WORDS --place FILE` writes to FILE as JSON, and what the ranks print.
+
+    Args:
+        launcher: `local` or `emulated`.
+
+    Raises:
+        CalledProcessError: a rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "result.json")
+        command = [sys.executable, "-m", *launcher, "-m", module, *words, "--place", str(place)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+        return json.loads(place.read_text()), done.stdout
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
@@ -151,6 +183,7 @@ def main() -> int:
     if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         print("benchmarks.link: no link can be emulated (that needs Linux, root, ip and tc): running on loopback")
         return wait([start(arguments.command, rank, per_node, world, None) for rank in range(world)])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its nodes are taken away
     with nodes(arguments.nodes, arguments.rate_mbit, arguments.delay_ms) as names:
         hosts = [name for name in names for _ in range(per_node)]
         processes = [start(arguments.command, rank, per_node, world, name) for rank, name in enumerate(hosts)]

@@ -1,23 +1,25 @@
-"""What a benchmark ends with: a table on the screen, and under --out a JSON file with the conditions, and a figure."""
+"""What benchmarks share at their end: tables, intervals, the machine, and CSV files whose lines are a dataclass."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
+import pandas as pd
 import torch
+from scipy.stats import t
 
 from lightning_gradcomp.app.summary import processor
 
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
-T_975 += [2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
-"""0.975 quantiles of Student's t distribution with 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+DATA = Path(__file__).parents[1] / "docs" / "data"
+"""The figures of the pages."""
+
+Line = TypeVar("Line")
 
 
 def machine() -> str:
@@ -31,32 +33,38 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows])
 
 
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean ± standard deviation of two values or more; a single value as it is."""
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
 def half_width(differences: Sequence[float]) -> float:
-    """Half of their 95 % interval by Student's t, of two differences or more; a little too wide beyond 31."""
-    t = T_975[min(len(differences) - 1, len(T_975)) - 1]
-    return t * stdev(differences) / len(differences) ** 0.5
+    """Half of the 95 % interval of their mean by Student's t, for two differences or more."""
+    return t.ppf(0.975, len(differences) - 1) * stdev(differences) / len(differences) ** 0.5
 
 
 def interval(differences: Sequence[float], digits: int = 2) -> str:
-    """Mean ± half of its 95 % interval, of two differences or more."""
+    """Mean ± half of its 95 % interval, for two differences or more."""
     rounded = round(mean(differences), digits) + 0.0  # no -0.00
     return f"{rounded:+.{digits}f} ± {half_width(differences):.{digits}f}"
 
 
-def write(out: Path | None, name: str, results: Any, conditions: dict[str, Any], draw: Callable[[Any], None]) -> None:
-    """`<out>/<name>.json` and `<out>/<name>.png`; nothing where there is no `out`.
+def read(path: Path, cls: type[Line]) -> list[Line]:
+    """All lines, with None for empty cells; none if there is no file."""
+    if not path.exists():
+        return []
+    frame = pd.read_csv(path, dtype_backend="numpy_nullable", float_precision="round_trip")
+    return [cls(**line) for line in frame.astype(object).where(frame.notna(), None).to_dict("records")]
 
-    Args:
-        draw: draws on the matplotlib axes that it is given.
-    """
-    if out is None:
-        return
-    from matplotlib.figure import Figure  # of the extra `recipes`; not needed for the table
 
-    out.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine(), "conditions": {key: str(value) for key, value in conditions.items()}}
-    (out / f"{name}.json").write_text(json.dumps({**content, "results": results}, indent=2) + "\n")
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    draw(figure.subplots())
-    figure.savefig(out / f"{name}.png", dpi=150)
-    print(f"written: {out / name}.json, {out / name}.png")
+def write(path: Path, lines: Iterable[Any]) -> None:
+    """All lines, of one or more."""
+    pd.DataFrame(list(lines), dtype=object).to_csv(path, index=False, lineterminator="\n")
+
+
+def record(path: Path, new: Sequence[Any], key: Callable[[Any], Any]) -> list[Any]:
+    """Adds lines, which replace earlier ones with the same key. Returns all lines, sorted by it."""
+    by_key = {key(each): each for each in [*read(path, type(new[0])), *new]}
+    lines = [by_key[each] for each in sorted(by_key)]
+    write(path, lines)
+    return lines

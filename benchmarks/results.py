@@ -17,14 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lightning_gradcomp as lgc
-from benchmarks import records, report
+from benchmarks import report
 from lightning_gradcomp.app.compose import register, shipped
 from lightning_gradcomp.app.sizes import human
 from lightning_gradcomp.app.summary import short
@@ -42,7 +42,7 @@ RECIPES = {"resnet18": "digits", "resnet50": "digits_resnet50", "swin_mini": "di
 """Network -> its recipe. SparseLoCo's compressor has the options of recipe=digits_sparseloco with all of them."""
 LABELLED = ("compressor", "optimizer")
 """Groups of the config whose options a method's label names where they are not the recipe's."""
-CSV = Path(__file__).parents[1] / "docs" / "data" / "results.csv"
+CSV = report.DATA / "results.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,7 @@ def result(summary: dict[str, Any]) -> Result:
 
 def read_csv() -> list[Result]:
     """The lines of all runs so far."""
-    return records.read(CSV, Result)
+    return report.read(CSV, Result)
 
 
 def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
@@ -219,7 +219,7 @@ def folds(results: Sequence[Result]) -> str:
         [
             str(setting),
             f"`{method}`",
-            f"{spread([each.percent for each in runs], 2)} ({len(runs)})",
+            f"{report.spread([each.percent for each in runs], 2)} ({len(runs)})",
             "" if method == "none" else paired(runs, found[setting].get("none", [])),
             human(mean(each.bytes_sent for each in runs)),
             ratio(runs),
@@ -232,11 +232,6 @@ def folds(results: Sequence[Result]) -> str:
 
 def _row(setting: Setting) -> tuple[int, bool, int, int]:
     return [*TITLES].index(setting.model), setting.dirichlet is not None, setting.ranks, -setting.steps
-
-
-def spread(percents: Sequence[float], digits: int = 1) -> str:
-    """Mean ± standard deviation, of two or more; of one, what it is."""
-    return f"{mean(percents):.{digits}f}" + (f" ± {stdev(percents):.{digits}f}" if len(percents) > 1 else "")
 
 
 def ratio(results: Sequence[Result]) -> str:
@@ -273,7 +268,7 @@ def accuracy() -> str:
                 own, dense = zip(*both, strict=True)
                 interval = report.interval([one - other for one, other in both], 1)
                 words = [TITLES[setting.model], setting.ranks, f"`{method.partition(' ')[0]}`"]
-                rows.append([*words, spread(dense), spread(own), interval, f"{ratio(runs)}x"])
+                rows.append([*words, report.spread(dense), report.spread(own), interval, f"{ratio(runs)}x"])
     head = ["network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes"]
     return report.table(head, rows)
 
@@ -288,10 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", help="folders; runs are found however deep they lie in them")
     new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
-    by_run = {_identity(each): each for each in [*read_csv(), *new]}
-    results = [by_run[run] for run in sorted(by_run)]
-    records.write(CSV, results)
-    print(folds(results))
+    print(folds(report.record(CSV, new, _identity) if new else read_csv()))
 
 
 if __name__ == "__main__":

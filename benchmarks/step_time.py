@@ -1,167 +1,282 @@
-"""What a training step costs, by method, in milliseconds and as a ratio to computation alone; peers included.
+"""What a training step costs by method, in milliseconds and as a ratio to computation alone: on any device, any link.
 
     torchrun --nproc-per-node=2 -m benchmarks.step_time --methods compute,ddp,dgc,powersgd
-    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000  # into docs/data
+    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000  # step_times.csv
+    python -m benchmarks.link --rate-mbit 1000 --delay-ms 25 -- \
+python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model small --span 24 --steps 1  # latency.csv
+    python -m benchmarks.link --ranks-per-node 2 --rate-mbit 1000 -- python -m benchmarks.step_time \
+--methods hsdp,hsdp+dgc,hsdp+powersgd,ddp --model torchvision.swin_t --optimizer adamw --size 64 --batch 4
+    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --plan \
+--methods compute,ddp,dgc@all_gather,powersgd@all_gather  # how true `gradcomp plan` is
 
-Every method trains a copy of the model. They take turns, a few steps each, so that the machine's noise meets all of
-them alike; figures are medians over all steps of all turns, of the slower rank. Images are random, weights are trained
-as usual (SGD with momentum, or AdamW), and warm-ups are left out: what is timed is the compressed phase. One thread a
-process. On a GPU where there is one; its ranks exchange by gloo all the same, since NCCL refuses two on one GPU.
+Each takes one to five minutes, and longer over slow links. Methods (benchmarks/methods.py) train a copy of the model
+each, and take turns, a few steps each, so that the machine's noise meets all of them alike. Figures are medians over
+all turns, of the slower rank. Images are random, weights are trained, and warm-ups are left out. With rounds of K
+steps a wait falls on one step of many, so whole rounds are timed, after one to warm up; `--span` times as many steps of
+the other methods together. Bytes of a node are those that the kernel has counted on its interface. One thread a
+process. A GPU is used where there is one; ranks exchange by gloo all the same, since NCCL refuses two on one GPU.
+
+Private: `Autotune.outcome` and `RoundSchedule.measuring`, to wait for the end of a trial.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from matplotlib.axes import Axes
 
-from benchmarks import report, started
-from benchmarks.methods import OPTIMIZERS, Switched, network, stepper
-from benchmarks.step_times import StepTime, record
-from lightning_gradcomp.averaging import Stats
+import lightning_gradcomp as lgc
+from benchmarks import methods, report
+from lightning_gradcomp.app import plan
 
 METHODS = "compute,ddp,fp16_hook,powersgd_hook," + ",".join(
     f"{method}@all_gather" for method in ("dgc", "gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
 )
 PHASES = ("compress", "exchange", "decompress")
+COLUMNS = ("method", "ms a step (lowest to highest turn)", "to computation", "of it " + ", ".join(PHASES), "K, D")
+COLUMNS += ("bytes sent a step", "bytes a node sends a step", "modelled ms", "error")
+"""Those without words are left out."""
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+CPU = torch.device("cpu")
+
+CSV = report.DATA / "step_times.csv"
+COMPUTATION = "compute"
+TITLES = {
+    COMPUTATION: "computation alone",
+    "ddp": "DDP",
+    "fp16_hook": "torch's fp16 hook",
+    "powersgd_hook": "torch's PowerSGD hook, rank 4",
+}
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Method -> median milliseconds of a step, spread over the turns, ratio to computation, what the exchange cost."""
-    rank, device, generator = dist.get_rank(), started.device(), torch.Generator().manual_seed(dist.get_rank())
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A line of the CSV: medians of a method over a link of one rate, of the slower rank, in milliseconds."""
+
+    rate_mbit: int
+    method: str
+    ms: float
+    compute_ms: float  # of computation alone, in the same run
+    bytes_sent: int | None  # None where nobody counts them: computation, DDP, torch's hooks
+    compress_ms: float | None
+    exchange_ms: float | None
+    decompress_ms: float | None
+    machine: str
+
+
+def read_csv() -> list[StepTime]:
+    """All lines."""
+    return report.read(CSV, StepTime)
+
+
+def table() -> str:
+    """The page's: milliseconds by link and method, the quickest over 1 Gbit/s first."""
+    found = {(each.rate_mbit, each.method): each.ms for each in read_csv()}
+    rates = sorted({rate for rate, _ in found})
+    names = sorted({method for _, method in found}, key=lambda method: found[1000, method])
+    rows = [[title(name), *(f"{found[rate, name]:,.0f}" for rate in rates)] for name in names]
+    return report.table(["method", *map(link, rates)], rows)
+
+
+def title(method: str) -> str:
+    """As in a table: "dgc@all_gather" is `dgc`."""
+    return TITLES.get(method, f"`{method.partition('@')[0]}`")
+
+
+def link(rate_mbit: int) -> str:
+    """100 Mbit/s, 1 Gbit/s."""
+    return f"{rate_mbit} Mbit/s" if rate_mbit < 1000 else f"{rate_mbit / 1000:g} Gbit/s"
+
+
+class Span(NamedTuple):
+    """Steps that were timed together: a step's mean milliseconds on the slower rank, and what it cost this rank.
+
+    Args:
+        sent: bytes of gradients, where somebody counts them.
+        crossed: bytes that this node has sent, headers included; None where it is not emulated.
+        phases: milliseconds of PHASES, of methods that average at each step.
+        pace: K and D, of rounds.
+    """
+
+    ms: float
+    sent: int | None
+    crossed: int | None
+    phases: list[float] | None = None
+    pace: tuple[int, int] | None = None
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, list[list[Span]]]:
+    """Method -> the spans of each turn."""
+    rank, device = dist.get_rank(), methods.device()
+    generator = torch.Generator().manual_seed(rank)
     images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, generator=generator).to(device)
     labels = torch.randint(0, 10, (arguments.batch,), generator=generator).to(device)
-    steps = {}
-    for method in arguments.methods.split(","):
+    trained: dict[str, methods.Method] = {}
+    for name in arguments.methods.split(","):
         torch.manual_seed(0)  # the same weights on every rank
-        model = network(arguments.model).to(device)
-        steps[method] = stepper(method, model, OPTIMIZERS[arguments.optimizer](model))
-    for method, step in steps.items():
-        if isinstance(step, Switched) and step.averager.autotune:
-            while not step.averager.autotune.outcome:
-                step(images, labels)
-            if rank == 0:
-                print(f"{method}: {step.averager.autotune.outcome}", flush=True)
-    seconds: dict[str, list[list[float]]] = {method: [] for method in steps}
-    costs: dict[str, list[Stats | None]] = {method: [] for method in steps}
+        model = methods.network(arguments.model).to(device)
+        trained[name] = methods.method(name, arguments.optimizer, model, arguments.period)
+        while on_trial(trained[name]):
+            trained[name].step(images, labels)
+        if rank == 0 and (averager := trained[name].averager):
+            print(f"{name}: {averager.describe()}", flush=True)
+    found: dict[str, list[list[Span]]] = {name: [] for name in trained}
     for turn in range(arguments.turns + 1):
-        for method, step in steps.items():
-            own = []
-            for _ in range(arguments.steps):
-                dist.barrier()
-                begin = time.perf_counter()
-                costs[method].append(step(images, labels))
-                started.wait(device)
-                own.append(time.perf_counter() - begin)
-            slower = torch.tensor(own)
-            dist.all_reduce(slower, op=dist.ReduceOp.MAX)
+        for name, method in trained.items():
+            length, rounds = method.period * math.ceil(arguments.span / method.period), method.period > 1
+            for _ in range(method.period if rounds else 0):
+                method.step(images, labels)
+            spans = [span(method, length, images, labels) for _ in range(1 if rounds else arguments.steps)]
             if turn:  # the first is for buffers, buckets and caches
-                seconds[method].append(slower.tolist())
+                found[name].append(spans)
         if rank == 0:
             print(f"turn {turn} of {arguments.turns}", flush=True)
-    results = {}
-    for method, turns in seconds.items():
-        medians = [1e3 * median(turn) for turn in turns]
-        results[method] = {
-            "ms": 1e3 * median(second for turn in turns for second in turn),
-            "lowest_turn_ms": min(medians),
-            "highest_turn_ms": max(medians),
-        }
-        counted = [cost for cost in costs[method][arguments.steps :] if cost]
-        if counted:
-            results[method]["bytes_sent"] = counted[-1].bytes_sent
-            results[method] |= {f"{phase}_ms": 1e3 * median(c.seconds[phase] for c in counted) for phase in PHASES}
-    for result in results.values():
-        result["ratio_to_compute"] = result["ms"] / results["compute"]["ms"] if "compute" in results else float("nan")
-    return results
+    return found
 
 
-def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
-    """For the table."""
+def on_trial(method: methods.Method) -> bool:
+    """True while steps still decide how the others are made."""
+    averager = method.averager
+    if isinstance(averager, lgc.DelayedAverager):
+        return averager.round_schedule.measuring
+    return averager is not None and averager.autotune is not None and not averager.autotune.outcome
+
+
+def span(method: methods.Method, length: int, images: torch.Tensor, labels: torch.Tensor) -> Span:
+    """Time `length` steps."""
+    averager = method.averager
+    late = isinstance(averager, lgc.DelayedAverager)
+    dist.barrier()
+    counted, before = node_sent(), averager.stats.bytes_sent if late else 0
+    begin = time.perf_counter()
+    for _ in range(length):
+        method.step(images, labels)
+    methods.wait(images.device)
+    slower = torch.tensor(time.perf_counter() - begin)
+    crossed = None if counted is None else ((node_sent() or 0) - counted) // length
+    dist.all_reduce(slower, op=dist.ReduceOp.MAX)
+    ms = 1e3 * slower.item() / length
+    if averager is None:
+        return Span(ms, None, crossed)
+    if late:
+        sent = (averager.stats.bytes_sent - before) // length
+        return Span(ms, sent, crossed, pace=(averager.period, averager.delay))
+    return Span(ms, averager.stats.bytes_sent, crossed, [1e3 * averager.stats.seconds[phase] for phase in PHASES])
+
+
+def node_sent() -> int | None:
+    """Bytes that this node has sent so far; None where it has no such interface."""
+    return int(COUNTER.read_text()) if COUNTER.exists() else None
+
+
+def modelled(arguments: argparse.Namespace) -> dict[str, float]:
+    """Method -> milliseconds of a step as `gradcomp plan` models it from what its own functions measure."""
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(0)
+    model = methods.network(arguments.model)
+    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size)
+    labels = torch.randint(10, (arguments.batch,))
+    optimizer = methods.OPTIMIZERS[arguments.optimizer](model)
+    workload = plan.Workload(model, lambda: torch.nn.functional.cross_entropy(model(images), labels), optimizer)
+    computation, backward = plan.measure_step(workload, group, CPU)
+    compressed = [name.split("@") for name in arguments.methods.split(",") if "@" in name]
+    names = dict.fromkeys(["none", *(name for name, _ in compressed)])  # in one order on all ranks
+    costs = {name: plan.measure_method(methods.compressor(name), workload, group) for name in names}
+    made, found, n = plan.Plan(computation, backward, costs), plan.measure_link(group, CPU), group.size()
+    if group.rank() == 0:
+        print(f"link: {found.bandwidth * 8e-6:.0f} Mbit/s, {1e3 * found.latency:.2f} ms a message")
+    ms = {COMPUTATION: 1e3 * computation, "ddp": 1e3 * made.step("none", "ring", n, found).seconds}
+    return ms | {f"{name}@{how}": 1e3 * made.step(name, how, n, found).seconds for name, how in compressed}
+
+
+def step_times(found: dict[str, list[list[Span]]], rate_mbit: int) -> list[StepTime]:
+    """Medians over the spans of all turns. `compute_ms` is NaN if computation alone was not measured."""
+    all_spans = {method: [span for turn in turns for span in turn] for method, turns in found.items()}
+    compute = median(span.ms for span in all_spans[COMPUTATION]) if COMPUTATION in found else math.nan
     lines = []
-    for method, r in results.items():
-        spread = f"{r['ms']:.1f} ({r['lowest_turn_ms']:.1f} to {r['highest_turn_ms']:.1f})"
-        counted = "bytes_sent" in r
-        phases = ", ".join(f"{r[f'{phase}_ms']:.0f}" for phase in PHASES) if counted else ""
+    for method, spans in all_spans.items():
+        phases = [span.phases for span in spans if span.phases]
+        middle = [round(median(each), 1) for each in zip(*phases, strict=True)] or [None] * len(PHASES)
         lines.append(
-            [method, spread, f"{r['ratio_to_compute']:.2f}x", phases, f"{r['bytes_sent']:,}" if counted else ""]
+            StepTime(
+                rate_mbit=rate_mbit,
+                method=method,
+                ms=round(median(span.ms for span in spans), 1),
+                compute_ms=round(compute, 1),
+                bytes_sent=None if spans[-1].sent is None else round(median(span.sent or 0 for span in spans)),
+                **{f"{phase}_ms": each for phase, each in zip(PHASES, middle, strict=True)},
+                machine=report.machine(),
+            )
         )
     return lines
 
 
-def recorded(results: dict[str, dict[str, float]], rate_mbit: int) -> list[StepTime]:
-    """Lines of docs/data/step_times.csv."""
-    compute = results["compute"]["ms"]
-    return [
-        StepTime(
-            rate_mbit=rate_mbit,
-            method=method,
-            ms=round(r["ms"], 1),
-            compute_ms=round(compute, 1),
-            bytes_sent=int(r["bytes_sent"]) if "bytes_sent" in r else None,
-            **{f"{phase}_ms": round(r[f"{phase}_ms"], 1) if "bytes_sent" in r else None for phase in PHASES},
-            machine=report.machine(),
-        )
-        for method, r in results.items()
+def row(each: StepTime, turns: list[list[Span]], model_ms: float | None) -> dict[str, str]:
+    """A method's, for the screen: one of COLUMNS -> words."""
+    medians = [median(span.ms for span in turn) for turn in turns]
+    phases, sent, pace = each.compress_ms is not None, each.bytes_sent, turns[-1][-1].pace
+    crossed = median(span.crossed or 0 for turn in turns for span in turn)
+    words = [
+        each.method,
+        f"{each.ms:.1f} ({min(medians):.1f} to {max(medians):.1f})",
+        "" if math.isnan(each.compute_ms) else f"{each.ms / each.compute_ms:.2f}x",
+        f"{each.compress_ms:.0f}, {each.exchange_ms:.0f}, {each.decompress_ms:.0f}" if phases else "",
+        f"{pace[0]}, {pace[1]}" if pace else "",
+        f"{sent:,}" if sent is not None else "",
+        f"{crossed:,.0f}" if crossed else "",
+        f"{model_ms:.1f}" if model_ms else "",
+        f"{100 * (model_ms / each.ms - 1):+.1f} %" if model_ms else "",
     ]
-
-
-def draw(results: dict[str, dict[str, float]]) -> Callable[[Axes], None]:
-    """Bars, with the range of the turns."""
-
-    def on(axes: Axes) -> None:
-        middle = [r["ms"] for r in results.values()]
-        reach = [
-            [r["ms"] - r["lowest_turn_ms"] for r in results.values()],
-            [r["highest_turn_ms"] - r["ms"] for r in results.values()],
-        ]
-        axes.barh(list(results), middle, xerr=reach, color="tab:blue")
-        axes.invert_yaxis()
-        axes.set(xlabel="ms a step (median; lowest and highest turn)")
-
-    return on
+    return dict(zip(COLUMNS, words, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--model", default="torchvision.resnet18", help="or a name of the recipes', as resnet18")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--methods", default=METHODS, help="as in benchmarks/methods.py")
+    parser.add_argument("--model", default="torchvision.resnet18", help="or small, or a name of the recipes")
+    parser.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="sgd")
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
-    parser.add_argument("--steps", type=int, default=5, help="steps a turn")
+    parser.add_argument("--steps", type=int, default=5, help="spans a turn; with rounds, one")
+    parser.add_argument("--span", type=int, default=1, help="steps that are timed together; with rounds, whole ones")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="a folder for step_time.json and step_time.png")
+    parser.add_argument("--period", type=int, default=8, help="K of rounds; of auto, the least")
+    parser.add_argument("--plan", action="store_true", help="compare with the steps that gradcomp plan models")
     parser.add_argument("--record", type=int, help="into docs/data/step_times.csv, as of a link of so many Mbit/s")
     arguments = parser.parse_args()
-    if arguments.record and "compute" not in arguments.methods.split(","):
+    if arguments.record and COMPUTATION not in arguments.methods.split(","):
         parser.error("--record needs compute among the --methods, for the ratio to it")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = measure(arguments)
+    model_ms = modelled(arguments) if arguments.plan else {}
+    found = measure(arguments)
     if dist.get_rank() == 0:
-        conditions = {**vars(arguments), "N": dist.get_world_size()}
+        lines = step_times(found, arguments.record or 0)
+        rows = [row(each, found[each.method], model_ms.get(each.method)) for each in lines]
+        head = [column for column in COLUMNS if any(each[column] for each in rows)]
         print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")
-        print(f"N={conditions['N']}, {report.machine()}")
-        head = [
-            "method",
-            "ms a step (lowest to highest turn)",
-            "to computation",
-            "of it " + ", ".join(PHASES),
-            "bytes sent",
+        print(f"{arguments.optimizer}, N={dist.get_world_size()}, {report.machine()}")
+        print(report.table(head, [[each[column] for column in head] for each in rows]))
+        errors = [
+            model_ms[each.method] / each.ms - 1 for each in lines if each.method in model_ms.keys() - {COMPUTATION}
         ]
-        print(report.table(head, rows(results)))
-        report.write(arguments.out, "step_time", results, conditions, draw(results))
+        if errors:
+            print(f"median absolute error, without computation alone: {100 * median(map(abs, errors)):.1f} %")
         if arguments.record:
-            record(recorded(results, arguments.record))
+            report.record(CSV, lines, lambda each: (each.rate_mbit, each.method))
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # late rounds are still being exchanged, which may take minutes
 
 
 if __name__ == "__main__":

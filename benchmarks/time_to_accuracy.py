@@ -1,12 +1,14 @@
-"""Seconds and bytes until the digits recipe reaches an accuracy over a link of a given rate, by method.
+"""Seconds and bytes of the digits recipe over a link of a given rate, by method: whole runs, and until an accuracy.
 
     python -m benchmarks.time_to_accuracy --rate-mbit 1000 --methods none,fp16_hook,powersgd_hook,dgc --seeds 0,1,2
+    python -m benchmarks.time_to_accuracy --rate-mbit 1000 --methods no_exchange,ddp,dgc:strategy.topology=auto --record
 
 Methods are what `gradcomp compressor=...` takes, with further overrides after a colon
-(`dgc:compressor.values=bf16;trainer.max_epochs=8`), and torch's own hooks in Lightning's DDPStrategy. Every run is the
-whole recipe, on nodes that benchmarks.link starts; the clock is rank 0's, starts with `fit` and runs on during
-validation. Bytes are those that the kernel has counted on all nodes, headers and all. Methods take turns, seed by seed.
-Where the machine has a GPU, the nodes share it, and gloo carries what they exchange.
+(`dgc:compressor.values=bf16;trainer.max_epochs=8`), and torch's own hooks in Lightning's DDPStrategy. A run is the
+whole recipe, half a minute to 15 minutes, on nodes that benchmarks.link starts. The clock is rank 0's, starts with
+`fit` and runs on during validation. Bytes are those that the kernel has counted on all nodes, headers and all. Methods
+take turns, seed by seed. Where the machine has a GPU, the nodes share it, and gloo carries what they exchange.
+`--record` adds the runs to docs/data/time_to_accuracy.csv.
 """
 
 from __future__ import annotations
@@ -14,27 +16,29 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import hydra
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy
-from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
+from benchmarks.link import emulated, result
 from benchmarks.methods import with_hook
+from benchmarks.step_time import link
 from lightning_gradcomp.app import compose
 from lightning_gradcomp.app.messages import hide_messages
+from lightning_gradcomp.app.sizes import human
 from lightning_gradcomp.plugin import CommunicationMonitor
 
 HOOKS = ("ddp", "fp16_hook", "powersgd_hook", "no_exchange")
@@ -43,6 +47,65 @@ DENSE_STEPS = 22
 
 Curve = list[tuple[float, float]]
 """(seconds, validation accuracy) after each epoch."""
+
+CSV = report.DATA / "time_to_accuracy.csv"
+COMPUTATION = "no_exchange"
+TITLES = {
+    COMPUTATION: "computation alone",
+    "dgc": "`dgc`",
+    "powersgd_hook": "torch's PowerSGD hook, rank 4",
+    "fp16_hook": "torch's fp16 hook",
+    "ddp": "DDP",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRun:
+    """A line of the CSV."""
+
+    rate_mbit: int
+    method: str
+    seed: int
+    seconds: float  # of the training, validation included
+    accuracy: float  # at the end, in %
+    bytes_sent: int  # by all nodes, headers and all
+    machine: str
+
+
+def read_csv() -> list[WholeRun]:
+    """All lines."""
+    return report.read(CSV, WholeRun)
+
+
+def record(new: Sequence[WholeRun]) -> None:
+    """Add lines; one replaces an earlier one of the same link, method and seed."""
+    report.record(CSV, new, lambda each: (each.rate_mbit, each.method, each.seed))
+
+
+def seconds(runs: Iterable[WholeRun], method: str, rate_mbit: int) -> float | None:
+    """Of a run, the median of the seeds; None where there is none."""
+    found = [each.seconds for each in runs if (each.method, each.rate_mbit) == (method, rate_mbit)]
+    return median(found) if found else None
+
+
+def accuracy(runs: Iterable[WholeRun], method: str) -> float:
+    """At the end, in %: the mean of all seeds and links."""
+    return mean(each.accuracy for each in runs if each.method == method)
+
+
+def table() -> str:
+    """The page's: seconds by link and method, the quickest over 1 Gbit/s first; and what a rank has sent there."""
+    runs = read_csv()
+    rates, methods = sorted({each.rate_mbit for each in runs}), {each.method for each in runs}
+    rows = []
+    for method in (method for method in TITLES if method in methods):
+        times = ["—" if (each := seconds(runs, method, rate)) is None else f"{each:,.0f} s" for rate in rates]
+        sent = median(each.bytes_sent / 2 for each in runs if (each.method, each.rate_mbit) == (method, 1000))
+        alone = method == COMPUTATION  # whose ranks drift apart
+        last = ["", ""] if alone else [f"{accuracy(runs, method):.1f} %", human(sent)]
+        rows.append([TITLES[method], *times, *last])
+    head = ["method", *map(link, rates), "accuracy at the end", "sent by a rank over 1 Gbit/s"]
+    return report.table(head, rows)
 
 
 class HookStrategy(DDPStrategy):
@@ -69,11 +132,11 @@ class Clock(L.Callback):
         self.curve.append((time.perf_counter() - self.begin, trainer.callback_metrics["val_acc"].item()))
 
 
-def train(folder: Path) -> None:
-    """One rank of the run that config.yaml in `folder` describes; rank 0 writes curve.json."""
+def train(path: Path, place: Path) -> None:
+    """One rank of the run that a config describes; rank 0 writes the curve."""
     hide_messages()
     compose.register()
-    config: Any = OmegaConf.load(folder / "config.yaml")
+    config: Any = OmegaConf.load(path)
     run, clock = compose.build(config), Clock()
     trainer: Any = run.trainer
     if "method" in config.strategy:  # CommunicationMonitor is for the strategies of lightning_gradcomp
@@ -82,10 +145,10 @@ def train(folder: Path) -> None:
     trainer.strategy._process_group_backend = "gloo"  # the nodes share this machine's GPU; NCCL would refuse that
     trainer.fit(run.task, run.data)
     if trainer.is_global_zero:
-        (folder / "curve.json").write_text(json.dumps(clock.curve))
+        place.write_text(json.dumps(clock.curve))
 
 
-def curve(method: str, seed: int, link: list[str]) -> tuple[Curve, int]:
+def curve(method: str, seed: int, launcher: list[str]) -> tuple[Curve, int]:
     """Run a recipe over the link. What it was, and the bytes that all nodes have sent."""
     name, _, more = method.partition(":")
     overrides = [f"compressor={'none' if name in HOOKS else name}", f"seed={seed}", "trainer.enable_progress_bar=false"]
@@ -95,34 +158,32 @@ def curve(method: str, seed: int, link: list[str]) -> tuple[Curve, int]:
     if name in HOOKS:
         config.strategy = {"_target_": "benchmarks.time_to_accuracy.HookStrategy", "method": name}
     with tempfile.TemporaryDirectory() as folder:
-        config.folder = folder
-        OmegaConf.save(config, Path(folder, "config.yaml"))
-        command = [sys.executable, "-m", "benchmarks.link", *link, "--", sys.executable, "-m", __spec__.name]
-        done = subprocess.run([*command, "--train", folder], stdout=subprocess.PIPE, text=True)
-        sent = re.findall(r"node \d+ sent ([\d,]+) bytes", done.stdout)
-        if done.returncode or not sent:
-            sys.exit(done.stdout)
-        points = [tuple(point) for point in json.loads(Path(folder, "curve.json").read_text())]
-        return points, sum(int(num_bytes.replace(",", "")) for num_bytes in sent)
+        config.folder, path = folder, Path(folder, "config.yaml")
+        OmegaConf.save(config, path)
+        points, printed = result(launcher, "benchmarks.time_to_accuracy", "--train", str(path))
+    sent = re.findall(r"node \d+ sent ([\d,]+) bytes", printed)
+    if not sent:
+        sys.exit(printed)
+    return [tuple(point) for point in points], sum(int(num_bytes.replace(",", "")) for num_bytes in sent)
 
 
-def reached(points: Curve, accuracy: float) -> float:
+def whole_run(method: str, seed: int, rate_mbit: float, points: Curve, sent: int) -> WholeRun:
+    """The line of a run; options of the method are not part of its name."""
+    took, reached = points[-1]
+    return WholeRun(
+        rate_mbit=round(rate_mbit),
+        method=method.partition(":")[0],
+        seed=seed,
+        seconds=round(took, 1),
+        accuracy=round(100 * reached, 2),
+        bytes_sent=sent,
+        machine=report.machine(),
+    )
+
+
+def until(points: Curve, accuracy: float) -> float:
     """Seconds until `accuracy`; infinite where it never came."""
     return next((seconds for seconds, now in points if now >= accuracy), float("inf"))
-
-
-def draw(curves: dict[str, list[Curve]], accuracy: float) -> Callable[[Axes], None]:
-    """A line a run, a colour a method."""
-
-    def on(axes: Axes) -> None:
-        for number, (method, runs) in enumerate(curves.items()):
-            for run, points in enumerate(runs):
-                axes.plot(*zip(*points, strict=True), color=f"C{number}", label=None if run else method, marker=".")
-        axes.axhline(accuracy, color="grey", linewidth=0.8)
-        axes.set(xlabel="seconds", ylabel="validation accuracy", ylim=(max(0.0, 2 * accuracy - 1.02), 1))
-        axes.legend()
-
-    return on
 
 
 def main() -> None:
@@ -133,35 +194,29 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--rate-mbit", type=float, default=1000)
     parser.add_argument("--delay-ms", type=float, default=0.0)
-    parser.add_argument("--out", type=Path, help="a folder for time_to_accuracy.json and .png")
+    parser.add_argument("--record", action="store_true", help="into docs/data/time_to_accuracy.csv")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        train(arguments.train)
+        train(arguments.train, arguments.place)
         return
-    link = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("rate-mbit", "delay-ms")]
-    link = ["--nodes", str(arguments.nodes), *link]
-    curves: dict[str, list[Curve]] = {method: [] for method in arguments.methods.split(",")}
-    sent: dict[str, list[int]] = {method: [] for method in curves}
-    for seed in arguments.seeds.split(","):
-        for method, runs in curves.items():
-            points, num_bytes = curve(method, int(seed), link)
-            runs.append(points)
-            sent[method].append(num_bytes)
-            print(f"{method}, seed {seed}: {num_bytes:,} bytes, {points}", flush=True)
+    launcher = emulated(arguments.nodes, 1, arguments.rate_mbit, arguments.delay_ms)
+    runs: dict[str, list[tuple[Curve, int]]] = {method: [] for method in arguments.methods.split(",")}
+    for seed in map(int, arguments.seeds.split(",")):
+        for method, found in runs.items():
+            found.append(curve(method, seed, launcher))
+            print(f"{method}, seed {seed}: {found[-1][1]:,} bytes, {found[-1][0]}", flush=True)
+            if arguments.record:
+                record([whole_run(method, seed, arguments.rate_mbit, *found[-1])])
     rows = []
-    for method, runs in curves.items():
-        times = [reached(points, arguments.accuracy) for points in runs]
-        whole = [points[-1][0] for points in runs]
-        each = ", ".join(f"{seconds:.0f}" for seconds in times)
-        wholes = ", ".join(f"{seconds:.0f}" for seconds in whole)
-        megabytes = f"{median(sent[method]) / 1e6:,.1f}"
-        rows.append([method, f"{median(times):.0f} ({each})", f"{median(whole):.0f} ({wholes})", megabytes])
+    for method, found in runs.items():
+        times = [[until(points, arguments.accuracy) for points, _ in found], [points[-1][0] for points, _ in found]]
+        words = [f"{median(each):.0f} ({', '.join(f'{one:.0f}' for one in each)})" for each in times]
+        rows.append([method, *words, f"{median(sent for _, sent in found) / 1e6:,.1f}"])
     print(f"\n{report.machine()}, N={arguments.nodes}, {arguments.rate_mbit:g} Mbit/s, {arguments.delay_ms:g} ms")
     head = ["method", f"seconds to {arguments.accuracy:.0%} (each seed)", "whole run", "MB sent by all nodes"]
     print(report.table(head, rows))
-    figures = {method: {"curves": runs, "sent": sent[method]} for method, runs in curves.items()}
-    report.write(arguments.out, "time_to_accuracy", figures, vars(arguments), draw(curves, arguments.accuracy))
 
 
 if __name__ == "__main__":

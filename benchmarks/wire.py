@@ -1,42 +1,43 @@
-"""Bytes of one compressed step by network and method, beside the entropy bound and what the papers report.
+"""Bytes of one compressed step: by network and method, and as ranks are added, by formula and as measured.
 
-    python -m benchmarks.wire --out results
+    python -m benchmarks.wire                    # half a minute; beside what the papers report
+    python -m benchmarks.wire --ranks 2,4,8,32,64 --measured 2,4,8   # about two minutes
 
-Nothing is timed: lengths follow from shapes and options alone, and the tests count them at the collectives. The bound
-is what an ideal code for a random set of k of n positions would need: log2 C(n, k) bits, with the values and the
-uncompressed tensors as they are written. Methods whose codes have a fixed length, and low rank, have no such bound.
+The lengths of messages follow from shapes and options alone. --ranks prints MB by topology and number of ranks. With
+--measured, as many processes of this machine send one compressed step of random gradients, and the rank that sent the
+most is compared with the formula.
+
+Private: the byte formulas of `averaging`, as in docs/tables.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from functools import partial
-from math import lgamma, log
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torchvision
-from matplotlib.axes import Axes
 
 import lightning_gradcomp as lgc
-from benchmarks import report
+from benchmarks import methods, report
+from benchmarks.link import local, result
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.traffic import traffic
-from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes
-from lightning_gradcomp.compressors.kernels.topk import count, count_each
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "ResNet-18, 32x32, 10 classes": partial(resnet18, channels=3, classes=10),
     "ResNet-50, 224x224, 1,000 classes": torchvision.models.resnet50,
     "Swin-T, 224x224, 1,000 classes": torchvision.models.swin_t,
 }
-BF16 = {"values": "bf16", "dense_values": "bf16"}
 METHODS: dict[str, lgc.LossyCompressor] = {
     "dgc": lgc.DGC(),
-    "dgc, bf16": lgc.DGC(**BF16),
+    "dgc, bf16": lgc.DGC(values="bf16", dense_values="bf16"),
     "dgc, int8": lgc.DGC(values="int8", dense_values="bf16"),
     "dgc at 99 %": lgc.DGC(sparsity=0.99),
     "gradient_dropping": lgc.GradientDropping(),
@@ -56,69 +57,90 @@ PUBLISHED = {
     ("onebit", "ResNet-18"): "32x, without scales",
     ("twobit", "ResNet-18"): "16x (MXNet)",
 }
+TOPOLOGIES = ("all_gather", "two_phase", "server")
 
 
-def log2_choose(n: int, k: int) -> float:
-    """log2 of the number of ways to choose k of n."""
-    return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2)
+def sent(compressor: lgc.LossyCompressor, gradients: Gradients, world: int, topology: str) -> int:
+    """Bytes of a step after the warm-up, of the rank that sends the most."""
+    return traffic(compressor.with_sparsity(compressor.final_sparsity), gradients, Ranks(None, world), topology)
 
 
-def kept(compressor: lgc.LossyCompressor, gradients: Gradients) -> int:
-    """How many entries a sparse method sends; 0 for the others."""
-    density = 1 - (compressor.final_sparsity or 0.0)
-    if isinstance(compressor, lgc.DGC):
-        return count_each(gradients.layout, density)
-    return count(gradients.layout.n, density) if isinstance(compressor, lgc.GradientDropping) else 0
-
-
-def measure(compressor: lgc.LossyCompressor, model: torch.nn.Module) -> dict[str, float | int | None]:
-    """Of one step at N=2: bytes, ratio to dense, index bits an entry and their entropy, the bound of the whole step."""
+def row(name: str, method: str, compressor: lgc.LossyCompressor, model: torch.nn.Module) -> list[str]:
+    """One step at N=2."""
     gradients = Gradients(model, compressor)
-    n, dense = gradients.layout.n, dense_traffic(gradients.nbytes, 2)
-    step = traffic(compressor.with_sparsity(compressor.final_sparsity), gradients, Ranks(None, 2), "all_gather")
-    index_bits = entropy = bound = None
-    if k := kept(compressor, gradients):
-        index_bits, entropy = 8 * index_bytes(n, k) / k, log2_choose(n, k) / k
-        bound = step - k * (index_bits - entropy) / 8
-    return {
-        "bytes": step, "ratio": dense / step, "index_bits": index_bits, "index_entropy": entropy, "bound": bound,
-    }  # fmt: skip
+    step = sent(compressor, gradients, 2, "all_gather")
+    ratio = dense_traffic(gradients.nbytes, 2) / step
+    return [name, method, f"{step:,}", f"{ratio:.0f}x", PUBLISHED.get((method, name.partition(",")[0]), "")]
 
 
-def draw(results: dict[str, dict[str, dict[str, float]]]) -> Callable[[Axes], None]:
-    """Ratios as bars, a colour a network."""
+def by_ranks(arguments: argparse.Namespace) -> None:
+    """Prints MB by number of ranks, and bytes as measured beside those of the formula."""
+    worlds, measured = (
+        [int(world) for world in words.split(",") if world] for words in (arguments.ranks, arguments.measured)
+    )
+    model = methods.network(arguments.model)
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    found = {("dense ring all-reduce", ""): {world: dense_traffic(num_bytes, world) for world in worlds}}
+    for method in arguments.methods.split(","):
+        compressor = methods.compressor(method)
+        assert isinstance(compressor, lgc.LossyCompressor)
+        gradients = Gradients(model, compressor)
+        for topology in TOPOLOGIES:
+            found[method, topology] = {world: sent(compressor, gradients, world, topology) for world in worlds}
+    for world in measured:
+        words = ["--model", arguments.model, "--methods", arguments.methods]
+        for method, topology, size in result(local(world), __spec__.name, *words)[0]:
+            print(
+                f"{method} by {topology}, N={world}: {size:,} measured, {found[method, topology][world]:,} by formula"
+            )
+    rows = [
+        [f"`{name}` by {topology}" if topology else name, *(f"{size / 1e6:.2f}" for size in sizes.values())]
+        for (name, topology), sizes in found.items()
+    ]
+    print(report.table(["MB that a rank sends", *(f"N = {world}" for world in worlds)], rows))
 
-    def on(axes: Axes) -> None:
-        width = 0.8 / len(results)
-        for position, (model, methods) in enumerate(results.items()):
-            heights = [figures["ratio"] for figures in methods.values()]
-            axes.bar([x + position * width for x in range(len(heights))], heights, width, label=model)
-        axes.set(yscale="log", ylabel="dense bytes / bytes sent, a step, N=2")
-        axes.set_xticks([x + width for x in range(len(METHODS))], METHODS, rotation=40, ha="right")
-        axes.legend(fontsize="small")
 
-    return on
+def rank(arguments: argparse.Namespace) -> None:
+    """One rank of `by_ranks`; rank 0 writes (method, topology, bytes) of each step."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    measured: list[tuple[str, str, int]] = []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for method in arguments.methods.split(","):
+        for topology in TOPOLOGIES:
+            torch.manual_seed(0)
+            model = methods.network(arguments.model)
+            averager = lgc.GradientAverager(
+                model, methods.compressor(method), optimizer=methods.sgd(model), topology=topology
+            )
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            averager.average()
+            most = torch.tensor(averager.stats.bytes_sent)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            measured.append((method, topology, int(most)))
+    if dist.get_rank() == 0:
+        arguments.place.write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a folder for wire.json and wire.png")
+    parser.add_argument("--ranks", help="numbers of ranks, for the table by topology")
+    parser.add_argument("--measured", default="", help="of them, those to start")
+    parser.add_argument("--methods", default="dgc,onebit", help="of that table, as in benchmarks/methods.py")
+    parser.add_argument("--model", default="torchvision.resnet18", help="of that table")
+    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    results = {name: {} for name in MODELS}
-    for name, make in MODELS.items():
-        model = make()
-        for method, compressor in METHODS.items():
-            results[name][method] = measure(compressor, model)
-    head = ["network", "method", "bytes", "ratio", "index bits (entropy)", "above the bound", "published"]
-    rows = []
-    for name, methods in results.items():
-        for method, r in methods.items():
-            index = f"{r['index_bits']:.2f} ({r['index_entropy']:.2f})" if r["index_bits"] else ""
-            above = f"{r['bytes'] / r['bound'] - 1:.1%}" if r["bound"] else ""
-            published = PUBLISHED.get((method, name.partition(",")[0]), "")
-            rows.append([name, method, f"{r['bytes']:,}", f"{r['ratio']:.0f}x", index, above, published])
-    print(report.table(head, rows))
-    report.write(arguments.out, "wire", results, {"N": 2}, draw(results))
+    if arguments.place:
+        rank(arguments)
+    elif arguments.ranks:
+        by_ranks(arguments)
+    else:
+        head = ["network", "method", "bytes", "ratio", "published"]
+        made = ((name, make()) for name, make in MODELS.items())
+        print(report.table(head, [row(name, *each, model) for name, model in made for each in METHODS.items()]))
 
 
 if __name__ == "__main__":

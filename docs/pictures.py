@@ -22,7 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
-from benchmarks import report, results, step_times, whole_runs
+from benchmarks import report, results, time_to_accuracy
+from benchmarks import step_time as step_times
 from docs.tables import MODELS, step
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.app.plan import HIDES, Link, Method, Plan, given_link
@@ -55,9 +56,9 @@ RATES = (100, 1000, 10_000)
 
 def hero(axes: Axes, theme: Theme) -> None:
     """Time of the same training over three links, by method."""
-    runs = whole_runs.read_csv()
-    times = {(rate, method): whole_runs.seconds(runs, method, rate) for rate in RATES for method in HERO}
-    alone = median(each.seconds for each in runs if each.method == whole_runs.COMPUTATION)
+    runs = time_to_accuracy.read_csv()
+    times = {(rate, method): time_to_accuracy.seconds(runs, method, rate) for rate in RATES for method in HERO}
+    alone = median(each.seconds for each in runs if each.method == time_to_accuracy.COMPUTATION)
     longest = max(each for each in times.values() if each and each < 8 * alone)
     ticks: list[str] = []
     for rate in RATES:
@@ -78,7 +79,7 @@ def hero(axes: Axes, theme: Theme) -> None:
             ticks.append(name)
     axes.axvline(alone, 0.02, 0.97, color=theme.text, linewidth=1, linestyle=(0, (3, 3)))
     axes.text(alone, 0, " computation alone", color=theme.text, va="center")
-    words = [f"{name} {whole_runs.accuracy(runs, method):.1f} %" for method, name in HERO.items()]
+    words = [f"{name} {time_to_accuracy.accuracy(runs, method):.1f} %" for method, name in HERO.items()]
     axes.set_xlabel(f"accuracy: {', '.join(words[:2])},\n{', '.join(words[2:])}", color=theme.text, loc="left")
     axes.set_yticks(range(len(ticks)), ticks, color=theme.text)
     for label in axes.get_yticklabels():

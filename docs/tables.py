@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import lightning_gradcomp as lgc
-from benchmarks import report, results, step_times, whole_runs
+from benchmarks import report, results, step_time, time_to_accuracy
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
@@ -144,9 +144,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "csv": of_csv,
     "methods": methods,
     "options": options,
-    "step_times": step_times.table,
+    "step_times": step_time.table,
     "strategies": strategies,
-    "time_to_accuracy": whole_runs.table,
+    "time_to_accuracy": time_to_accuracy.table,
 }
 """Name -> what makes it; a second word in the mark is its argument."""
 
