@@ -169,7 +169,7 @@ def train(case: str, clip_norm: float | None, number: int) -> Outcome:
     if late:
         average.drain()
         correct.append(fold.validate(fold.model))
-    costs = average.stats if late else average.spent
+    costs = average.spent
     return Outcome(correct, len(fold.val), round(costs.dense_bytes / costs.bytes_sent, 2))
 
 

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 import torchvision
-from lightning_gradcomp.plugin.buffers import spare_buffers
+from lightning_gradcomp.plugin.ddp_hook import spare_buffers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh

@@ -156,7 +156,7 @@ def span(method: methods.Method, length: int, images: torch.Tensor, labels: torc
     averager = method.averager
     late = isinstance(averager, lgc.DelayedAverager)
     dist.barrier()
-    counted, before = node_sent(), averager.stats.bytes_sent if late else 0
+    counted, before = node_sent(), averager.spent.bytes_sent if late else 0
     begin = time.perf_counter()
     for _ in range(length):
         method.step(images, labels)
@@ -168,7 +168,7 @@ def span(method: methods.Method, length: int, images: torch.Tensor, labels: torc
     if averager is None:
         return Span(ms, None, crossed)
     if late:
-        sent = (averager.stats.bytes_sent - before) // length
+        sent = (averager.spent.bytes_sent - before) // length
         return Span(ms, sent, crossed, pace=(averager.period, averager.delay))
     return Span(ms, averager.stats.bytes_sent, crossed, [1e3 * averager.stats.seconds[phase] for phase in PHASES])
 
