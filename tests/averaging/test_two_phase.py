@@ -281,7 +281,7 @@ def test_bytes_do_not_grow_with_the_ranks(make):
 @pytest.mark.parametrize(
     ("compressor", "why"),
     [
-        (lgc.PowerSGD(), "PowerSGD: got '{}', allowed: 'auto' or 'all_gather': the owner of a shard can't average"),
+        (lgc.PowerSGD(), "PowerSGD: got '{}', allowed: 'auto' or 'all_gather': the owner of a partition can't average"),
         (
             lgc.TernGrad(share_scaler=False),
             "TernGrad: got '{}', allowed: 'auto' or 'all_gather': digits add up only with one s",
