@@ -38,8 +38,8 @@ NODE = 2
 """Ranks of a node. The sum of two is the same in any order."""
 FEW = ("dgc", "onebit", "terngrad")
 """One that sends few numbers, one that sends all in few bits, and one whose sums are exact."""
-DENSE_STEP, END, STOPS = 5, 8, (2, 5)
-"""Of a run: all steps but one are compressed. It stops before a compressed step, and before the dense one."""
+DENSE_STEP, END, STOPS = 5, 8, (2, 5, 6)
+"""Of a run: all steps but one are compressed. Stops: before a compressed step, the dense one, the one after it."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,15 @@ def cells() -> dict[str, Cell]:
 
 
 CELLS = cells()
+CELLS |= {
+    f"{topology}-sgd-dgc,dense_values=bf16": Cell(partial(LOSSY["dgc"], dense_values="bf16"), topology)
+    for topology in ("all_gather", "two_phase")
+}
+"""Gradients that are not compressed have a residual too, where they are rounded."""
 LOSSLESS = {
     label: replace(cell, optimizer="plain")
     for label, cell in CELLS.items()
-    if cell.optimizer == "sgd" and cell.make in REMEMBERING.values()
+    if cell.optimizer == "sgd" and (cell.make in REMEMBERING.values() or "dense_values" in label)
 }
 """Those with error feedback, with SGD without momentum: what is accumulated is the gradient itself."""
 
@@ -206,7 +211,7 @@ class Ledger:
     """Gradients that a rank had, the averages that came, and what is left: fp64 [n] each."""
 
     def __init__(self, parts):
-        self.model, self.optimizer, self.averager = parts
+        self.parts = self.model, self.optimizer, self.averager = parts
         self.had = self.came = torch.zeros(0)
 
     def flat(self, tensors):
@@ -217,15 +222,19 @@ class Ledger:
     def _gradients(self):
         return self.flat({name: p.grad for name, p in self.model.named_parameters()})
 
+    def average(self):
+        """One step, without changing the weights, for the gradients that are there."""
+        had = self._gradients()
+        self.averager.average()
+        self.averager.commit()
+        came = self._gradients()
+        self.had, self.came = (self.had + had, self.came + came) if len(self.had) else (had, came)
+
     def go(self, rank, steps, loss=prescribed_loss):
-        """These steps, without changing the weights."""
+        """These steps."""
         for step in steps:
             backward(self.model, self.optimizer, rank, step, loss)
-            had = self._gradients()
-            self.averager.average()
-            self.averager.commit()
-            came = self._gradients()
-            self.had, self.came = (self.had + had, self.came + came) if len(self.had) else (had, came)
+            self.average()
 
     def left(self):
         """What this rank keeps as a worker, and as an owner of a partition."""
