@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 import torchvision
-from lightning_gradcomp.plugin.ddp_hook import spare_buffers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.app.models import NETWORKS
-from lightning_gradcomp.plugin.ddp_hook import DDPHook
+from lightning_gradcomp.plugin.ddp_hook import DDPHook, spare_buffers
 
 WHOLE = 1_000_000
 """MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""

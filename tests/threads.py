@@ -85,7 +85,8 @@ def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: 
 def checked_collectives(world: int, timeout: float = 10) -> Iterator[list[list[tuple[str, int]]]]:
     """Inside, each rank's log of (collective, bytes it put in) is kept, and ranks that differ are an AssertionError.
 
-    What an all-to-all sends to each rank is one length here, and is logged once.
+    What an all-to-all sends to each rank is logged once where it is one length, as "scatter" all together where it is
+    not.
 
     gloo meets a collective that is not the same on all ranks with a hang, or by aborting the process.
     """
@@ -94,8 +95,12 @@ def checked_collectives(world: int, timeout: float = 10) -> Iterator[list[list[t
 
     def checked(name: str, collective: Callable) -> Callable:
         def call(*tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-            size = tensors[-1].numel() * tensors[-1].element_size()
-            log[group.rank()].append((name, size // world if name == "all_to_all_single" else size))
+            put_in = tensors[1 if name == "all_to_all_single" else -1]
+            size, lengths = put_in.numel() * put_in.element_size(), len(set(tensors[-1])) if len(tensors) == 4 else 1
+            if name == "all_to_all_single":
+                log[group.rank()].append((name, size // world) if lengths == 1 else ("scatter", size))
+            else:
+                log[group.rank()].append((name, size))
             together.wait(timeout)
             latest = [calls[-1] for calls in log]
             together.wait(timeout)

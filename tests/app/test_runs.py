@@ -18,12 +18,12 @@ RUN = (
     "compressor=onebit",
     "compressor.warmup_epochs=0",
     "trainer.max_epochs=2",
-    "trainer.limit_train_batches=12",
+    "trainer.limit_train_batches=6",
     "trainer.accelerator=cpu",
     "trainer.log_every_n_steps=1",
 )
 TINY = ("recipe=digits_swin", "trainer=smoke", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false")
-STOPPED_AT = 15  # in the midst of the second epoch
+STOPPED_AT = 8  # in the midst of the second epoch
 SECRET = "918273645"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_gradcomp")
 
@@ -49,7 +49,7 @@ def runs(tmp_path_factory):
 
     def others():
         start("whole", *RUN)
-        start("sweep", "-m", *TINY, "dry_run=true", "strategy=dga,dist_async,hsdp,ddp")
+        start("sweep", "-m", *TINY, "dry_run=true", "strategy=dga,dist_async,ddp")
 
     def ended():
         start("term", *RUN, send("SIGTERM", "parent", step=2))
@@ -94,14 +94,14 @@ def test_the_folder_of_a_run(runs):
     }
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert sum(bool(row["train_loss"]) for row in rows) == 24 and sum(bool(row["val_acc"]) for row in rows) == 2
+    assert sum(bool(row["train_loss"]) for row in rows) == 12 and sum(bool(row["val_acc"]) for row in rows) == 2
 
 
 def test_the_summary_holds_result_costs_and_conditions(runs):
     [folder] = folders(runs, "whole")
     summary = summary_of(folder)
     communication = summary["communication"]
-    assert (communication["world_size"], communication["steps"]) == (2, 24)
+    assert (communication["world_size"], communication["steps"]) == (2, 12)
     assert communication["ratio"] == pytest.approx(communication["dense_bytes"] / communication["bytes_sent"]) != 1
     assert set(communication["milliseconds"]) == {"compute", "compress", "exchange", "decompress"}
     assert summary["val_images"] == 360 and summary["val_acc"] == summary["val_correct"] / 360
@@ -176,12 +176,12 @@ def test_a_sweep_over_strategies_goes_on_after_a_job_that_fails(runs):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "gradcomp: DGC with dist_async: got 'AdamW', allowed: SGD" in done.stderr  # said by the ranks
     [sweep] = (where / "runs").iterdir()
-    jobs = [sweep / str(job) for job in range(4)]
-    assert [(job / "summary.json").exists() for job in jobs] == [True, False, True, True]
-    for job in (jobs[0], jobs[2], jobs[3]):
+    jobs = [sweep / str(job) for job in range(3)]
+    assert [(job / "summary.json").exists() for job in jobs] == [True, False, True]
+    for job in (jobs[0], jobs[2]):
         assert summary_of(job)["communication"]["steps"] == 4
         assert {path.name for path in job.iterdir()} == {"config.yaml", "summary.json", ".hydra"}
-    assert done.stdout.count("random images (dry run)") == 3
+    assert done.stdout.count("random images (dry run)") == 2
 
 
 def test_a_sigterm_to_the_command_reaches_all_ranks(runs):

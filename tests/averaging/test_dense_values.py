@@ -6,7 +6,7 @@ import torch
 from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.compressors import DGC, OneBit
 from tests.averaging.laws import quick
-from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same, train
+from tests.averaging.workers import Table, averaged, backward, prescribed_loss
 from tests.threads import run_ranks
 
 FORMATS = ["bf16", "fp16", "int8"]
@@ -45,50 +45,8 @@ def test_applied_plus_mean_residual_is_all_gradients(values, world):
         torch.testing.assert_close(applied + remembered[name].double(), there_was, rtol=1e-6, atol=1e-6)
 
 
-def test_a_return_to_dense_sends_what_is_remembered():
-    last = 7
-    ranks = ledgers(2, lambda: quick(DGC, dense_values="bf16"), schedule=lambda epoch, step: 0.9 * (step < last))
-    assert not ranks[0][2]["memory"]["dense_residual"]
-    for name in DENSE:
-        there_was = sum(own[name] for own, _, _, _ in ranks) / 2
-        torch.testing.assert_close(ranks[0][1][name], there_was, rtol=1e-6, atol=1e-6)
-
-
 def test_the_message_is_as_much_shorter():
     elements = sum(Table().get_parameter(name).numel() for name in DENSE)
     [(_, _, _, whole), _] = ledgers(2, lambda: quick(DGC), 1)
     [(_, _, _, half), _] = ledgers(2, lambda: quick(DGC, dense_values="bf16"), 1)
     assert 2 * elements - 4 <= whole - half <= 2 * elements + 4
-
-
-def test_a_resumed_run_is_the_straight_run_to_the_bit():
-    def work(rank, group):
-        def fresh():
-            model = Table()
-            return model, *averaged(model, group, quick(DGC, dense_values="bf16"))
-
-        straight, first, second = fresh(), fresh(), fresh()
-        train(*straight, rank, 8, prescribed_loss)
-        train(*first, rank, 4, prescribed_loss)
-        for part, of in zip(second, first, strict=True):
-            part.load_state_dict(of.state_dict())
-        train(*second, rank, range(4, 8), prescribed_loss)
-        assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
-
-    run_ranks(2, work)
-
-
-def test_a_layer_frozen_for_a_while_keeps_its_residual():
-    def work(rank, group):
-        model = Table()
-        optimizer, averager = averaged(model, group, quick(DGC, dense_values="bf16"))
-        train(model, optimizer, averager, rank, 3, prescribed_loss)
-        before = averager.state_dict()["memory"]["dense_residual"]["small"]
-        model.small.requires_grad_(False)
-        train(model, optimizer, averager, rank, range(3, 5), prescribed_loss)
-        model.small.requires_grad_(True)
-        assert before.any() and torch.equal(averager.state_dict()["memory"]["dense_residual"]["small"], before)
-        train(model, optimizer, averager, rank, range(5, 6), prescribed_loss)
-        assert not torch.equal(averager.state_dict()["memory"]["dense_residual"]["small"], before)
-
-    run_ranks(2, work)

@@ -19,7 +19,6 @@ from tests.averaging.workers import (
     bowl_loss,
     dgc,
     prescribed_loss,
-    same,
     train_ddp,
     weights,
 )
@@ -168,29 +167,6 @@ def set_up(group, make, optimizer="sgd", **options):
 
 
 remembering = pytest.mark.parametrize("make", with_defaults(REMEMBERING).values(), ids=with_defaults(REMEMBERING))
-
-
-@remembering
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_batch_without_a_step_leaves_no_trace(make, optimizer):
-    def work(rank, group, batches):
-        model, made, averager = set_up(group, make, optimizer)
-        for step, steps in batches:
-            backward(model, made, rank, step, prescribed_loss)
-            before = weights(model), averager.state_dict()["memory"], averager.steps
-            averager.average()
-            assert torch.equal(weights(model), before[0])
-            assert same(averager.state_dict()["memory"], before[1]), "a checkpoint here is that of the step before"
-            if steps:
-                made.step()
-        return weights(model), averager.state_dict()["memory"], averager.steps
-
-    left_out = run_ranks(2, partial(work, batches=[(0, True), (1, True), (9, False), (8, False), (2, True)]))
-    without = run_ranks(2, partial(work, batches=[(0, True), (1, True), (2, True)]))
-    for one, other in zip(left_out, without, strict=True):
-        assert torch.equal(one[0], other[0])
-        assert same(one[1], other[1])
-        assert one[2] == other[2] == 3
 
 
 @remembering

@@ -2,26 +2,17 @@
 
 import io
 from copy import deepcopy
-from functools import cache
 
 import pytest
 import torch
 
 from tests.averaging.laws import EVERY, LOSSY, PARTITIONED
-from tests.averaging.workers import Table, all_equal, averaged, conv_net, dgc, prescribed_loss, same, train, weights
+from tests.averaging.workers import Table, all_equal, averaged, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks
-
-STOPS = {"dense": 3, "first sparse": 5, "sparse": 9, "last sparse": 15, "dense again": 16, "dense later": 18}
 
 
 def schedule(epoch, step):
     return 0.0 if step < 5 or step >= 15 else 0.9
-
-
-def make(group, rank):
-    model = conv_net()
-    compressor = dgc(clip_norm=5.0)
-    return model, *averaged(model, group, compressor, schedule, nesterov=True, weight_decay=0.01)
 
 
 def stored(*parts):
@@ -30,38 +21,6 @@ def stored(*parts):
     torch.save([part.state_dict() for part in parts], file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-@cache
-def straight_run(world):
-    """The weights and the state of every rank."""
-
-    def straight(rank, group):
-        model, optimizer, averager = make(group, rank)
-        train(model, optimizer, averager, rank, 20)
-        return weights(model), averager.state.state_dict()
-
-    return run_ranks(world, straight)
-
-
-@pytest.mark.parametrize(
-    ("world", "stop"),
-    [*((3, stop) for stop in STOPS.values()), (2, STOPS["first sparse"])],
-    ids=[*STOPS, "first sparse, two ranks"],
-)
-def test_a_resumed_run_is_the_straight_run_to_the_bit(world, stop):
-    def resumed(rank, group):
-        first = make(group, rank)
-        train(*first, rank, stop)
-        second = make(group, rank)
-        for part, state in zip(second, stored(*first), strict=True):
-            part.load_state_dict(state)
-        train(*second, rank, range(stop, 20))
-        return weights(second[0]), second[2].state.state_dict()
-
-    for (got, memory), (expected, other) in zip(run_ranks(world, resumed), straight_run(world), strict=True):
-        assert torch.equal(got, expected)
-        assert same(memory, other)
 
 
 def test_a_saved_state_does_not_change_while_training_goes_on():

@@ -1,22 +1,19 @@
 """Topologies with shards: equal to a simulation in one process to the bit, and nothing is lost."""
 
 import re
-from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, Parts
-from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same, train, weights
-from tests.compressors.examples import RandomK
+from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same
 from tests.reference.two_phase import Workers
 from tests.threads import run_ranks
 
@@ -25,7 +22,6 @@ TERNARY = {"terngrad": {}, "terngrad,error_feedback=True": {"error_feedback": Tr
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS}
 ADDING = {label: partial(LOSSY["terngrad"], **options) for label, options in TERNARY.items()}
 EVERY_SHARDED = {**CODECS, **ADDING}
-every = pytest.mark.parametrize("make", EVERY_SHARDED.values(), ids=EVERY_SHARDED)
 every_codec = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 remembering = pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
 CUTS = {2: [9], 3: [6, 13], 4: [5, 9, 15], 8: [2, 5, 7, 9, 12, 15, 19]}
@@ -133,67 +129,12 @@ def assert_nothing_lost(difference, scale):
     assert difference.abs().max() <= 1e-5 * scale
 
 
-@on([3, 8], LOSSLESS)
-def test_nothing_is_lost(make, world):
-    ledgers = run_ranks(world, lambda rank, group: Ledger(group, make).go(rank, range(6)))
-    assert_nothing_lost(*balance(ledgers))
-    assert all(PARTITION in state["memory"] for _, _, state in ledgers)
-    # Random-k's mean is already on the entries that its owner draws. What the second selection of a sparse method
-    # leaves out stays with the workers, so that owners remember what is rounded off alone.
-    exact = isinstance(make(), RandomK) or getattr(make(), "values", "") in (None, "fp32")
-    assert any(kept(state)[1].any() for _, _, state in ledgers) != exact
-
-
 @pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
 def test_servers_remember_what_their_format_rounds_off(values):
     make = partial(lgc.OneBit, min_elements=40, warmup_epochs=0, dense_values=values)
     ledgers = run_ranks(3, lambda rank, group: Ledger(group, make, topology="server").go(rank, range(6)))
     assert_nothing_lost(*balance(ledgers))
     assert all(bool(kept(state)[1].any()) == (values != "fp32") for _, _, state in ledgers)
-
-
-@cache
-def four_ranks(make):
-    """Five steps' ledgers."""
-    return run_ranks(4, lambda rank, group: Ledger(group, make).go(rank, range(5)))
-
-
-CHANGES = {
-    f"{world}-{topology}-{label}": (make, world, topology)
-    for label, make in LOSSLESS.items()
-    for world, topology in [(2, "server"), (4, "all_gather")]
-    if "," not in label and (world == 4 or label in LARGE)
-}
-
-
-@pytest.mark.parametrize(("make", "world", "topology"), CHANGES.values(), ids=CHANGES)
-def test_nothing_is_lost_where_ranks_or_the_topology_change(make, world, topology):
-    """Four ranks, then as many others, or other owners, or none."""
-    ledgers = four_ranks(make)
-    states = deepcopy([state for _, _, state in ledgers])
-    start = [mean_state(states)] * world if world != 4 else states
-
-    def go_on(rank, group):
-        ledger = Ledger(group, make, topology=topology)
-        ledger.averager.load_state_dict(start[rank])
-        return ledger.go(rank, range(5, 9))
-
-    before = sum(had for had, _, _ in ledgers) / 4 - ledgers[0][1]
-    difference, scale = balance(run_ranks(world, go_on))
-    assert_nothing_lost(before + difference, scale)
-
-
-@remembering
-def test_from_sparse_to_dense_everything_is_sent(make):
-    def work(rank, group):
-        ledger = Ledger(group, make, schedule=lambda epoch, step: 0.9 * (step < 6))
-        had, came, _ = ledger.go(rank, range(7))
-        assert ledger.averager.begin_step().by_ddp
-        return had, came
-
-    ledgers = run_ranks(3, work)
-    mean = sum(had for had, _ in ledgers) / 3
-    torch.testing.assert_close(ledgers[0][1], mean, rtol=1e-5, atol=1e-5 * float(mean.abs().max()))
 
 
 @remembering
@@ -214,42 +155,6 @@ def test_a_partition_residual_loaded_while_frozen_is_not_lost(make):
     before = sum(had for had, _, _ in ledgers) / 3 - ledgers[0][1]
     difference, scale = balance(run_ranks(3, go_on))
     assert_nothing_lost(before + difference, scale)
-
-
-@on([3], {label: make for label, make in EVERY_SHARDED.items() if "," in label})
-def test_a_resumed_run_is_the_straight_one_to_the_bit(make, world):
-    """With options that are not the defaults, which are in test_topologies.py."""
-
-    def work(rank, group):
-        straight = begin(group, make)
-        train(*straight, rank, range(6), prescribed_loss)
-        first = begin(group, make)
-        train(*first, rank, range(3), prescribed_loss)
-        second = begin(group, make)
-        for part, other in zip(second, first, strict=True):
-            part.load_state_dict(other.state_dict())
-        train(*second, rank, range(3, 6), prescribed_loss)
-        assert same(second[2].state_dict()["memory"], straight[2].state_dict()["memory"])
-        return torch.equal(weights(second[0]), weights(straight[0]))
-
-    assert all(run_ranks(world, work))
-
-
-@every
-def test_a_gradient_that_is_not_finite_changes_no_state(make):
-    def work(rank, group):
-        model, optimizer, averager = begin(group, make)
-        train(model, optimizer, averager, rank, range(3), prescribed_loss)
-        before = averager.state_dict()["memory"]
-        backward(model, optimizer, rank, 3, prescribed_loss)
-        if rank == 1:
-            model.matrix.grad[0, 0] = float("nan")
-        averager.average()
-        averager.commit()
-        assert not model.kernel.grad.isfinite().any()
-        return same(averager.state_dict()["memory"], before)
-
-    assert all(run_ranks(3, work))
 
 
 @on([3, 8], EVERY_SHARDED)

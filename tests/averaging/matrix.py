@@ -1,0 +1,243 @@
+"""Method × topology × workers × optimizer: every combination that is allowed, and what a run of each does.
+
+Left out are combinations that run no code of their own:
+
+- Options that are not the defaults change payloads alone: ranks by themselves, SGD, and the topologies that encode once
+  (all_gather) and twice (two_phase); a server decodes the same payloads.
+- In nodes a worker's gradient is a mean, and the rest is as without: default options, and by server one method that
+  sends few numbers, one that sends all in few bits, and one whose sums are exact.
+- AdamW matters to methods that accumulate its steps; of the others, whose state is that with SGD, PowerSGD and no
+  compression have it. On topologies with partitions, default options; in nodes, DGC.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.checkpoint_state import PARTITION
+from tests.averaging.laws import EVERY, KEPT, LOSSY, PARTITIONED, REMEMBERING, with_defaults
+from tests.averaging.workers import Table, backward, prescribed_loss, weights
+from tests.threads import GATHERS, checked_collectives, run_ranks, subgroups
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "plain": partial(torch.optim.SGD, lr=0.02),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
+}
+NODE = 2
+"""Ranks of a node. The sum of two is the same in any order."""
+FEW = ("dgc", "onebit", "terngrad")
+"""One that sends few numbers, one that sends all in few bits, and one whose sums are exact."""
+DENSE_STEP, END, STOPS = 5, 8, (2, 5, 6)
+"""Of a run: all steps but one are compressed. Stops: before a compressed step, the dense one, the one after it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination.
+
+    Args:
+        make: makes the compressor.
+        topology: as of the averager.
+        per_node: ranks that are one worker.
+        optimizer: a name in `OPTIMIZERS`.
+    """
+
+    make: Callable[[], Any]
+    topology: str = "all_gather"
+    per_node: int = 1
+    optimizer: str = "sgd"
+
+    @property
+    def world(self) -> int:
+        """Three, whose sums depend on their order; or two nodes."""
+        return 3 if self.per_node == 1 else 2 * self.per_node
+
+    def begin(self, group, model=None, schedule=None):
+        """A model, its optimizer and its averager."""
+        model = model or Table()
+        optimizer = OPTIMIZERS[self.optimizer](model.parameters())
+        inside = {"inside": "dense", "ranks_per_node": self.per_node} if self.per_node > 1 else {}
+        how = {"optimizer": optimizer, "process_group": group, "topology": self.topology, **inside}
+        averager = GradientAverager(model, self.make(), **how)
+        averager.schedule = schedule or (lambda epoch, step: 0.9 * (step != DENSE_STEP))
+        return model, optimizer, averager
+
+    def run(self, work, world=None):
+        """`work(rank, group)` on all ranks."""
+        with subgroups():
+            return run_ranks(world or self.world, work)
+
+
+def _owns_adamw(make):
+    return make().owns_momentum(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+
+
+def cells() -> dict[str, Cell]:
+    """Label -> combination, by the rules above."""
+    plain, accumulating = with_defaults(LOSSY), {label: make for label, make in EVERY.items() if _owns_adamw(make)}
+    partitioned = with_defaults(PARTITIONED)
+    made = {
+        ("all_gather", 1, "sgd"): EVERY,
+        ("two_phase", 1, "sgd"): PARTITIONED,
+        ("server", 1, "sgd"): partitioned,
+        ("all_gather", NODE, "sgd"): plain,
+        ("two_phase", NODE, "sgd"): partitioned,
+        ("server", NODE, "sgd"): {label: LOSSY[label] for label in FEW},
+        ("all_gather", 1, "adamw"): {**accumulating, "powersgd": LOSSY["powersgd"], "none": EVERY["none"]},
+        ("two_phase", 1, "adamw"): with_defaults(accumulating),
+        ("server", 1, "adamw"): {label: LOSSY[label] for label in ("dgc", "onebit")},
+        ("all_gather", NODE, "adamw"): {"dgc": LOSSY["dgc"]},
+        ("two_phase", NODE, "adamw"): {"dgc": LOSSY["dgc"]},
+    }
+    return {
+        f"{topology}{'-nodes' * (per_node > 1)}-{optimizer}-{label}": Cell(make, topology, per_node, optimizer)
+        for (topology, per_node, optimizer), makes in made.items()
+        for label, make in makes.items()
+    }
+
+
+CELLS = cells()
+CELLS |= {
+    f"{topology}-sgd-dgc,dense_values=bf16": Cell(partial(LOSSY["dgc"], dense_values="bf16"), topology)
+    for topology in ("all_gather", "two_phase")
+}
+"""Gradients that are not compressed have a residual too, where they are rounded."""
+LOSSLESS = {
+    label: replace(cell, optimizer="plain")
+    for label, cell in CELLS.items()
+    if cell.optimizer == "sgd" and (cell.make in REMEMBERING.values() or "dense_values" in label)
+}
+"""Those with error feedback, with SGD without momentum: what is accumulated is the gradient itself."""
+
+
+def end_of(parts):
+    """All that the rest of a run depends on, two levels of names."""
+    model, optimizer, averager = parts
+    moments = {
+        f"{number} {name}": torch.as_tensor(value)
+        for number, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if value is not None
+    }
+    rest = {"weights": weights(model), "steps": torch.tensor(averager.steps)}
+    return deepcopy({**averager.state_dict()["memory"], "optimizer": moments, "rest": rest})
+
+
+def differences(one, other):
+    """Names of what differs in any bit."""
+    flat = [{(kind, name): part for kind, parts in end.items() for name, part in parts.items()} for end in (one, other)]
+    names = set(flat[0].keys() ^ flat[1].keys())
+    return names | {key for key in flat[0].keys() & flat[1].keys() if not torch.equal(flat[0][key], flat[1][key])}
+
+
+def stored(parts):
+    """A checkpoint of a run."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in parts], file)
+    return file.getvalue()
+
+
+def load(parts, checkpoint):
+    """Have `parts` go on from a checkpoint, without running code from it."""
+    for part, state in zip(parts, torch.load(io.BytesIO(checkpoint), weights_only=True), strict=True):
+        part.load_state_dict(state)
+
+
+@dataclass
+class Record:
+    """What one rank saw in a run.
+
+    Args:
+        said: what the averager told of itself.
+        weights: after each step.
+        traffic: (bytes sent, bytes received, bytes that collectives carried or None in nodes) of each step.
+        saved: checkpoints by the number of steps before them.
+        end: as `end_of`.
+    """
+
+    said: str
+    weights: list = field(default_factory=list)
+    traffic: list = field(default_factory=list)
+    saved: dict = field(default_factory=dict)
+    end: dict = field(default_factory=dict)
+
+
+@cache
+def straight(cell: Cell) -> list[Record]:
+    """A run of `END` steps on every rank, with which all others are compared. Ranks exchange equal lengths."""
+
+    def work(rank, group):
+        parts = model, optimizer, averager = cell.begin(group)
+        averager.check_same_parameters()
+        seen = Record(averager.describe())
+        for step in range(END):
+            if step in STOPS:
+                seen.saved[step] = stored(parts)
+            backward(model, optimizer, rank, step, prescribed_loss)
+            already = len(log[rank])
+            averager.step()
+            carried = sum(carries(name, length, cell.world) for name, length in log[rank][already:])
+            seen.traffic.append((averager.stats.bytes_sent, averager.stats.bytes_received, carried))
+            seen.weights.append(weights(model))
+        seen.end = end_of(parts)
+        return seen
+
+    with ExitStack() as stack:
+        log = [[] for _ in range(cell.world)]
+        if cell.per_node == 1:  # the ranks of a node talk by themselves
+            log = stack.enter_context(checked_collectives(cell.world))
+        return cell.run(work)
+
+
+def carries(collective, length, world):
+    """Bytes that a rank sends in a collective into which it puts `length`; on average, where owners' parts differ."""
+    if collective in GATHERS:
+        return (world - 1) * length
+    return (world - 1) / world * length if collective == "scatter" else round(2 * (world - 1) / world * length)
+
+
+class Ledger:
+    """Gradients that a rank had, the averages that came, and what is left: fp64 [n] each."""
+
+    def __init__(self, parts):
+        self.parts = self.model, self.optimizer, self.averager = parts
+        self.had = self.came = torch.zeros(0)
+
+    def flat(self, tensors):
+        """All parameters' in one vector; 0 for what is missing."""
+        each = [(tensors.get(name), p) for name, p in self.model.named_parameters()]
+        return torch.cat([(torch.zeros(p.numel()) if t is None else t).double().reshape(-1) for t, p in each])
+
+    def _gradients(self):
+        return self.flat({name: p.grad for name, p in self.model.named_parameters()})
+
+    def average(self):
+        """One step, without changing the weights, for the gradients that are there."""
+        had = self._gradients()
+        self.averager.average()
+        self.averager.commit()
+        came = self._gradients()
+        self.had, self.came = (self.had + had, self.came + came) if len(self.had) else (had, came)
+
+    def go(self, rank, steps, loss=prescribed_loss):
+        """These steps."""
+        for step in steps:
+            backward(self.model, self.optimizer, rank, step, loss)
+            self.average()
+
+    def left(self):
+        """What this rank keeps as a worker, and as an owner of a partition."""
+        memory = self.averager.state_dict()["memory"]
+        own = [self.flat(parts) for kind, parts in memory.items() if kind.removeprefix("dense_") in KEPT]
+        return sum(own, torch.zeros(1).double()), self.flat(memory.get(PARTITION, {}))

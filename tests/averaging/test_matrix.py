@@ -1,0 +1,331 @@
+"""The laws of every method, by every topology, for ranks alone and in nodes, with SGD and AdamW (matrix.py)."""
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+
+from lightning_gradcomp.averaging import mean_state
+from lightning_gradcomp.compressors import LossyCompressor
+from tests.averaging.laws import EVERY, LOSSY, REMEMBERING, finite, with_defaults
+from tests.averaging.matrix import (
+    CELLS,
+    DENSE_STEP,
+    END,
+    LOSSLESS,
+    NODE,
+    OPTIMIZERS,
+    Cell,
+    Ledger,
+    differences,
+    end_of,
+    load,
+    straight,
+)
+from tests.averaging.workers import (
+    Table,
+    all_equal,
+    backward,
+    conv_net,
+    dgc,
+    image_loss,
+    prescribed_loss,
+    train,
+    train_ddp,
+    weights,
+)
+from tests.compressors.examples import RandomK
+from tests.threads import run_ranks
+
+
+def on(cells):
+    return pytest.mark.parametrize("cell", cells.values(), ids=cells)
+
+
+ALONE = {label: cell for label, cell in CELLS.items() if cell.per_node == 1}
+DEFAULTS = with_defaults(CELLS)
+
+
+# Dense limit
+
+DENSE = {
+    f"{topology}{'-nodes' * (per_node > 1)}-{optimizer}": Cell(dgc, topology, per_node, optimizer)
+    for topology in ("all_gather", "two_phase", "server")
+    for per_node in (1, NODE)
+    for optimizer in ("sgd", "adamw")
+} | {f"all_gather-sgd-{label}": Cell(make) for label, make in with_defaults(EVERY).items() if label != "fp16"}
+"""All methods once: dense steps are the averager's own. fp16 and bf16 send other numbers."""
+DENSE.pop("all_gather-sgd-bf16")
+
+
+@cache
+def with_ddp(world, optimizer):
+    def work(rank, group):
+        model = conv_net()
+        train_ddp(model, OPTIMIZERS[optimizer](model.parameters()), group, rank, 15)
+        return weights(model)
+
+    return run_ranks(world, work)[0]
+
+
+@on(DENSE)
+def test_with_nothing_dropped_it_is_ddp_with_the_users_optimizer(cell):
+    def work(rank, group):
+        parts = cell.begin(group, conv_net(), lambda epoch, step: 0.0)
+        train(*parts, rank, 15, image_loss)
+        return weights(parts[0])
+
+    got = cell.run(work)
+    assert all_equal(got)
+    assert float((got[0] - with_ddp(cell.world, cell.optimizer)).abs().max()) <= 1e-6
+
+
+# Replicas never drift
+
+
+@on(CELLS)
+def test_replicas_are_equal_to_the_bit_after_every_step(cell):
+    start, ranks = weights(Table()), straight(cell)
+    for step in range(END):
+        assert all_equal([rank.weights[step] for rank in ranks])
+        assert not torch.equal(ranks[0].weights[step], ranks[0].weights[step - 1] if step else start)
+    for rank in ranks:
+        parts = [part for parts in rank.end.values() for part in parts.values() if part.is_floating_point()]
+        assert all(bool(part.isfinite().all()) for part in parts)
+
+
+# Honest numbers, one shape on all ranks (`straight` compares what ranks put into collectives)
+
+
+@on(ALONE)
+def test_reported_bytes_are_what_collectives_carried_and_what_was_announced(cell):
+    """A dense step reports its gradients, and not the one number a parameter beside."""
+    ranks, flags = straight(cell), 4 * 3 * len(list(Table().parameters()))
+    for step in range(END):
+        sent, received, carried = zip(*(rank.traffic[step] for rank in ranks), strict=True)
+        assert sum(sent) == sum(received)
+        if step == DENSE_STEP or not isinstance(cell.make(), LossyCompressor):
+            assert all(those - flags <= own <= those for own, those in zip(sent, carried, strict=True))
+        else:
+            assert f" {max(sent):,} bytes sent a step" in ranks[0].said
+            assert sum(sent) == pytest.approx(sum(carried), abs=0.1)
+            assert cell.topology != "all_gather" or sent == received == carried
+
+
+# A resumed run is the straight run
+
+
+@on(CELLS)
+def test_a_resumed_run_is_the_straight_run_to_the_bit(cell):
+    expected = straight(cell)
+
+    def work(rank, group):
+        ends = []
+        for stop, checkpoint in expected[rank].saved.items():
+            parts = cell.begin(group)
+            load(parts, checkpoint)
+            train(*parts, rank, range(stop, END), prescribed_loss)
+            ends.append((stop, end_of(parts)))
+        return ends
+
+    for ends, rank in zip(cell.run(work), expected, strict=True):
+        for stop, end in ends:
+            assert not differences(end, rank.end), f"stopped at {stop}"
+
+
+# What no step uses leaves no trace
+
+OVERFLOWS = {0: math.nan, 3: math.inf, DENSE_STEP: -math.inf, DENSE_STEP + 1: math.nan}
+"""Before the first step, a compressed one, the dense one and the one after it: on other ranks, in other tensors."""
+UNUSED = (2, DENSE_STEP)
+
+
+@on(CELLS)
+def test_averages_that_are_not_finite_or_not_used_leave_no_trace(cell):
+    """As where a GradScaler skips a step. In the end one is committed all the same."""
+
+    def overflow(parts, rank, number, value):
+        model, optimizer, averager = parts
+        backward(model, optimizer, rank, 1000, prescribed_loss)
+        if rank == number % cell.world:
+            [model.kernel, model.small, model.matrix, model.bias][number % 4].grad.view(-1)[7] = value
+        averager.average()
+        assert not all(bool(p.grad.isfinite().all()) for p in model.parameters()), f"rank {rank} sees nothing of it"
+
+    def work(rank, group):
+        parts = model, optimizer, averager = cell.begin(group)
+        for step in range(END):
+            before = end_of(parts)
+            if step in UNUSED:
+                backward(model, optimizer, rank, 900, prescribed_loss)
+                averager.average()
+                assert not differences(end_of(parts), before), f"rank {rank} keeps an average before it is used"
+            if step in OVERFLOWS:
+                overflow(parts, rank, list(OVERFLOWS).index(step), OVERFLOWS[step])
+                assert not differences(end_of(parts), before), f"rank {rank} keeps what is not finite"
+            backward(model, optimizer, rank, step, prescribed_loss)
+            averager.step()
+        end, before = end_of(parts), averager.state_dict()["memory"]
+        overflow(parts, rank, 1, math.inf)
+        averager.commit()
+        assert not differences(averager.state_dict()["memory"], before)
+        return end
+
+    for end, rank in zip(cell.run(work), straight(cell), strict=True):
+        assert not differences(end, rank.end)
+
+
+# A loss scale
+
+
+@on(DEFAULTS)
+def test_a_loss_scale_changes_no_bit(cell):
+    """It changes from step to step; powers of two round nothing."""
+
+    def work(rank, group):
+        parts = model, optimizer, averager = cell.begin(group)
+        for step in range(END):
+            scale = 2.0 ** (10 - 3 * (step % 4))
+            backward(model, optimizer, rank, step, lambda *given, scale=scale: scale * prescribed_loss(*given))
+            averager.average(grad_scale=scale)
+            for parameter in model.parameters():
+                parameter.grad /= scale
+            optimizer.step()
+        return end_of(parts)
+
+    for end, rank in zip(cell.run(work), straight(cell), strict=True):
+        assert not differences(end, rank.end)
+
+
+# Nothing is lost
+
+
+def legs(cell):
+    """(ranks, ranks a node, topology) one after the other: other owners, other nodes, other numbers of ranks."""
+    alone = replace(cell, per_node=1)
+    other = replace(alone, topology="all_gather" if cell.topology != "all_gather" else "two_phase")
+    if cell.make().not_partitioned_because is not None:
+        other = alone
+    if cell.per_node == 1:
+        return [(4, cell), (4, other), (2, cell), (3, cell)]
+    gathered = replace(cell, topology="all_gather")
+    apart = [(4, alone), (4, cell), (4, replace(gathered, per_node=1))]  # what the ranks of a node share, and no more
+    return [*apart, (4, cell), (4, gathered), (6, cell), (4, alone), (3, other)]
+
+
+@on(LOSSLESS)
+def test_nothing_is_lost_from_world_to_world(cell):
+    """Applied + mean of the workers' states + owners' residuals = mean of all gradients. A dense step sends it all."""
+    steps, there_was, applied, states, journey = 3, 0, 0, None, legs(cell)
+
+    def work(rank, group, leg, number, states):
+        last = number == len(journey) - 1
+        dense = (number + 1) * steps
+        ledger = Ledger(leg.begin(group, schedule=lambda epoch, step: 0.9 * (step != dense)))
+        if states:
+            ledger.averager.load_state_dict(states[rank])
+        ledger.go(rank, range(number * steps, dense))
+        noted = ledger.had, ledger.came, *ledger.left(), ledger.averager.state_dict()
+        if last:
+            ledger.go(rank, [dense])
+        return noted, (ledger.had, ledger.came, *ledger.left())
+
+    for number, (world, leg) in enumerate(journey):
+        ranks = leg.run(partial(work, leg=leg, number=number, states=deepcopy(states)), world)
+        for noted in zip(*ranks, strict=True):
+            had, came, own, owners, *rest = zip(*noted, strict=True)
+            assert all_equal(came)
+            wanted = there_was + sum(had) / world
+            left = sum(own) / world + sum(owners) / leg.per_node
+            assert float((wanted - applied - came[0] - left).norm() / wanted.norm()) <= 1e-6, f"leg {number}"
+            if rest:
+                assert left.norm() > 0.01 * wanted.norm(), "nothing is left out, so nothing could be lost"
+                exact = isinstance(cell.make(), RandomK) or getattr(cell.make(), "values", "") in (None, "fp32")
+                by_owners = leg.topology == "two_phase" and not exact
+                assert not by_owners or any(bool(part.any()) for part in owners), "owners keep what they round off"
+                [states] = rest
+                then = wanted, applied + came[0]
+        there_was, applied = then
+        if leg.per_node > 1:
+            for rank in range(0, world, NODE):
+                assert not differences(states[rank]["memory"], states[rank + 1]["memory"])
+        assert states[0]["steps"] == (number + 1) * steps
+        if number + 1 < len(journey) and journey[number + 1][0] != world:
+            states = [mean_state(states)] * journey[number + 1][0]
+    assert not left.any(), "a dense step sends everything"
+
+
+@on({label: cell for label, cell in LOSSLESS.items() if cell.per_node == 1 and "," not in label})
+def test_a_rank_without_gradients_sends_and_keeps_nothing_of_the_others(cell):
+    """What is kept is each rank's own, so that the others' sum is not only right on average."""
+    if cell.make is LOSSY["powersgd"]:
+        pytest.skip("every rank subtracts the mean of all")
+
+    def work(rank, group):
+        ledger = Ledger(cell.begin(group))
+        ledger.go(rank, range(3), lambda *given: (rank == 1) * prescribed_loss(*given))
+        return ledger.left()[0]
+
+    first, second, third = cell.run(work)
+    assert second.any() and not first.any() and not third.any()
+
+
+# Layers that are frozen and unfrozen
+
+FREEZES = {
+    label: cell for label, cell in CELLS.items() if cell.optimizer == "sgd" and isinstance(cell.make(), LossyCompressor)
+}
+FREEZES = {
+    label: replace(cell, optimizer="plain") for label, cell in FREEZES.items() if "," not in label or "bf16" in label
+}
+
+
+@on(FREEZES)
+def test_nothing_is_lost_when_layers_are_frozen_and_unfrozen(cell):
+    """What is kept of a frozen layer waits until it trains. Partitions are cut anew, and replicas stay equal."""
+    trains = {"kernel": lambda step: not 4 <= step < 7, "matrix": lambda step: step >= 2, "bias": lambda step: step > 3}
+
+    def work(rank, group):
+        ledger = Ledger(cell.begin(group, schedule=lambda epoch, step: 0.9))
+        model, averager = ledger.model, ledger.averager
+        for step in range(10):
+            for name, when in trains.items():
+                model.get_parameter(name).requires_grad_(when(step))
+            before = averager.state_dict()["memory"]
+            ledger.go(rank, [step])
+            after = averager.state_dict()["memory"]
+            if not model.kernel.requires_grad:
+                owned = {kind for kind in before if "kernel" in before.get("partition_residual", {})}
+                for kind in before.keys() - owned:  # or the worker has taken over the owner's
+                    assert "kernel" not in before[kind] or torch.equal(after[kind]["kernel"], before[kind]["kernel"])
+        assert finite(averager, model)
+        return ledger.had, ledger.came, *ledger.left()
+
+    had, came, own, owners = zip(*cell.run(work), strict=True)
+    assert all_equal(came)
+    if cell.make in REMEMBERING.values() or cell.make().dense_values != "fp32":
+        wanted, left = sum(had) / cell.world, sum(own) / cell.world + sum(owners) / cell.per_node
+        assert left.norm() > 0
+        assert float((wanted - came[0] - left).norm() / wanted.norm()) <= 1e-6
+
+
+# Random numbers are each rank's own
+
+
+@pytest.mark.parametrize("name", ["terngrad", "qsgd"])
+@pytest.mark.parametrize("topology", ["all_gather", "two_phase"])
+def test_ranks_that_have_the_same_gradient_round_it_differently(name, topology):
+    def work(rank, group):
+        ledger = Ledger(Cell(LOSSY[name], topology).begin(group))
+        ledger.go(0, [0])
+        return ledger.model.matrix.grad.abs()
+
+    def alone(rank, group):
+        ledger = Ledger(Cell(LOSSY[name]).begin(group))
+        ledger.go(0, [0], lambda *given: (rank == 0) * prescribed_loss(*given))
+        return ledger.model.matrix.grad.abs()
+
+    assert len(run_ranks(3, work)[0].unique()) > len(run_ranks(3, alone)[0].unique())
