@@ -5,7 +5,7 @@ block is written as its place there, a digit below the size, each further one as
 digit from the size on. So the digits themselves say where a block begins.
 
 A block is a circle, whose gaps add up to its size: at most one of them is above half of it. Where one is, the block
-begins after it, and continues from its end to its beginning. No gap that is written is then above half the size, so that
+begins after it, and continues from its end to its start. No gap that is written is then above half the size, so that
 digits of b bits do for blocks of 2/3 · 2^b. These are b bits for each index and one for each block, wherever the
 indices lie: the length depends on n and k alone, every rank's message has the same size, no sizes are exchanged.
 
