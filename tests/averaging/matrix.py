@@ -80,7 +80,7 @@ class Cell:
 
 
 def _owns_adamw(make):
-    return make().owns_momentum(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+    return make().state_for(torch.optim.AdamW([nn.Parameter(torch.ones(1))])).owns_momentum
 
 
 def cells() -> dict[str, Cell]:

@@ -5,9 +5,9 @@ block is written as its place there, a digit below the size, each further one as
 digit from the size on. So the digits themselves say where a block begins.
 
 A block is a circle, whose gaps add up to its size: at most one of them is above half of it. Where one is, the block
-begins after it, and continues from its end to its beginning. No gap that is written is then above half the size,
-so that digits of b bits do for blocks of 2/3 · 2^b. These are b bits for each index and one for each block, wherever
-the indices lie: the length depends on n and k alone, every rank's message has the same size, no sizes are exchanged.
+begins after it, and continues from its end to its start. No gap that is written is then above half the size, so that
+digits of b bits do for blocks of 2/3 · 2^b. These are b bits for each index and one for each block, wherever the
+indices lie: the length depends on n and k alone, every rank's message has the same size, no sizes are exchanged.
 
 For random indices this is 0.06 to 0.2 bits an index above the entropy, log2(n / k) + 1.44 for few of them; 0.28 near a
 tenth of all. Elias-Fano (Elias 1974, Fano 1971), whose length is as fixed, is 0.47 to 0.56 bits above it, since it has
