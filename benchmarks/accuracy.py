@@ -7,7 +7,8 @@
 
 A run takes two to five minutes of two cores. It is recipe=digits in plain PyTorch: ten epochs of 22 steps of 64 images.
 The fold is the seed of weights and order, as in the dense runs of docs/data/results.csv. Ranks are processes, which
-this script starts, and are validated with rank 0's batch-norm statistics, as in the recipes.
+this script starts. Batch-norm statistics are those of one pass over the training images; in the ablation rank 0's, as
+in the recipes.
 
 - ablation: the same compressed phase with one part of DGC more in each case, with and without clipping. Two ranks.
 - late: a case is a delay D, with a period K of as many steps (1 for 0, which is synchronous training). After a colon,
@@ -15,7 +16,7 @@ this script starts, and are validated with rank 0's batch-norm statistics, as in
   dense. Two ranks; nothing is drained before the only validation, at the end.
 - speeds, staleness: a server and four workers in one process, which take turns in the order of a virtual clock. So the
   figures are the same on every machine and under any load. A step's computation takes the seconds that a worker's speed
-  says; encoding and the network take none. Batch-norm statistics are those of one pass over the training images.
+  says; encoding and the network take none.
 """
 
 from __future__ import annotations
@@ -101,8 +102,10 @@ class Fold:
         return optimizer, WarmupCosine()(optimizer, self.steps, EPOCHS)
 
     @torch.no_grad()
-    def validate(self, model: nn.Module) -> int:
-        """Images that are classified correctly."""
+    def validate(self, model: nn.Module, *, as_trained: bool = False) -> int:
+        """Images that are classified correctly, with batch-norm statistics of one pass, or those of the training."""
+        if not as_trained:
+            update_bn(DataLoader(self.train, 256), model)
         images, labels = self.val.tensors
         right = int((model.eval()(images).argmax(1) == labels).sum())
         model.train()
@@ -165,7 +168,7 @@ def train(case: str, clip_norm: float | None, number: int) -> Outcome:
         average.step()
         schedule.step()
         if not late and step % fold.steps == 0:
-            correct.append(fold.validate(fold.model))
+            correct.append(fold.validate(fold.model, as_trained=case in ABLATION))
     if late:
         average.drain()
         correct.append(fold.validate(fold.model))
@@ -304,7 +307,6 @@ def asynchronous(case: Workers, number: int) -> Outcome:
             weights.append((pushes + 1, {name: p.detach().clone() for name, p in model.named_parameters()}))
         if (pushes + 1) % (fold.steps * WORKERS) == 0:
             observer.pull()
-            update_bn(DataLoader(fold.train, 256), fold.model)
             correct.append(fold.validate(fold.model))
     ratio = 1 / mean(1 / averager.spent.ratio for averager, _ in workers)
     for averager in [observer, *(averager for averager, _ in workers)]:
