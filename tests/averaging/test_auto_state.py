@@ -104,8 +104,6 @@ def test_a_trials_outcome_is_for_as_many_ranks(clock):
     trial = ["dense"] * EACH + ["all_gather"]
     for state in (by_hand, mean_state(states)):
         assert run_ranks(3, partial(resumed, state=state)) == [trial] * 3
-    without_rounds = {key: value for key, value in by_hand["autotune"].items() if key != "round"}  # version 0.1.0
-    assert run_ranks(2, partial(resumed, state={**by_hand, "autotune": without_rounds})) == [trial] * 2
 
 
 @methods

@@ -61,7 +61,7 @@ def of(name):
 
 REFUSED = {
     "another shape": ("dgc", with_another_shape, SHAPE),
-    "onebit's for dgc": ("dgc", of("onebit"), KIND.format("momentum, velocity")),
+    "onebit's for dgc": ("dgc", of("onebit"), KIND.format("velocity, momentum")),
     "dgc's for onebit": ("onebit", of("dgc"), KIND.format("residual")),
     "onebit's for powersgd": ("powersgd", of("onebit"), KIND.format("query")),
     "dgc's for fp16": ("fp16", without("steps"), WHOLE.format("dict", "steps")),

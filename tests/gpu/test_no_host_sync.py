@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
-from lightning_gradcomp.compressors import base, terngrad, twobit
+from lightning_gradcomp.compressors import terngrad, twobit
 from lightning_gradcomp.compressors.kernels import bits, topk
 from tests.gpu.worlds import CASES, Echo, Model, Steps, draw_on_the_cpu, no_sum
 
@@ -55,13 +55,13 @@ class NothingLeaves(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def data_on_the_cpu(monkeypatch):
     """Sizes of encodings are found on the CPU, with data. Tables without data are forgotten after the test."""
-    sample = base._sample
+    encode_zeros = lgc.TensorCodec._encode_zeros
 
     def with_data(*arguments):
         with unset_fake_temporarily(), _disable_current_modes():
-            return sample(*arguments)
+            return encode_zeros(*arguments)
 
-    monkeypatch.setattr(base, "_sample", with_data)
+    monkeypatch.setattr(lgc.TensorCodec, "_encode_zeros", with_data)
     tables = (bits.bit_table, twobit._levels, terngrad._digit_table, topk.to_column)
     for table in tables:
         table.cache_clear()
