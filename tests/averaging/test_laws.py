@@ -76,6 +76,20 @@ def test_parts_change_neither_bits_nor_bytes(name, monkeypatch):
 # Sizes and zeros
 
 
+@pytest.mark.parametrize("name", ["gradient_dropping", "onebit", "twobit", "ef_signsgd", "qsgd"])
+def test_payloads_are_added_in_the_order_of_the_ranks(name):
+    """In fp32 (2²⁷ + 1) - 2²⁷ is 0, and in any other order it is 1."""
+
+    def work(rank, group):
+        model = Parts((8, 8), (3,))
+        averager = averaged(model, group, LOSSY[name]())[1]
+        (sum(part.sum() for part in model.parts) * [2.0**27, 1.0, -(2.0**27)][rank]).backward()
+        averager.average()
+        return torch.cat([part.grad.view(-1) for part in model.parts])
+
+    assert all(not grad.any() for grad in run_ranks(3, work))
+
+
 @every
 @pytest.mark.parametrize("shapes", ODD.values(), ids=ODD)
 def test_tensors_of_any_size_train(make, shapes):
