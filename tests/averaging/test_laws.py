@@ -76,7 +76,7 @@ def test_parts_change_neither_bits_nor_bytes(name, monkeypatch):
 # Sizes and zeros
 
 
-@pytest.mark.parametrize("name", ["gradient_dropping", "onebit", "twobit", "ef_signsgd", "qsgd"])
+@pytest.mark.parametrize("name", ["gradient_dropping", "onebit", "twobit", "ef_signsgd"])
 def test_payloads_are_added_in_the_order_of_the_ranks(name):
     """In fp32 (2²⁷ + 1) - 2²⁷ is 0, and in any other order it is 1."""
 
