@@ -110,7 +110,7 @@ class Layout:
                 yield rule, slice(begin, end)
 
     def cut(self, tensors: Sequence[torch.Tensor], place: slice) -> list[torch.Tensor]:
-        """The elements at `place` in the flat buffer, of `tensors` in the parameters' shapes: 1-D, for each tensor there."""
+        """The parts of `tensors`, one for each parameter, that lie at `place` in the flat buffer: 1-D."""
         first = bisect_right(self.bounds, place.start, key=itemgetter(1))
         last = bisect_left(self.bounds, place.stop, key=itemgetter(0))
         return [
