@@ -73,7 +73,7 @@ class ErrorFeedback:
             return all_finite(flat)
         self.moments.read(self.update.sharing(self.layout.names))
         self._out, finite = flat, [flat.new_ones((), dtype=torch.bool)]
-        for rule, place in self.layout.pieces(self.update.rules(self.moments), flat.device):
+        for rule, place in self.layout.chunks_by(self.update.rules(self.moments), flat.device):
             finite.append(all_finite(flat[place]))
             self.update.accumulate(flat, place, rule, self.unsent, self.moments)
         return torch.stack(finite).all()

@@ -96,7 +96,7 @@ class Layout:
                 shapes.append((inside * shape[0] // (last - first), *shape[1:]) if shape else shape)
         return Layout(tuple(names), tuple(shapes))
 
-    def pieces(self, rules: Sequence[Any], device: torch.device) -> Iterator[tuple[Any, slice]]:
+    def chunks_by(self, rules: Sequence[Any], device: torch.device) -> Iterator[tuple[Any, slice]]:
         """The chunks of the flat buffer, cut where the rule changes: (rule, place) of each.
 
         Args:
