@@ -28,7 +28,6 @@ from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
 DATA = Path(__file__).with_name("data")
 LAYER = "layer2.0.conv1.weight"
@@ -157,7 +156,8 @@ class Sender:
 
     def send(self, gradient: torch.Tensor) -> torch.Tensor:
         """What the others receive of this gradient and of what was left of earlier ones."""
-        self.state.compensate(LocalGradient.of(gradient.reshape(-1), self.layout), self._out)
+        self._out.copy_(gradient.reshape(-1))
+        self.state.compensate(self._out)
         alone = OneRank(self.layout.n, self._steps)
         _, sent = self.compressor.average(self._out, self.layout, alone, self.state.update)
         arrived = torch.zeros(self.layout.n)

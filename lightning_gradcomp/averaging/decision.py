@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -61,7 +60,6 @@ class Choice:
         """Those from which it chooses."""
         self.autotune: Autotune | None = None
         """With topology="auto": the trials."""
-        self._known: dict[str, tuple[Any, int]] = {}
         if topology == "auto":
             partitioned = ranks.workers > 2 and compressor.not_partitioned_because is None
             self.topologies = CANDIDATES if partitioned else CANDIDATES[:1]
@@ -73,7 +71,8 @@ class Choice:
         compressor = self._compressor.with_sparsity(sparsity)
         asked = compressor.final_sparsity  # None without one
         budget = self._ranks.dense_traffic(gradients.largest.nbytes)
-        affordable = [name for name in self.topologies if self.traffic(compressor, name, gradients) < budget]
+        sent = {name: traffic(compressor, gradients.largest, self._ranks, name) for name in self.topologies}
+        affordable = [name for name in self.topologies if sent[name] < budget]
         topology = affordable[0] if affordable else DENSE
         if self.autotune:
             topology = self.autotune.choose(1 - (asked or 0.0), affordable)
@@ -81,18 +80,11 @@ class Choice:
             return replace(dense, sparsity=asked)
         return Decision(asked, compressor, topology, by_ddp=False)
 
-    def traffic(self, compressor: LossyCompressor, topology: str, gradients: Gradients) -> int:
-        """Bytes that a step of this compressor sends; cached for the latest sparsity."""
-        key = topology, compressor.final_sparsity, gradients
-        if self._known.get(topology, (None, 0))[0] != key:
-            self._known[topology] = key, traffic(compressor, gradients.largest, self._ranks, topology)
-        return self._known[topology][1]
-
     def describe(self, gradients: Gradients) -> str:
         """What is compressed, and the bytes that a step sends at the final sparsity."""
         sparsity, between = self._compressor.final_sparsity, "" if self._ranks.per_worker == 1 else " between nodes"
         final = self._compressor.with_sparsity(sparsity)
-        sent = {name: self.traffic(final, name, gradients) for name in self.topologies}
+        sent = {name: traffic(final, gradients.largest, self._ranks, name) for name in self.topologies}
         listed = " or ".join(f"{length:,} bytes sent{between} a step by {name}" for name, length in sent.items())
         at_sparsity = "" if sparsity is None else f"at sparsity {sparsity:g} "
         return (

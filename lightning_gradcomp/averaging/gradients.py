@@ -16,7 +16,6 @@ from lightning_gradcomp.averaging.trainable import check_same_parameters, check_
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout, plain_name
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.errors import refusal
 
 
@@ -180,22 +179,6 @@ class Gradients:
         scale = self.scale if unscale else 1.0
         _fill(self.layout, self.compressed_flat, self.compressed, scale)
         _fill(self.dense_layout, self.dense_flat, self.dense, scale)
-
-    def collected(self) -> LocalGradient:
-        """The compressed parameters' gradients that are in the buffer."""
-        return LocalGradient.of(self.compressed_flat, self.layout)
-
-    def local_gradient(self) -> LocalGradient:
-        """The compressed parameters' gradients without the loss scale; fills the buffer of the others.
-
-        A CPU reads them from `p.grad`, a GPU from the buffer, which it fills.
-        """
-        if self.device.type == "cuda":
-            self.collect()
-            return self.collected()
-        _fill(self.dense_layout, self.dense_flat, self.dense, self.scale)
-        parts = [None if p.grad is None else p.grad.reshape(-1) for p in self.compressed]
-        return LocalGradient(parts, self.layout, self.scale)
 
     def mean_buffer(self) -> torch.Tensor:
         """A buffer for a mean that is not sparse, fp32 [n]. A new one in each step would take longer."""

@@ -16,7 +16,6 @@ from lightning_gradcomp.averaging.two_phase import PartitionResidual
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.updates import Gradient, StateDict, Update
 
 
@@ -101,20 +100,14 @@ class Memory:
 
     # A step
 
-    def compensate(self, gradient: LocalGradient) -> torch.Tensor:
-        """Fill the buffers with what to send: gradients plus residuals.
-
-        Args:
-            gradient: of the compressed parameters. The uncompressed gradients are in their buffer.
+    def compensate(self) -> torch.Tensor:
+        """Replace the gradients in the buffers by what to send: gradients plus residuals.
 
         Returns:
             True if all gradients are finite: 0-d bool.
         """
-        gradients = self.gradients
-        dense = LocalGradient.of(gradients.dense_flat, gradients.dense_layout)
-        self.compressed.compensate(gradient, gradients.compressed_flat)
-        self.dense.compensate(dense, gradients.dense_flat)
-        return gradient.finite & dense.finite
+        finite = self.compressed.compensate(self.gradients.compressed_flat)
+        return finite & self.dense.compensate(self.gradients.dense_flat)
 
     def subtract(self, sent: Decoded, dense_sent: torch.Tensor, dense_mean: torch.Tensor | None = None) -> None:
         """Take out what was sent.

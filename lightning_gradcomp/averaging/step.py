@@ -133,19 +133,17 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
     """
     gradients, ranks, compressor = memory.gradients, memory.ranks, memory.compressor
     assert isinstance(compressor, LossyCompressor)
-    present, clips = [*gradients.present, *flags], compressor.clip_norm is not None
-    if ranks.per_worker > 1:
+    present = [*gradients.present, *flags]
+    with stats.phase("compress"):
         gradients.collect()
+    if ranks.per_worker > 1:
         with stats.phase("exchange"):
             present = ranks.average_inside(gradients.flats, present)
     with stats.phase("compress"):
         memory.onload()
-        if ranks.per_worker == 1 and clips:
-            gradients.collect()
-        if clips:
+        if compressor.clip_norm is not None:
             compressor.clip_local(gradients.flats, _norm(gradients.flats, ranks), ranks.workers)
-        collected = clips or ranks.per_worker > 1
-        return memory.compensate(gradients.collected() if collected else gradients.local_gradient()), present
+        return memory.compensate(), present
 
 
 def _norm(flats: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:

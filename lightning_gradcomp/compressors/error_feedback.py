@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.compressors.decoded import Decoded, all_finite
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.moments import Moments
 from lightning_gradcomp.compressors.updates import StateDict, Update
 
@@ -62,14 +61,22 @@ class ErrorFeedback:
 
     # A step
 
-    def compensate(self, gradient: LocalGradient, out: torch.Tensor) -> None:
-        """Write into `out` (fp32 [n]) what to send for this step's gradient."""
+    def compensate(self, flat: torch.Tensor) -> torch.Tensor:
+        """Replace this step's gradient in `flat` (fp32 [n]) by what to send for it.
+
+        A CPU does so a chunk at a time, which stays in its cache.
+
+        Returns:
+            True if the gradient is finite: 0-d bool.
+        """
         if self.unsent is None:
-            gradient.copy_to(out)
-            return
+            return all_finite(flat)
         self.moments.read(self.update.sharing(self.layout.names))
-        self._out = out
-        self.update.accumulate(gradient, self.unsent, self.moments, out)
+        self._out, finite = flat, [flat.new_ones((), dtype=torch.bool)]
+        for rule, place in self.layout.chunks_by(self.update.rules(self.moments), flat.device):
+            finite.append(all_finite(flat[place]))
+            self.update.accumulate(flat, place, rule, self.unsent, self.moments)
+        return torch.stack(finite).all()
 
     def subtract(self, decoded: Decoded) -> None:
         """Take out what was sent, as decoded by the others."""
@@ -82,10 +89,10 @@ class ErrorFeedback:
 
         Args:
             stepped: parameters that the optimizer has stepped. The state of others stays as it was.
-            out: what `compensate` has filled.
+            out: what `compensate` has changed.
 
         Returns:
-            fp32 [n], free for the next step's `out`.
+            fp32 [n], free for the next step's gradient.
         """
         if self.unsent is None:
             return out

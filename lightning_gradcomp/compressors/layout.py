@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -92,6 +95,28 @@ class Layout:
                 names.append(name)
                 shapes.append((inside * shape[0] // (last - first), *shape[1:]) if shape else shape)
         return Layout(tuple(names), tuple(shapes))
+
+    def chunks_by(self, rules: Sequence[Any], device: torch.device) -> Iterator[tuple[Any, slice]]:
+        """The chunks of the flat buffer, cut where the rule changes: (rule, place) of each.
+
+        Args:
+            rules: one for each parameter.
+            device: of the buffer.
+        """
+        stop = 0
+        for rule, run in groupby(zip(rules, self.sizes, strict=True), key=itemgetter(0)):
+            start, stop = stop, stop + sum(size for _, size in run)
+            for begin, end in chunks(start, stop, device):
+                yield rule, slice(begin, end)
+
+    def cut(self, tensors: Sequence[torch.Tensor], place: slice) -> list[torch.Tensor]:
+        """The parts of `tensors`, one for each parameter, that lie at `place` in the flat buffer: 1-D."""
+        first = bisect_right(self.bounds, place.start, key=itemgetter(1))
+        last = bisect_left(self.bounds, place.stop, key=itemgetter(0))
+        return [
+            tensors[number].detach().reshape(-1)[max(place.start - start, 0) : place.stop - start]
+            for number, (start, _) in enumerate(self.bounds[first:last], first)
+        ]
 
     def copy_except(self, names: Set[str], source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy all parameters but those in `names` from one flat buffer into another."""

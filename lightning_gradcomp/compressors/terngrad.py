@@ -64,7 +64,7 @@ def ternarise(g: torch.Tensor, s: torch.Tensor, uniform: Uniform) -> torch.Tenso
     """
     per_s = 1 / s.clamp(min=torch.finfo(torch.float32).tiny)
     drawn = uniform.draw(g.numel(), 1.0).view(g.shape).addcmul_(g, per_s)
-    return drawn.to(torch.int8).view(torch.uint8)  # directly to uint8 it takes five times as long
+    return drawn.to(torch.uint8)
 
 
 def packed_bytes(n: int) -> int:
@@ -76,14 +76,11 @@ def pack(digits: torch.Tensor) -> torch.Tensor:
     """Five digits (uint8 [n], each 0, 1 or 2) in a byte, the first lowest: uint8 [ceil(n / 5)]."""
     if spare := -digits.numel() % DIGITS:
         digits = torch.nn.functional.pad(digits, (0, spare))
-    columns = digits.view(-1, DIGITS).T
-    if not digits.is_cuda:
-        columns = columns.numpy()  # takes a third of the time
-    packed = columns[DIGITS - 1] + 0
-    for digit in reversed(range(DIGITS - 1)):
-        packed *= 3
-        packed += columns[digit]
-    return torch.as_tensor(packed)
+    *lower, highest = digits.view(-1, DIGITS).unbind(1)
+    packed = highest.clone()
+    for column in reversed(lower):
+        packed.mul_(3).add_(column)
+    return packed
 
 
 @cache

@@ -34,7 +34,6 @@ import torch
 
 from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.moments import Moments
 from lightning_gradcomp.errors import refusal
 
@@ -71,8 +70,25 @@ class Update:
         """Those of `names` of which the optimizer's state has the moments too."""
         return set(names)
 
-    def accumulate(self, gradient: LocalGradient, unsent: torch.Tensor, moments: Moments, out: torch.Tensor) -> None:
-        """Write `unsent` (fp32 [n]) plus this step's update into `out`, and the new moments into `moments.next`."""
+    def rules(self, moments: Moments) -> Sequence[Any]:
+        """How each parameter is treated in this step. Those with equal rules are treated together."""
+        return [None] * len(self.layout.names)
+
+    def accumulate(self, flat: torch.Tensor, place: slice, rule: Any, unsent: torch.Tensor, moments: Moments) -> None:
+        """Replace the gradient at `place` by `unsent` plus this step's update; new moments go to `moments.next`.
+
+        Args:
+            flat: the gradients, fp32 [n], like `unsent`.
+            place: elements of parameters with the same rule.
+            rule: one of `rules`.
+            unsent: what is unsent. It stays as it is.
+            moments: of the parameters.
+        """
+
+    def _decay(self, flat: torch.Tensor, place: slice, weight_decay: float) -> None:
+        """Add weight decay to the gradient at `place`."""
+        weights = self.layout.cut(self.parameters, place)
+        torch._foreach_add_(flat[place].split([len(each) for each in weights]), weights, alpha=weight_decay)
 
     def after_sending(self, decoded: Decoded, moments: Moments) -> None:
         """Change `moments.next` according to what was sent."""
@@ -114,10 +130,9 @@ class Gradient(Update):
 
     kind = "residual"
 
-    def accumulate(self, gradient: LocalGradient, unsent: torch.Tensor, moments: Moments, out: torch.Tensor) -> None:
-        """out = residual + gradient."""
-        for piece in gradient.pieces():
-            torch.add(unsent[piece.part], piece.g, out=out[piece.part])
+    def accumulate(self, flat: torch.Tensor, place: slice, rule: None, unsent: torch.Tensor, moments: Moments) -> None:
+        """gradient ← residual + gradient."""
+        flat[place].add_(unsent[place])
 
 
 # Momentum SGD
@@ -177,7 +192,7 @@ class SGDVelocity(Update):
     def __init__(self, *, masking: bool) -> None:
         self.masking = masking
 
-    def _rules(self) -> list[SGDRule]:
+    def _options(self) -> list[SGDRule]:
         """The current options of each parameter."""
         options = [field.name for field in fields(SGDRule)]
         groups = _groups(self.optimizer, self.parameters)
@@ -185,21 +200,24 @@ class SGDVelocity(Update):
 
     def sharing(self, names: Iterable[str]) -> set[str]:
         """Those with a momentum."""
-        with_momentum = {name for name, rule in zip(self.layout.names, self._rules(), strict=True) if rule.momentum}
+        with_momentum = {name for name, rule in zip(self.layout.names, self._options(), strict=True) if rule.momentum}
         return with_momentum & set(names)
 
-    def accumulate(self, gradient: LocalGradient, unsent: torch.Tensor, moments: Moments, out: torch.Tensor) -> None:
-        """out = the velocity after this step's gradient.
+    def rules(self, moments: Moments) -> list[tuple[SGDRule, bool]]:
+        """Of each parameter its options, and True if this is its first step."""
+        return [(o, not moments.steps[name]) for o, name in zip(self._options(), self.layout.names, strict=True)]
+
+    def accumulate(
+        self, flat: torch.Tensor, place: slice, rule: tuple[SGDRule, bool], unsent: torch.Tensor, moments: Moments
+    ) -> None:
+        """gradient ← the velocity after it.
 
         Weight decay λ·w is added to the gradient first: inside the momentum it has the strength that it has in SGD.
         """
-        [u], [new_u] = moments.flats, moments.next
-        rules = [(r, not moments.steps[name]) for r, name in zip(self._rules(), self.layout.names, strict=True)]
-        for piece in gradient.pieces(rules):
-            (rule, first), part, g = rules[piece.numbers[0]], piece.part, piece.g
-            if rule.weight_decay:
-                g = piece.plus(self.parameters, rule.weight_decay, out[part])
-            correct_momentum(g, u[part], unsent[part], rule, first, (new_u[part], out[part]))
+        [u], [new_u], (options, first), g = moments.flats, moments.next, rule, flat[place]
+        if options.weight_decay:
+            self._decay(flat, place, options.weight_decay)
+        correct_momentum(g, u[place], unsent[place], options, first, (new_u[place], g))
 
     def after_sending(self, decoded: Decoded, moments: Moments) -> None:
         """With masking (eq. 9), stop the momentum of what was sent."""
@@ -285,17 +303,14 @@ class AdamStep(Update):
         self._squares = torch.zeros(2, dtype=torch.float32, device=device)
         """Squared norms of this rank's uncompressed gradient and of the mean: sums over steps, fading."""
         self._now: list[AdamRule | None] = []
-        """Each parameter's options in the latest `accumulate`."""
+        """Each parameter's options in the latest step."""
+        self._scale = self.local_scale
+        """That of the latest step."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:  # type: ignore[override]
         """Squared norms."""
         return [self._squares]
-
-    def _rules(self) -> list[AdamRule | None]:
-        """The current options of each parameter; None for one that the optimizer does not have."""
-        decoupled = isinstance(self.optimizer, torch.optim.AdamW)
-        return [_adam_rule(group, decoupled) if group else None for group in _groups(self.optimizer, self.parameters)]
 
     @property
     def local_scale(self) -> torch.Tensor:
@@ -307,25 +322,33 @@ class AdamStep(Update):
         """√ρ for all."""
         return [self.local_scale] * len(self.parameters)
 
-    def accumulate(self, gradient: LocalGradient, unsent: torch.Tensor, moments: Moments, out: torch.Tensor) -> None:
-        """out = what is unsent plus the step for this gradient."""
-        scale = self.local_scale
-        self._now = self._rules()
-        rules = [(rule, moments.steps[name]) for rule, name in zip(self._now, self.layout.names, strict=True)]
-        named = zip(self.layout.names, self._now, strict=True)
-        self.withheld = {name for name, rule in named if rule is None or rule.lr == 0}
-        for piece in gradient.pieces(rules):
-            (rule, t), part, g = rules[piece.numbers[0]], piece.part, piece.g
-            if rule is None:
-                out[part] = 0
-                continue
-            if rule.weight_decay and not rule.decoupled:
-                g = piece.plus(self.parameters, rule.weight_decay, out[part])
-            m, v = (flat[part] for flat in moments.flats)
-            new_m, new_v = (flat[part] for flat in moments.next)
-            add_adam_step(g, m, v, unsent[part], rule, t + 1, scale, (new_m, new_v, out[part]))
-            if rule.lr == 0:
-                out[part] = 0
+    def rules(self, moments: Moments) -> list[tuple[AdamRule | None, int]]:
+        """Of each parameter its options, None if the optimizer does not have it, and the number of its steps so far."""
+        decoupled, groups = isinstance(self.optimizer, torch.optim.AdamW), _groups(self.optimizer, self.parameters)
+        self._scale = self.local_scale
+        self._now = [_adam_rule(group, decoupled) if group else None for group in groups]
+        named = list(zip(self.layout.names, self._now, strict=True))
+        self.withheld = {name for name, options in named if options is None or options.lr == 0}
+        return [(options, moments.steps[name]) for name, options in named]
+
+    def accumulate(
+        self,
+        flat: torch.Tensor,
+        place: slice,
+        rule: tuple[AdamRule | None, int],
+        unsent: torch.Tensor,
+        moments: Moments,
+    ) -> None:
+        """gradient ← what is unsent plus the step for it."""
+        (options, t), g = rule, flat[place]
+        if options is not None:
+            if options.weight_decay and not options.decoupled:
+                self._decay(flat, place, options.weight_decay)
+            m, v = (each[place] for each in moments.flats)
+            new_m, new_v = (each[place] for each in moments.next)
+            add_adam_step(g, m, v, unsent[place], options, t + 1, self._scale, (new_m, new_v, g))
+        if options is None or options.lr == 0:
+            g.zero_()
 
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         beta2 = next((rule.betas[1] for rule in self._now if rule), 0.0)

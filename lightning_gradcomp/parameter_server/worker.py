@@ -93,7 +93,8 @@ class Worker:
         """
         gradients = self.gradients
         gradients.scale = grad_scale
-        if not self.memory.compensate(gradients.local_gradient()):
+        gradients.collect()
+        if not self.memory.compensate():
             return None
         codec, bodies, self._sent, self.present = codec_of(self.compressor, worker, self.steps), [], [], []
         has = dict(zip(gradients.names, gradients.present, strict=True))

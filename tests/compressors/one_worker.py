@@ -8,7 +8,6 @@ import torch
 
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 
 CPU = torch.device("cpu")
 
@@ -49,7 +48,7 @@ class Worker:
         self.payload, self.steps = None, 0
 
     def push(self, gradient):
-        self.state.compensate(LocalGradient.of(gradient.reshape(-1).float(), self.layout), self.out)
+        self.state.compensate(self.out.copy_(gradient.reshape(-1)))
         codec = payload_codec(self.compressor, self.layout, step=self.steps)
         self.payload, sent = codec.pack(self.out, self.layout)
         self.state.subtract(sent)

@@ -12,7 +12,6 @@ from lightning_gradcomp.compressors.decoded import (
     by_tensor,
     concatenate,
     mean_of,
-    merge,
 )
 from lightning_gradcomp.compressors.layout import Layout
 from tests.compressors.one_worker import normal
@@ -51,13 +50,6 @@ def test_few_entries_are_merged_and_many_are_added(workers, share):
     assert torch.equal(flat, added(decoded, n))
     if isinstance(whole, Sparse):
         assert bool((whole.indices.diff() > 0).all())
-
-
-@pytest.mark.parametrize("counts", [[0], [5], [0, 3], [40, 40], [7, 0, 50, 1], [9] * 8])
-def test_merged_indices_are_the_distinct_ones_of_all(counts):
-    indices = [sparse(k, 50, seed).indices for seed, k in enumerate(counts)]
-    distinct, places = torch.cat(indices).unique(return_inverse=True)
-    assert all(torch.equal(a, b) for a, b in zip(merge(indices), (distinct, places), strict=True))
 
 
 def test_many_entries_are_decoded_one_worker_after_another():

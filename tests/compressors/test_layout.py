@@ -79,6 +79,22 @@ def test_chunks_cover_a_range(start, stop, multiple):
     assert chunks(start, stop, torch.device("cuda"), multiple) == [(start, stop)] * (start < stop)
 
 
+def test_chunks_end_where_the_rule_changes():
+    layout = Layout(tuple("abcdef"), ((5,), (3,), (CHUNK,), (0,), (2, 2), (7,)))
+    ends = [(rule, place.start, place.stop) for rule, place in layout.chunks_by("xxyyyx", CPU)]
+    assert ends == [("x", 0, 8), ("y", 8, CHUNK + 8), ("y", CHUNK + 8, CHUNK + 12), ("x", CHUNK + 12, CHUNK + 19)]
+    assert len(list(layout.chunks_by("xxyyyx", torch.device("cuda")))) == 3
+    assert not list(Layout((), ()).chunks_by("", CPU))
+
+
+@pytest.mark.parametrize("place", [slice(0, 152), slice(107, 109), slice(108, 112), slice(3, 5), slice(111, 150)])
+def test_a_chunk_of_several_tensors_is_cut_as_the_flat_buffer(place):
+    layout, flat = conv_and_linear(), torch.arange(152.0)
+    parts = layout.cut(layout.views(flat), place)
+    assert torch.equal(torch.cat(parts), flat[place])
+    assert all(len(part) for part in parts)
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 8, 30])
 def test_shards_are_whole_rows_in_order(number):
     """Each cut is at the row that is nearest to an equal part; what has no row left is empty."""

@@ -9,7 +9,6 @@ from torch import nn
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.updates import Gradient, SGDRule, SGDVelocity, Update
 from tests.compressors.one_worker import CPU
 
@@ -44,8 +43,9 @@ class Worker:
 
     def compensate(self, g):
         """What to send for the flat gradient `g`; of a parameter of NaN there is no gradient."""
-        parts = [None if part.isnan().all() else part for part in g.split(self.layout.sizes)]
-        self.state.compensate(LocalGradient(parts, self.layout), self.out)
+        for part, own in zip(g.split(self.layout.sizes), self.out.split(self.layout.sizes), strict=True):
+            own.copy_(part) if not part.isnan().all() else own.zero_()
+        self.state.compensate(self.out)
         return self.out
 
     def commit(self, moved=BOTH):
@@ -94,7 +94,7 @@ def same(state, other):
 def torch_step(optimizer, parameters, g):
     """SGD's step with the flat gradient g; the weights before less the weights after."""
     before = torch.cat([parameter.detach().clone().view(-1) for parameter in parameters])
-    for parameter, part in zip(parameters, g.split(LAYOUT.sizes), strict=True):
+    for parameter, part in zip(parameters, g.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = part.clone().view(parameter.shape)
     optimizer.step()
     return before - torch.cat([parameter.detach().view(-1) for parameter in parameters])
@@ -338,45 +338,27 @@ def test_a_state_of_nothing_sends_the_gradient_and_stays_empty():
     assert worker.state.state_dict() == {}
 
 
-# Gradients that are read in chunks
+# Chunks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_local_gradients_are_fp32_without_the_scale(dtype, scale):
-    first = gradients(1, 12)[0].to(dtype)
-    gradient, flat = LocalGradient([first * scale, None], LAYOUT, scale), torch.full((LAYOUT.n,), torch.nan)
-    gradient.copy_to(flat)
-    assert torch.equal(flat, torch.cat([first.float(), torch.zeros(10)]))
-    assert gradient.finite
-
-
-@pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_small_parameters_that_are_treated_alike_are_read_together(scale):
-    sizes = [5, 3, 9, 40_000, 7, 2, 300_000, 4]
-    layout = Layout(tuple(map(str, range(8))), tuple((size,) for size in sizes))
-    [flat] = gradients(1, layout.n)
-    parts = list(flat.split(sizes))
-    parts[4] = None
-    gradient, read = LocalGradient(parts, layout, scale), torch.full((layout.n,), torch.nan)
-    pieces = []
-    for piece in gradient.pieces("aabbbbbb"):
-        read[piece.part] = piece.g
-        pieces.append(list(piece.numbers))
-    flat[layout.bounds[4][0] : layout.bounds[4][1]] = 0
-    assert torch.equal(read, flat / scale)
-    assert pieces == [[0, 1], [2], [3], [4, 5], [6], [6], [7]]
-    whole = [list(piece.numbers) for piece in LocalGradient.of(flat, layout).pieces("aabbbbbb")]
-    assert whole == pieces
-
-
-@pytest.mark.parametrize("scale", [1.0, 8.0])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
-def test_local_gradients_know_whether_they_are_finite(value, scale):
+@both_states
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, -torch.inf, 3e38])
+def test_the_gradient_is_found_finite_or_not(make, value):
+    """Although it is overwritten, and the sum of large numbers is infinite."""
     g = gradients(1)[0]
     g[3:5] = value
-    gradient = LocalGradient.of(g, LAYOUT)
-    if scale != 1:
-        gradient = LocalGradient(list(g.split(LAYOUT.sizes)), LAYOUT, scale)
-    gradient.copy_to(torch.empty(LAYOUT.n))
-    assert bool(gradient.finite) == (abs(value) < torch.inf)
+    assert bool(make().state.compensate(g)) == (abs(value) < torch.inf)
+
+
+@pytest.mark.parametrize("rule", [RULES["nesterov and decay"], RULES["dampening and decay"]])
+def test_chunks_of_several_parameters_decay_as_each_does_in_sgd(rule):
+    """Chunks that end inside of a parameter, contiguous or not."""
+    layout = Layout(tuple("abcde"), ((5, 3), (1000, 400), (0, 2), (300, 500), (4,)))
+    worker, other = velocity(rule, layout=layout), velocity(rule, layout=layout)
+    for each in (worker, other):
+        for parameter in each.parameters:
+            parameter.data = torch.arange(parameter.numel()).div(1e5).view(parameter.shape)
+    worker.parameters[1].data = worker.parameters[1].data.t().contiguous().t()
+    [g] = gradients(1, layout.n)
+    sent = worker.compensate(g)
+    torch.testing.assert_close(sent, torch_step(other.optimizer, other.parameters, g), rtol=1e-5, atol=1e-5)

@@ -6,7 +6,6 @@ from lightning_gradcomp.compressors.decoded import Dense
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.terngrad import scaler_of, ternarise
 
 CPU = torch.device("cpu")
@@ -28,9 +27,9 @@ class Server:
 
     def step(self, gradients):
         """The average of flat gradients, one a worker."""
-        flats = [torch.empty(self.layout.n) for _ in gradients]
-        for state, g, flat in zip(self.states, gradients, flats, strict=True):
-            state.compensate(LocalGradient.of(g.clone(), self.layout), flat)
+        flats = [g.clone() for g in gradients]
+        for state, flat in zip(self.states, flats, strict=True):
+            state.compensate(flat)
         limits = [[scaler_of(flat[a:b], self.compressor.clip_sigma) for a, b in self.layout.bounds] for flat in flats]
         scalers = [max(each) for each in zip(*limits, strict=True)]
         digits = [self.digits(worker, *each, scalers) for worker, each in enumerate(zip(flats, limits, strict=True))]

@@ -6,7 +6,6 @@ from lightning_gradcomp.compressors.decoded import Dense, Sparse
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.local_gradient import LocalGradient
 from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 
 CPU = torch.device("cpu")
@@ -42,9 +41,9 @@ class Workers:
 
     def step(self, gradients):
         """The average of flat gradients, one a worker."""
-        outs = [torch.empty(self.layout.n) for _ in gradients]
-        for state, gradient, out in zip(self.states, gradients, outs, strict=True):
-            state.compensate(LocalGradient.of(gradient.clone(), self.layout), out)
+        outs = [gradient.clone() for gradient in gradients]
+        for state, out in zip(self.states, outs, strict=True):
+            state.compensate(out)
         owed, average = [out.clone() for out in outs], torch.zeros(self.layout.n)
         draws = [Draws(getattr(self.compressor, "seed", 0), worker, self.steps) for worker in range(len(outs))]
         sent = [

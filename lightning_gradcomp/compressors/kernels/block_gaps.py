@@ -52,16 +52,16 @@ def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
     """
     k, bits = indices.numel(), digit_bits(n, indices.numel())
     size = block_size(bits)
-    flat = _short(_array(indices), n)
+    flat = _array(indices)
     block = flat // size
-    place = _narrow(flat - block * size, size)
+    place = flat - block * size
     has_any = _all_false(_blocks(n, bits), flat)
     _set(has_any, block)
     same = block[1:] == block[:-1]  # for each but the first: as the one before
     wide = same & (place[1:] - place[:-1] > size // 2)
     digits = _turn(block, place, wide, size, len(has_any))
     # A block's first is its place already; of each further one the place before is taken away, and size - 1 added.
-    digits[1:] -= _narrow(same, size) * (digits[:-1] - (size - 1))
+    digits[1:] -= same * (digits[:-1] - (size - 1))
     planes = _all_false(bits * k, flat).reshape(bits, k)
     for bit in range(bits):
         planes[bit] = (digits & (1 << bit)) != 0
@@ -72,25 +72,19 @@ def unpack_indices(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
     """The k ascending int64 indices that `pack_indices` wrote."""
     bits = digit_bits(n, k)
     size, blocks, length = block_size(bits), _blocks(n, bits), (k * bits + 7) // 8
-    digits = _digits(_array(unpack_bits(packed[:length], k * bits).view(torch.int8).view(bits, k)), size)
-    starts = _positions(_array(unpack_bits(packed[length:], blocks).view(torch.bool)), min(k, blocks), n) * size
-    first = digits < size
-    steps = digits - _narrow(~first, size) * (size - 1)
-    firsts, block = _positions(first, min(k, blocks), n), _running_sum(first, n) - 1  # not counting empty blocks
-    place = _running_sum(steps, n)
-    place -= (place[firsts] - steps[firsts])[block]
-    place -= _narrow(place >= size, size) * size
-    place += starts[block]
-    return torch.as_tensor(_ascending(place)).long()
-
-
-def _digits(planes: Any, size: int) -> Any:
-    """From bits [bits, k], the lowest first: [k]."""
-    digits = _narrow(_all_false(planes.shape[1], planes), size)
-    for bit in reversed(range(len(planes))):
+    digits = _array(packed.new_zeros(k, dtype=torch.int64))
+    for plane in reversed(_array(unpack_bits(packed[:length], k * bits).view(bits, k))):
         digits += digits
-        digits += planes[bit]
-    return digits
+        digits += plane
+    starts = _positions(_array(unpack_bits(packed[length:], blocks).view(torch.bool)), min(k, blocks)) * size
+    first = digits < size
+    steps = digits - ~first * (size - 1)
+    firsts, block = _positions(first, min(k, blocks)), first.cumsum(0) - 1  # not counting empty blocks
+    place = steps.cumsum(0)
+    place -= (place[firsts] - steps[firsts])[block]
+    place -= (place >= size) * size
+    place += starts[block]
+    return torch.as_tensor(_ascending(place))
 
 
 def _blocks(n: int, bits: int) -> int:
@@ -98,9 +92,6 @@ def _blocks(n: int, bits: int) -> int:
 
 
 # On a CPU numpy takes half of torch's time for this, so that below arrays are of either kind.
-
-SHORT = 2**30
-"""Below such an n, numbers up to 2n fit into 32 bits."""
 
 
 def _turn(block: Any, place: Any, wide: Any, size: int, blocks: int) -> Any:
@@ -117,7 +108,7 @@ def _turn(block: Any, place: Any, wide: Any, size: int, blocks: int) -> Any:
     some = _chosen(in_turned)
     before = in_turned[some] & (place[some] <= size // 2)  # a gap above half of the block has its middle between
     start = block[some] * (2 * size)
-    place[some] = _narrow(_ascending(start + place[some] + _narrow(before, size) * size) - start, size)
+    place[some] = _ascending(start + place[some] + before * size) - start
     return place
 
 
@@ -140,26 +131,9 @@ def _set(mask: Any, places: Any) -> None:
         mask[places] = True
 
 
-def _narrow(x: Any, size: int) -> Any:
-    """Whole numbers from -2 · size to 2 · size, on a CPU in as few bytes as will do."""
-    return x.long() if isinstance(x, torch.Tensor) else x.astype(np.min_scalar_type(-2 * size))
-
-
 def _ascending(x: Any) -> Any:
     """Sorted; "stable" is quick where most are so already."""
     return x.sort().values if isinstance(x, torch.Tensor) else np.sort(x, kind="stable")
-
-
-def _short(x: Any, n: int) -> Any:
-    """Whole numbers up to 2n, on a CPU in 32 bits if they do: half the memory to read and write."""
-    return x if isinstance(x, torch.Tensor) or n >= SHORT else x.astype(np.int32)
-
-
-def _running_sum(x: Any, n: int) -> Any:
-    """As `_short`; torch's is quicker on a CPU as well."""
-    if isinstance(x, torch.Tensor):
-        return x.cumsum(0)
-    return torch.from_numpy(x).cumsum(0, dtype=torch.int32 if n < SHORT else torch.int64).numpy()
 
 
 def _chosen(mask: Any) -> Any:
@@ -167,9 +141,8 @@ def _chosen(mask: Any) -> Any:
     return slice(None) if isinstance(mask, torch.Tensor) else np.flatnonzero(mask)
 
 
-def _positions(mask: Any, at_most: int, n: int) -> Any:
-    """Where `mask` is set, as `_short`; on a GPU [at_most], with anything at the end, since the host would wait for the
-    number."""
+def _positions(mask: Any, at_most: int) -> Any:
+    """Where `mask` is set; on a GPU [at_most], with anything at the end, since the host would wait for the number."""
     if isinstance(mask, torch.Tensor):
         return torch.nonzero_static(mask, size=at_most).squeeze(1)
-    return _short(np.flatnonzero(mask), n)
+    return np.flatnonzero(mask)
