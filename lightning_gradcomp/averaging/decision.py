@@ -1,4 +1,4 @@
-"""What a step does: compressed or dense, and how its payloads travel."""
+"""The decision for each step: compressed or dense, and how its payloads travel."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Decision:
     """What a step does.
 
     Args:
-        sparsity: what the schedule asks for: 0 in a dense phase, None for a method without a sparsity.
-        compressor: as it is in this step; None for a dense step.
+        sparsity: the schedule's value: 0 in a dense phase, None for a method without a sparsity.
+        compressor: the compressor at this sparsity; None for a dense step.
         topology: how the payloads travel; "dense" without a compressor.
-        by_ddp: True for an ordinary dense average with nothing unsent, which DDP can overlap with backward.
+        by_ddp: True for a plain dense average with no residual to send, which DDP can overlap with backward.
     """
 
     sparsity: float | None = 0.0
@@ -33,19 +33,19 @@ class Decision:
 
     @property
     def density(self) -> float:
-        """Share of all elements that the schedule asks to send; 1 for a method without a sparsity."""
+        """Fraction of all elements that the schedule asks to send; 1 for a method without a sparsity."""
         return 1 - (self.sparsity or 0.0)
 
 
 class Choice:
-    """Chooses between dense and compressed steps, by bytes, and for topology="auto" by a trial.
+    """Chooses between dense and compressed steps: by bytes, and for topology="auto" also by a trial.
 
     Args:
-        compressor: of the run.
-        ranks: who exchanges.
+        compressor: the run's compressor.
+        ranks: the ranks that exchange gradients.
         topology: one of `TOPOLOGIES`.
         group: all ranks, which share the times of a trial.
-        gradients: what the run starts with.
+        gradients: the layout at the start of the run.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Choice:
     ) -> None:
         self._compressor, self._ranks = compressor, ranks
         self.topologies: Sequence[str] = [topology]
-        """Those from which it chooses."""
+        """The topologies to choose from."""
         self.autotune: Autotune | None = None
-        """With topology="auto": the trials."""
+        """The trials, with topology="auto"."""
         self._known: dict[str, tuple[Any, int]] = {}
         if topology == "auto":
             partitioned = ranks.workers > 2 and compressor.not_partitioned_because is None
@@ -69,7 +69,7 @@ class Choice:
                 self.autotune = Autotune(group, gradients.device, self.topologies)
 
     def choose(self, sparsity: float | None, gradients: Gradients, dense: Decision) -> Decision:
-        """What a step of this scheduled sparsity does: `dense`, unless compressing sends fewer bytes."""
+        """Return the decision for a step at this scheduled sparsity: `dense` unless compression sends fewer bytes."""
         compressor = self._compressor.with_sparsity(sparsity)
         asked = compressor.final_sparsity  # None without one
         budget = self._ranks.dense_traffic(gradients.largest.nbytes)
@@ -82,14 +82,14 @@ class Choice:
         return Decision(asked, compressor, topology, by_ddp=False)
 
     def traffic(self, compressor: LossyCompressor, topology: str, gradients: Gradients) -> int:
-        """Bytes that a step of this compressor sends; cached for the latest sparsity."""
+        """Return the bytes that a step of this compressor sends. Cached for the latest sparsity."""
         key = topology, compressor.final_sparsity, gradients
         if self._known.get(topology, (None, 0))[0] != key:
             self._known[topology] = key, traffic(compressor, gradients.largest, self._ranks, topology)
         return self._known[topology][1]
 
     def describe(self, gradients: Gradients) -> str:
-        """What is compressed, and the bytes that a step sends at the final sparsity."""
+        """Describe what is compressed, and the bytes that a step sends at the final sparsity."""
         sparsity, between = self._compressor.final_sparsity, "" if self._ranks.per_worker == 1 else " between nodes"
         final = self._compressor.with_sparsity(sparsity)
         sent = {name: self.traffic(final, name, gradients) for name in self.topologies}
