@@ -1,4 +1,4 @@
-"""How gradients travel: torch.distributed, no Lightning."""
+"""Gradient exchange on torch.distributed, without Lightning."""
 
 from lightning_gradcomp.averaging.averager import GradientAverager
 from lightning_gradcomp.averaging.checkpoint_state import mean_state

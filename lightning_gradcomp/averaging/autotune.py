@@ -1,12 +1,12 @@
-"""topology="auto": a trial in the first steps finds the fastest of dense steps and the topologies.
+"""topology="auto": a trial over the first steps picks the fastest of dense steps and the topologies.
 
-No model of the link knows how much of a dense exchange hides behind backward, or what else the processors do meanwhile.
-So the trial times a run's own steps, from the end of one averaging to the end of the next, in rounds: a few steps of
-each candidate, then more of those that are not clearly slower than the fastest. All ranks count the same steps and
-share the times of the slowest rank, so they decide alike.
+No model of the link predicts how much of a dense exchange backward hides, or what else the processors do meanwhile. So
+the trial times the run's own steps, from the end of one averaging to the end of the next. It goes in rounds: a few
+steps of each candidate, then more of those that are not clearly slower than the fastest. All ranks count the same steps
+and share the times of the slowest rank, so they decide alike.
 
-A schedule's first levels are less sparse than its last. If dense was fastest, everything is tried again at a quarter of
-the density; if a topology was, the topologies are, if there are several.
+A schedule's first levels are less sparse than its last, so the trial repeats at a quarter of the density. If dense was
+fastest, it tries everything again; otherwise only the topologies, if there are several.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 DENSE = "dense"
 CANDIDATES = ("all_gather", "two_phase")
-"""A server's pull is dense, so it is never faster than two phases."""
+"""Without "server", whose dense pull is never faster than "two_phase"."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class TrialRound:
     """A round of a trial.
 
     Args:
-        uncounted: first steps of each candidate, which allocate buffers and fill caches, and do not count.
-        counted: steps that are timed.
+        uncounted: first steps of each candidate, which allocate buffers and fill caches; their times are discarded.
+        counted: timed steps of each candidate.
         close: candidates within this factor of the fastest enter the next round.
     """
 
@@ -40,21 +40,21 @@ class TrialRound:
 
     @property
     def steps(self) -> int:
-        """Steps of each candidate."""
+        """Steps per candidate."""
         return self.uncounted + self.counted
 
 
 ROUNDS = (TrialRound(2, 3, close=2.0), TrialRound(2, 6, close=1.25), TrialRound(2, 8, close=1.0))
-"""Over a slow link a dense step takes many times as long, which a few steps show. Other load lasts for seconds, and may
-affect one candidate only: the closer candidates are, the more steps decide."""
+"""Over a slow link a dense step takes many times as long, which a few steps show. Other load lasts for seconds and may
+affect only one candidate, so close candidates get more steps."""
 
 RETRY = 4
-"""A choice holds until the density has fallen by this factor. Encoding takes about as long at any density, so fewer
-entries seldom change which candidate is fastest."""
+"""A choice holds until the density has fallen by this factor. Encoding takes about as long at any density, so a lower
+density seldom changes which candidate is fastest."""
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """The lower quartile: other load on a machine makes steps longer, never shorter."""
+    """Return the lower quartile: other load on a machine makes steps longer, never shorter."""
     return sorted(seconds)[len(seconds) // 4]
 
 
@@ -63,9 +63,9 @@ class Autotune:
 
     Args:
         group: the ranks.
-        device: where they compute. While steps are timed, the host waits for a GPU.
+        device: where they compute. On a GPU, each timed step synchronizes the host with it.
         candidates: topologies to choose from.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Autotune:
     ) -> None:
         self._group, self._device, self._topologies, self._clock = group, device, list(candidates), clock
         self._times: dict[str, list[float | None]] = {}
-        """Seconds of each candidate's steps in the current trial; empty if there is none."""
+        """Seconds of each candidate's steps in the current round; empty outside a trial."""
         self._dense: list[float | None] = []
-        """Seconds of the first dense steps since the last trial, for example in a warm-up, for the next trial."""
+        """Seconds of the first dense steps since the last trial, such as a warm-up's, for the next trial to use."""
         self._round = 0
         self._known: dict[str, list[float]] = {}
-        """Seconds of the slowest rank in each counted step of earlier rounds."""
+        """Candidate -> seconds of the slowest rank in each counted step of earlier rounds."""
         self._ended: float | None = None
         self._tried_at: float | None = None
         self.choice: str | None = None
-        """The fastest in the latest trial: "dense" or a topology."""
+        """The winner of the latest trial: "dense" or a topology."""
         self.outcome = ""
-        """The same in words, with the times."""
+        """The choice in words, with the times."""
 
     @property
     def measuring(self) -> bool:
@@ -96,11 +96,11 @@ class Autotune:
         return self.choice is None or bool(self._times)
 
     def choose(self, density: float, affordable: Sequence[str]) -> str:
-        """What the coming step does: "dense", or a topology. May start a trial.
+        """Return what the next step does: "dense" or a topology. May start a trial.
 
         Args:
-            density: share of all elements that the step would send.
-            affordable: the topologies that would send fewer bytes than a dense step.
+            density: fraction of all elements that the step would send.
+            affordable: topologies that would send fewer bytes than a dense step.
         """
         if not affordable:
             return DENSE
@@ -119,8 +119,8 @@ class Autotune:
         """Record the time of a step. Collective.
 
         Args:
-            did: what `choose` returned for it.
-            density: share of all elements that it would have sent compressed.
+            did: what `choose` returned for the step.
+            density: fraction of all elements that the step would have sent compressed.
 
         Returns:
             True if the step ended a trial.
@@ -135,7 +135,7 @@ class Autotune:
         self._ended = now
         times = self._dense if waiting else self._times.get(did)
         steps = ROUNDS[self._round].steps
-        if times is None or len(times) == steps:  # another optimizer's, with nothing to compress
+        if times is None or len(times) == steps:  # another optimizer's step, with nothing to compress
             return False
         times.append(None if began is None else now - began)
         if waiting or any(len(times) < steps for times in self._times.values()):
@@ -164,17 +164,17 @@ class Autotune:
         return True
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """For each step, the time of the slowest rank."""
+        """Return the slowest rank's time for each step."""
         steps = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self._group)
         return steps.tolist()
 
     def describe(self) -> str:
-        """The outcome, or what is being tried."""
+        """Return the outcome, or the candidates if the first trial has not ended."""
         return self.outcome or f"The first steps will show what is quickest: {', '.join([DENSE, *self._topologies])}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the trials, with which a resumed run decides as this one: plain numbers and strings."""
+        """Return the trials' state as plain numbers and strings. A run resumed with it decides as this one would."""
         return {
             "dense": list(self._dense),
             "times": {name: list(times) for name, times in self._times.items()},

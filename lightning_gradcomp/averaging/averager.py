@@ -1,12 +1,12 @@
-"""GradientAverager: averages gradients, compressed, once per optimizer step, after backward, on `p.grad`.
+"""GradientAverager: averages `p.grad` with compression, after backward, once per optimizer step.
 
-It works on the gradients that backward has left, not inside a DDP hook: state is keyed by parameter name whatever DDP
-does to its buckets, there is one message a step, and a failing step leaves DDP usable. The average itself is in
-step.py.
+It works on the gradients that backward leaves, not inside a DDP hook. State is therefore keyed by parameter name
+whatever DDP does to its buckets, a step sends one message, and a failed step leaves DDP usable. step.py computes the
+average.
 
-An average is an ordinary gradient until the optimizer steps. The step applies what `p.grad` is by then, and commits the
-error feedback of the parameters that it has stepped (optimizer_step.py). An average that no step uses is dropped with
-its batch: the state stays as it was.
+An average is an ordinary gradient until the optimizer steps. The step applies whatever `p.grad` holds by then, and
+commits the error feedback of the parameters that it stepped (optimizer_step.py). An average that no step uses is
+dropped with its batch, and the state stays as it was.
 """
 
 from __future__ import annotations
@@ -45,48 +45,47 @@ from lightning_gradcomp.registry import build
 
 
 class GradientAverager:
-    """Averages a model's gradients over a process group, compressed, instead of DDP.
+    """Averages a model's gradients over a process group with compression; replaces DDP.
 
         averager = GradientAverager(model, DGC(), optimizer=optimizer)
-        with averager.local_weights():  # of DGC; other methods need no such line
+        with averager.local_weights():  # for DGC; other methods do not need it
             loss(model, batch).backward()
-        averager.step()  # = averager.average(), then optimizer.step()
+        averager.step()  # averager.average(), then optimizer.step()
 
-    Between the two halves of `step`, `p.grad` is the averaged gradient, or, where the compressor owns the momentum, the
-    averaged update direction: `optimizer.step()` subtracts lr · `p.grad`. It may be changed, clipped or discarded.
+    Between the two halves of `step`, `p.grad` is the averaged gradient. If the compressor owns the momentum, it is the
+    averaged update direction, and `optimizer.step()` subtracts lr · `p.grad`. You may change, clip or discard it.
 
-    Every rank ends each step with bitwise the same gradients. State is fp32 and keyed by parameter name.
+    After each step all ranks hold bit-identical gradients. State is fp32 and keyed by parameter name.
 
     Args:
-        model: the bare module (not wrapped in DDP), with the same parameters on every rank. Or one that
-            `torch.distributed.fsdp.fully_shard` has prepared with a mesh of one dimension: each rank then averages its
+        model: the bare module (not wrapped in DDP), with the same parameters on every rank. Or a model that
+            `torch.distributed.fsdp.fully_shard` has prepared with a one-dimensional mesh: each rank then averages its
             own shards with the ranks of `process_group`, which hold the same shards of other replicas.
         compressor: an instance, or a name with default options.
-        optimizer: steps the parameters; those that it does not have are not averaged. DGC needs `torch.optim.SGD`,
-            `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and AdamW, every method with error feedback,
-            except PowerSGD, accumulates the optimizer's steps instead of gradients. Without an optimizer, `average`
-            commits the error feedback of all parameters.
-        optimizers: if there are several; the compressor owns the momentum of none of them. All their parameters are
-            averaged.
+        optimizer: steps the parameters; parameters that it does not have are not averaged. DGC requires
+            `torch.optim.SGD`, `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and AdamW, every method
+            with error feedback except PowerSGD accumulates optimizer steps instead of gradients. Without an optimizer,
+            `average` commits the error feedback of all parameters.
+        optimizers: several optimizers, instead of `optimizer`. All their parameters are averaged, and the compressor
+            owns the momentum of none.
         local_weights: False: `local_weights()` has no effect, and gradients are taken at the weights that all ranks
-            share. It costs accuracy (docs/dgc.md), and allows writes into the weights during a forward pass.
+            share. This costs accuracy (docs/dgc.md), but a forward pass may then write into the weights.
         process_group: default: the world; a process without torch.distributed is a world of one. For a sharded model,
-            that of the mesh's replicate dimension: `mesh.get_group("replicate")`.
+            the group of the mesh's replicate dimension: `mesh.get_group("replicate")`.
         topology: "all_gather": payloads go to every rank. "two_phase": each rank averages a partition and sends the
-            mean on, compressed again; for many ranks. "server": the same with dense means. "auto": a trial in the first
-            steps chooses the fastest of dense steps and the first two. Or a kvstore's name: "device", "dist_sync",
-            "dist_sync_device" (docs/clusters.md).
-        inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average theirs first,
-            and only nodes exchange payloads. Default: "compressed"; with topology="auto" "dense" if several nodes have
-            several ranks each (`ranks_per_node`).
-        residual_device: where residuals are kept between steps: with the gradients ("device", default), or in "cpu"
-            memory.
+            mean on, compressed again; for many ranks. "server": the same with dense means. "auto": a trial over the
+            first steps chooses the fastest of dense steps and the first two. MXNet's kvstore names "device",
+            "dist_sync" and "dist_sync_device" also work (docs/clusters.md).
+        inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average their
+            gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is "dense"
+            if several nodes have several ranks each (`ranks_per_node`).
+        residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
         ranks_per_node: for inside="dense". Default: the number that torchrun started on this node.
-        steps_per_epoch: lets a schedule that counts epochs count them.
-        epoch: the first epoch, for a caller that counts epochs itself, in `averager.epoch`.
+        steps_per_epoch: lets a schedule that counts epochs derive them from steps.
+        epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 
     Raises:
-        ValueError: if an option, optimizer or model can't be honoured, before anything is exchanged.
+        ValueError: if an option, optimizer or model is not supported; before anything is exchanged.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class GradientAverager:
         self.compressor.check_optimizer(optimizer)
         route = resolve(topology, inside, residual_device, self.compressor)
         self.shards = Shards(model, optimizer) if is_sharded(model) else None
-        """Of a sharded model: converts parameters, gradients and optimizer state to plain tensors, and back."""
+        """For a sharded model: converts parameters, gradients and optimizer state to plain tensors and back."""
         if self.shards:
             check_group(self.shards, process_group, route)
         elif process_group is None and dist.is_initialized():
@@ -121,21 +120,21 @@ class GradientAverager:
         self.model, self.optimizer, self.steps_per_epoch = model, optimizer, steps_per_epoch
         self.optimizers = list(optimizers) if optimizer is None else [optimizer]
         self.schedule: Schedule | None = self.compressor.schedule()
-        """Sparsity as a function of (epoch, step); may be replaced at any time."""
+        """Sparsity as a function of (epoch, step). You may replace it at any time."""
         self.epoch, self.steps = epoch, 0
         self._check_epochs_are_counted()
         self.stats = Stats()
-        """What the latest step cost."""
+        """Costs of the latest step."""
         self.spent = Stats()
-        """What all steps have cost."""
+        """Costs of all steps."""
         self.flag = self.flagged = False
-        """A flag that travels with the gradients; and, after `average`, True if any rank set its flag."""
+        """This rank's flag, which travels with the gradients; and, after `average`, True if any rank set its flag."""
         self.measures_residual = False
-        """True to measure `stats.residual_to_gradient` in compressed steps: two passes over the model."""
+        """True to measure `stats.residual_to_gradient` in compressed steps, which takes two passes over the model."""
         self.parameters_agree = False
         """True once the ranks have compared which parameters train."""
         self.decision = Decision()
-        """What the latest `begin_step` decided."""
+        """The latest `begin_step`'s decision."""
         self._decided_for: Any = None
         self._averaged_for = self.optimizers
         self.gradients = Gradients(model, self.compressor, self.shards, self._averaged_for)
@@ -145,10 +144,10 @@ class GradientAverager:
         if isinstance(self.compressor, LossyCompressor):
             self._choice = Choice(self.compressor, self.ranks, route.name, process_group, self.gradients)
         self.autotune = self._choice.autotune if self._choice else None
-        """With topology="auto": the trials."""
+        """The trials, with topology="auto"."""
         self._may_be_local, self._local = local_weights, LocalWeights(self._memory)
         self._directions: frozenset[int] = frozenset()
-        """ids of the parameters whose gradients are update directions, from the latest average on."""
+        """ids of the parameters whose gradients are update directions since the latest average."""
         self._pending: Pending | None = None
         self._dropped: Pending | None = None
         self._gradient_norm = 0.0
@@ -163,10 +162,10 @@ class GradientAverager:
     # A step: begin_step, average, commit
 
     def begin_step(self) -> Decision:
-        """Decide what the coming step does: ask the schedule, and let topology="auto" choose.
+        """Decide what the next step does: the schedule gives the sparsity, and topology="auto" may choose.
 
-        `average` calls it too. Further calls return the same decision until the step is committed, `epoch` or
-        `schedule` changes, or other parameters train.
+        `average` calls it too. It returns the same decision until the step is committed, `epoch` or `schedule` changes,
+        or the set of trainable parameters changes.
         """
         decided_for = self.steps, self.epoch, self.schedule, self.gradients
         if self._decided_for != decided_for:
@@ -185,7 +184,7 @@ class GradientAverager:
 
     @property
     def has_unsent(self) -> bool:
-        """True if compressed steps have left something out that error feedback still has to send."""
+        """True if error feedback still holds something to send from compressed steps."""
         return self._memory.has_unsent
 
     @property
@@ -194,13 +193,11 @@ class GradientAverager:
         return self._memory.compressed
 
     def step(self) -> None:
-        """Average the gradients, then step the optimizer.
-
-        A collective call.
+        """Average the gradients, then step the optimizer. Collective.
 
         Raises:
             ValueError: if there is no optimizer.
-            ExchangeFailed: if the other ranks can't be reached; it names rank, step and who is missing.
+            ExchangeFailed: if the other ranks can't be reached; names this rank, the step and the missing ranks.
         """
         if self.optimizer is None:
             raise refusal(
@@ -217,28 +214,28 @@ class GradientAverager:
         optimizer: torch.optim.Optimizer | None = None,
         during: tuple[int, str] | None = None,
     ) -> None:
-        """Replace every `p.grad` by its average over the ranks, as the compressor sends it. A collective call.
+        """Replace every `p.grad` with its average over the ranks, compressed as this step requires. Collective.
 
-        If any rank's gradient is not finite, all ranks get non-finite gradients and all state stays as it was.
+        If any rank's gradient is not finite, all ranks get non-finite gradients, and all state stays as it was.
 
         Args:
-            grad_scale: the loss scale that is in the gradients; error feedback is free of it.
+            grad_scale: the loss scale in the gradients; error feedback is kept without it.
             optimizer: one of several, to average the gradients of its parameters only.
-            during: step and phase that an error names. Default: `steps`, and "averaging gradients".
+            during: the step and phase that an error names. Default: `steps` and "averaging gradients".
 
         Raises:
-            ValueError: if the ranks train different parameters, or an earlier average waits for its optimizer step.
-            ExchangeFailed: if the other ranks can't be reached; it names rank, step and who is missing.
+            ValueError: if the ranks train different parameters, or no optimizer step has used the previous average.
+            ExchangeFailed: if the other ranks can't be reached; names this rank, the step and the missing ranks.
         """
         if optimizer is not None and not any(optimizer is each for each in self.optimizers):
-            allowed = "one of those that the averager was given"
+            allowed = "one of the optimizers that the averager was given"
             raise refusal("GradientAverager.average(optimizer)", type(optimizer).__name__, allowed)
         optimizers = self.optimizers if optimizer is None else [optimizer]
         with explained(*(during or (self.steps, "averaging gradients")), self.ranks.group):
             self.use_shared_weights()
             self._check_average_was_used()
             with self._plain_tensors():
-                takes_turns = [*map(id, optimizers)] != [*map(id, self._averaged_for)]  # on all ranks alike
+                takes_turns = [*map(id, optimizers)] != [*map(id, self._averaged_for)]  # the same on all ranks
                 self._averaged_for = optimizers
                 if takes_turns or not self.parameters_agree:
                     self._follow()
@@ -280,12 +277,12 @@ class GradientAverager:
     def after_dense_step(
         self, *, grad_scale: float = 1.0, seconds: float = 0.0, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Record a dense average that DDP has made.
+        """Record a dense average that DDP computed.
 
         Args:
-            grad_scale: the loss scale that is in the gradients.
+            grad_scale: the loss scale in the gradients.
             seconds: time of the exchange that backward did not hide.
-            optimizer: one of several, whose parameters' gradients were averaged.
+            optimizer: one of several, if only its parameters' gradients were averaged.
         """
         self._check_average_was_used()
         self.begin_step()
@@ -301,7 +298,7 @@ class GradientAverager:
         return Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
 
     def _record(self, pending: Pending, *, by_ddp: bool = False) -> None:
-        """An average is made: count it, and let it wait for the optimizer."""
+        """Record an average and its costs. It is pending until the optimizer steps."""
         self._pending = pending
         if by_ddp or self.decision.by_ddp:
             trained = [p for p in self.gradients.averaged if p.requires_grad]
@@ -310,18 +307,18 @@ class GradientAverager:
         decided = self.autotune and self.autotune.step_ended(self.decision.topology, self.decision.density)
         if self.autotune and decided and self.autotune.choice == DENSE and self.ranks.rank == 0:
             what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
-            warnings.warn(f"{what} topology='all_gather' compresses all the same.", stacklevel=2)
+            warnings.warn(f"{what} topology='all_gather' would compress anyway.", stacklevel=2)
         if not self.optimizers:
             self.commit()
 
     def commit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The optimizer has stepped: commit the error feedback of the parameters whose average it has used.
+        """Commit the error feedback of the parameters whose average the optimizer has used in its step.
 
-        torch's optimizers call it at the end of their step. A second call does nothing. The state of a parameter whose
-        gradient was discarded (None, or all zeros where the average was not) stays as it was.
+        torch's optimizers call it at the end of their step. A second call does nothing. If you discarded a parameter's
+        gradient (None, or all zeros where the average was not), the parameter's state stays as it was.
 
         Raises:
-            ValueError: if the optimizer has used an average that a later forward pass had dropped.
+            ValueError: if the optimizer used an average that a later forward pass had dropped.
         """
         if self._dropped is not None and self._dropped.belongs_to(optimizer):
             dropped, self._dropped = self._dropped, None
@@ -339,13 +336,13 @@ class GradientAverager:
         self.steps += 1
 
     def is_direction(self, parameter: torch.Tensor) -> bool:
-        """True if `parameter.grad` is an update direction, which contains the optimizer's momentum."""
+        """True if `parameter.grad` is an update direction, which includes the optimizer's momentum."""
         return id(parameter) in self._directions
 
     def _check_average_was_used(self) -> None:
-        """Drop an average that no optimizer step has used; raises ValueError if it is still in `p.grad`."""
+        """Drop an average that no optimizer step has used. Raises ValueError if it is still in `p.grad`."""
         if self._pending is not None and self._pending.is_in_gradients:
-            allowed = "a step of the optimizer, or zero_grad(), before gradients are averaged again"
+            allowed = "an optimizer step or zero_grad() before gradients are averaged again"
             raise refusal("averaging gradients", "averages that no optimizer step has used", allowed)
         self._drop_pending()
         self._dropped = None
@@ -359,18 +356,18 @@ class GradientAverager:
 
     @contextmanager
     def local_weights(self) -> Iterator[None]:
-        """For forward and backward, with an optimizer that the compressor corrects (DGC's SGD, Adam, AdamW): the
-        weights are the shared ones less the steps that this rank has not sent yet.
+        """Run forward and backward at local weights: the shared weights minus the steps that this rank has not sent.
 
             with averager.local_weights():
                 loss(model(x), y).backward()
             averager.step()
 
-        Gradients then take this rank's latest steps into account. With other methods, and without it, gradients are
-        taken at the shared weights. One backward at a time: do not use a graph from inside after the block.
+        It has an effect if the compressor corrects the optimizer's momentum, as DGC does for SGD, Adam and AdamW.
+        Gradients then account for this rank's latest steps. Otherwise they are taken at the shared weights. Run one
+        backward per block, and do not use a graph from the block after it.
 
         Raises:
-            ValueError: if a weight was written to inside; the write would be lost.
+            ValueError: if a weight was written to in the block, because the write would be lost.
         """
         self.use_local_weights()
         with self.leaving_local_weights():
@@ -378,7 +375,7 @@ class GradientAverager:
 
     @contextmanager
     def leaving_local_weights(self) -> Iterator[None]:
-        """Return to the shared weights at the end; checks for writes into local weights unless an exception ends it."""
+        """Return to the shared weights after the block, and check for writes into local weights unless it raises."""
         try:
             yield
         except BaseException:
@@ -388,16 +385,16 @@ class GradientAverager:
 
     @property
     def has_local_weights(self) -> bool:
-        """True if gradients are taken at this rank's own weights."""
+        """True if gradients are taken at local weights."""
         return self._may_be_local and self.state.update.local_scales(self.ranks.workers) is not None
 
     @property
     def in_local_weights(self) -> bool:
-        """True while the weights are local."""
+        """True while the parameters hold local weights."""
         return self._local.in_use
 
     def use_local_weights(self) -> None:
-        """Enter `local_weights`; the caller leaves it by `use_shared_weights`. Drops an unused average."""
+        """Enter `local_weights`; call `use_shared_weights` to leave. Drops an unused average."""
         self._drop_pending()
         if self.has_local_weights and not self._changed():
             with self._plain_tensors():
@@ -419,17 +416,17 @@ class GradientAverager:
                     reshard(self.model)
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Inside, the weights are those of all ranks, even within `local_weights`: to save them."""
+        """Inside, the parameters hold the shared weights even within `local_weights`, so that they can be saved."""
         return self._local.suspended()
 
     def compare_all_local_weights(self) -> None:
-        """Let `local_weights` detect every write, at the cost of two passes over the model."""
+        """Make `local_weights` detect every write, at the cost of two passes over the model."""
         self._local.compares_all = True
 
-    # What trains, and what steps it
+    # Trainable parameters and optimizers
 
     def _changed(self) -> bool:
-        """True if other parameters train than the gradients are laid out for."""
+        """True if the trainable parameters are not those that the gradients are laid out for."""
         return not self.gradients.fits(self._averaged_for)
 
     def _follow(self) -> None:
@@ -439,16 +436,16 @@ class GradientAverager:
             self._memory.lay_out(self.gradients)
 
     def check_same_parameters(self) -> None:
-        """Compare with the other ranks which parameters train. Collective; the first `average` does it otherwise.
+        """Check that all ranks train the same parameters. Collective. The first `average` does it if you do not.
 
         Raises:
-            ValueError: on every rank; it names a parameter, and the ranks that differ.
+            ValueError: on every rank, if they do not; names a parameter and what each rank does with it.
         """
         self.gradients.check_same(self.ranks)
         self.parameters_agree = True
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """Name and parameter of everything that is averaged, as the model has it: of a sharded model, DTensors."""
+        """Name and parameter of everything that is averaged, as in the model: DTensors if it is sharded."""
         own, shards = self.gradients.parameters, self.shards
         wholes = [shards.whole_of(each) for each in own] if shards else own
         return list(zip(self.gradients.names, wholes, strict=True))
@@ -460,14 +457,14 @@ class GradientAverager:
     def use_optimizers(
         self, optimizer: torch.optim.Optimizer | None, optimizers: Sequence[torch.optim.Optimizer] = ()
     ) -> None:
-        """These optimizers step the parameters from now on: their moments and hyper-parameters count.
+        """Replace the optimizers that step the parameters. Their moments and hyper-parameters apply from now on.
 
         Args:
             optimizer: as for the averager.
-            optimizers: likewise.
+            optimizers: as for the averager.
 
         Raises:
-            ValueError: if error feedback accumulates something else with it than with the one before.
+            ValueError: if error feedback accumulates something different with this optimizer than with the last one.
         """
         every = list(optimizers) if optimizer is None else [optimizer]
         if [*map(id, every)] == [*map(id, self.optimizers)]:
@@ -475,7 +472,7 @@ class GradientAverager:
         self.compressor.check_optimizer(optimizer)
         if type(self.compressor.state_for(self.optimizer)) is not type(self.compressor.state_for(optimizer)):
             what = f"another optimizer in mid-run with {type(self.compressor).__name__}"
-            allowed = f"one of the same class, {type(self.optimizer).__name__}, whose steps are accumulated already"
+            allowed = f"one of the same class, {type(self.optimizer).__name__}, whose steps the residual already holds"
             raise refusal(what, type(optimizer).__name__, allowed)
         self._drop_pending()
         self.detach()
@@ -490,14 +487,14 @@ class GradientAverager:
         return [OptimizerStep(each, self, directions=owned) for each in self.optimizers]
 
     def detach(self) -> None:
-        """Leave the optimizers as they were before this averager."""
+        """Restore the optimizers to their state before this averager."""
         for step in self._optimizer_steps:
             step.detach()
 
-    # What is logged
+    # Logging
 
     def _measured_norm(self) -> float:
-        """The norm of this rank's gradient; 0 where it is not asked for."""
+        """The norm of this rank's gradient; 0 if it is not measured."""
         timed = self.autotune is not None and self.autotune.measuring
         if not self.measures_residual or timed or self.state.unsent is None:
             return 0.0
@@ -514,21 +511,21 @@ class GradientAverager:
             self.spent.norm_seconds += time.perf_counter() - begin
 
     def metrics(self) -> dict[str, float]:
-        """What CommunicationMonitor logs of the latest step besides its costs."""
+        """What CommunicationMonitor logs about the latest step besides costs."""
         residual = self.stats.residual_to_gradient
         return {} if residual is None else {"memory/residual_to_gradient": residual}
 
     def summary(self) -> dict[str, Any]:
-        """What CommunicationMonitor's summary has besides costs: topology, the outcome of "auto", number of shards."""
+        """What CommunicationMonitor's summary reports besides costs: topology, outcome of "auto", number of shards."""
         topology = "all_reduce" if self.decision.by_ddp else self._memory.topology
         shards = {"shards": self.shards.number} if self.shards else {}
         return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
 
     def why_uncompressed(self, unit: str = "step") -> str:
-        """Why no step was compressed, apart from the trials of topology="auto". Empty if one was, or for a baseline.
+        """The reason why no step was compressed, apart from trial steps. Empty if one was, or for a baseline.
 
         Args:
-            unit: what a step is called: "step" or "round".
+            unit: the name of a step: "step" or "round".
         """
         auto, compressed = self.autotune, self.spent.bytes_sent < self.spent.dense_bytes
         if self._choice is None or (auto.choice not in (None, DENSE) if auto else compressed):
@@ -547,17 +544,17 @@ class GradientAverager:
         return f"a compressed {unit} costs no fewer bytes than a dense one"
 
     def describe(self) -> str:
-        """One line for the log: dense steps first, what is compressed, and what a step then sends, how and why."""
+        """One line for the log: initial dense steps, what is compressed, and the bytes a step then sends."""
         name, ranks, dense = type(self.compressor).__name__, self.ranks, self.ranks.dense_traffic(self.gradients.nbytes)
         if ranks.group is None or ranks.world == 1:
-            return f"{name}: world size 1, so nothing is exchanged and nothing compressed; training is as without it."
+            return f"{name}: world size 1, so nothing is exchanged or compressed; training runs as without it."
         nodes = f" on {ranks.workers} nodes" if ranks.per_worker > 1 else ""
         shards = f" replicas of {self.shards.number} shards each" if self.shards else ""
         where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
         if self._choice is None:
             return f"{name}: {self._dense_stats().bytes_sent:,} bytes sent a step ({where}, ring all-reduce)."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
-        message = "no tensor is large enough to be compressed, all travel dense"
+        message = "no tensor is large enough to compress; all are sent dense"
         if self.gradients.compressed:
             first = f"{start}, then " if (start := dense_start(self.schedule)) else ""
             message = first + self._choice.describe(self.gradients)
@@ -566,15 +563,15 @@ class GradientAverager:
     # Checkpoints
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Parameter -> torch's name -> mean over ranks of the optimizer state that is computed here. Collective."""
+        """Parameter -> torch's name -> mean over ranks of the optimizer state that the averager keeps. Collective."""
         with self._plain_tensors():
             kept = self._memory.optimizer_state()
         return self.shards.whole_state(kept, self.gradients.chosen) if self.shards else kept
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors by parameter name and plain numbers; `torch.load(weights_only=True)` reads it.
+        """This rank's state: tensors by parameter name, and plain numbers. `torch.load(weights_only=True)` reads it.
 
-        A world of another size continues from `averaging.mean_state` of all ranks' states.
+        To resume with a different world size, load `averaging.mean_state` of all ranks' states.
         """
         with self._plain_tensors():
             memory = self._memory.state_dict()
@@ -591,11 +588,11 @@ class GradientAverager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's state. A warning names parameters that only the state or only the model has.
+        """Replace this rank's state. Warns about parameters that only the state or only the model has.
 
         Raises:
-            ValueError: if it is not such a state, or another method's; if the shape of a tensor is not its parameter's,
-                or the parameter is not compressed here.
+            ValueError: if `state` is not an averager's or is another method's; if a tensor's shape is not its
+                parameter's, or the parameter is not compressed here.
         """
         check_state(state, self.state.state_dict())
         if self._choice and state["memory"]:
@@ -606,6 +603,6 @@ class GradientAverager:
             if self.ranks.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._memory.state_dict(), self.gradients)
         tuned = state["autotune"]
-        if self.autotune and tuned and tuned["world"] == self.world:  # other ranks need a trial of their own
+        if self.autotune and tuned and tuned["world"] == self.world:  # a different world needs its own trial
             self.autotune.load_state_dict(tuned)
         self.steps, self._decided_for = state["steps"], None

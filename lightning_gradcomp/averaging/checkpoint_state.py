@@ -1,4 +1,4 @@
-"""States in checkpoints: checks against the model, and the mean of all ranks' states for a world of another size."""
+"""Averager states in checkpoints: checks against the model, and the mean over ranks for a different world size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.errors import refusal
 
 CHECKPOINT_STATES = ("auto", "gather", "sidecar", "mean", "drop")
-"""How a checkpoint saves the states of all ranks."""
+"""Ways to save the states of all ranks in a checkpoint."""
 PARTITION = "partition_residual"
-"""The kind of state of which each owner has a partition. The sum over the owners is the whole."""
+"""The kind of state that is split among the owners: each has its partition, and their sum is the whole."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 TYPES: dict[str, Any] = {
@@ -25,16 +25,16 @@ TYPES: dict[str, Any] = {
 
 
 def check_state(state: Any, kinds: Iterable[str]) -> None:
-    """Check that `state` is a `GradientAverager.state_dict()` with the kinds of state of this compressor.
+    """Check that `state` is a `GradientAverager.state_dict()` with the kinds of state that this compressor keeps.
 
     Args:
-        state: what was loaded.
-        kinds: of state that the compressor keeps.
+        state: the loaded object.
+        kinds: kinds of state that the compressor keeps.
 
     Raises:
-        ValueError: if it is not, or lacks a kind.
+        ValueError: if `state` is anything else, or lacks a kind.
     """
-    what, allowed = "the state of GradientAverager", "what GradientAverager.state_dict() returned, whole"
+    what, allowed = "the state of GradientAverager", "what GradientAverager.state_dict() returned, unchanged"
     if not isinstance(state, Mapping) or set(TYPES) - set(state):
         lacking = sorted(set(TYPES) - set(state)) if isinstance(state, Mapping) else list(TYPES)
         raise refusal(what, f"a {type(state).__name__} without {', '.join(lacking)}", allowed)
@@ -53,13 +53,13 @@ def check_state(state: Any, kinds: Iterable[str]) -> None:
 
 
 def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of all ranks' states, which every rank of any world may load.
+    """Return the mean of all ranks' states, which every rank of a world of any size can load.
 
-    It conserves what was applied so far plus the mean of the ranks' residuals. Sums are in fp64. Trials of
-    topology="auto" are left out: other ranks need a trial of their own.
+    Applied updates plus the mean of the ranks' residuals are conserved. Sums are in fp64. The mean leaves out the
+    trials of topology="auto", because a different set of ranks needs its own trial.
 
     Args:
-        states: `GradientAverager.state_dict()` of every rank, in any order; read one by one.
+        states: every rank's `GradientAverager.state_dict()`, in any order; read one at a time.
     """
     total: dict[str, dict[str, torch.Tensor]] = {}
     world, last = 0, {}
@@ -68,38 +68,38 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for kind, parts in last["memory"].items():
             if all_floating(parts):
                 add(total.setdefault(kind, {}), parts)
-    copies = world // last.get("workers", world)  # of a partition, on the ranks of one worker
+    copies = world // last.get("workers", world)  # copies of each partition: one per rank of a worker
     memory = {kind: divided(parts, copies if kind == PARTITION else world) for kind, parts in total.items()}
     return {**last, "memory": memory, "workers": 1, "autotune": None}
 
 
 def all_floating(parts: Mapping[str, torch.Tensor]) -> bool:
-    """True if all are floating-point numbers, which have a mean."""
+    """True if all tensors are floating-point, and so have a mean."""
     return all(part.is_floating_point() for part in parts.values())
 
 
 def add(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:
-    """total += parts, name by name, in fp64; a name that one side lacks counts as 0 there."""
+    """Add `parts` to `total` by name, in fp64. A name missing on one side counts as 0 there."""
     for name, part in parts.items():
         total[name] = total[name] + part.double() if name in total else part.double()
 
 
 def divided(total: Mapping[str, torch.Tensor], world: int) -> dict[str, torch.Tensor]:
-    """total / world in fp32."""
+    """Return total / world in fp32."""
     return {name: (part / world).float() for name, part in total.items()}
 
 
 def check_shapes(compressed: Shapes, dense: Shapes, gradients: Gradients, *, warn: bool) -> None:
-    """Check shapes, and warn of parameters that only the state or only the model has.
+    """Check shapes, and warn about parameters that only the state or only the model has.
 
     Args:
         compressed: shape of every parameter that was compressed when the state was saved.
         dense: shape of every uncompressed parameter with a residual.
-        gradients: the model's.
+        gradients: the model's gradients.
         warn: True on the rank that warns.
 
     Raises:
-        ValueError: if a parameter has another shape, or is not compressed here.
+        ValueError: if a parameter has a different shape, or is not compressed here.
     """
     here = {**gradients.chosen, **gradients.left_dense}
     for name in compressed:
@@ -124,9 +124,9 @@ def warn_of_lost_kinds(
     loaded: Mapping[str, Mapping[str, torch.Tensor]],
     gradients: Gradients,
 ) -> None:
-    """Warn of kinds of state that the compressor does not keep with its current options."""
+    """Warn about kinds of state that the compressor does not keep with its current options."""
     known = {*gradients.chosen, *gradients.left_dense}
-    # Workers take over the owners' residuals if partitions have changed.
+    # PARTITION is never lost: if partitions have changed, the workers take over the owners' residuals.
     lost = [
         kind for kind, parts in saved.items() if kind != PARTITION and set(parts) & known - set(loaded.get(kind, {}))
     ]

@@ -1,4 +1,4 @@
-"""What a step does: compressed or dense, and how its payloads travel."""
+"""The decision for each step: compressed or dense, and how its payloads travel."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Decision:
     """What a step does.
 
     Args:
-        sparsity: what the schedule asks for: 0 in a dense phase, None for a method without a sparsity.
-        compressor: as it is in this step; None for a dense step.
+        sparsity: the schedule's value: 0 in a dense phase, None for a method without a sparsity.
+        compressor: the compressor at this sparsity; None for a dense step.
         topology: how the payloads travel; "dense" without a compressor.
-        by_ddp: True for an ordinary dense average with nothing unsent, which DDP can overlap with backward.
+        by_ddp: True for a plain dense average with no residual to send, which DDP can overlap with backward.
     """
 
     sparsity: float | None = 0.0
@@ -32,19 +32,19 @@ class Decision:
 
     @property
     def density(self) -> float:
-        """Share of all elements that the schedule asks to send; 1 for a method without a sparsity."""
+        """Fraction of all elements that the schedule asks to send; 1 for a method without a sparsity."""
         return 1 - (self.sparsity or 0.0)
 
 
 class Choice:
-    """Chooses between dense and compressed steps, by bytes, and for topology="auto" by a trial.
+    """Chooses between dense and compressed steps: by bytes, and for topology="auto" also by a trial.
 
     Args:
-        compressor: of the run.
-        ranks: who exchanges.
+        compressor: the run's compressor.
+        ranks: the ranks that exchange gradients.
         topology: one of `TOPOLOGIES`.
         group: all ranks, which share the times of a trial.
-        gradients: what the run starts with.
+        gradients: the layout at the start of the run.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Choice:
     ) -> None:
         self._compressor, self._ranks = compressor, ranks
         self.topologies: Sequence[str] = [topology]
-        """Those from which it chooses."""
+        """The topologies to choose from."""
         self.autotune: Autotune | None = None
-        """With topology="auto": the trials."""
+        """The trials, with topology="auto"."""
         if topology == "auto":
             partitioned = ranks.workers > 2 and compressor.not_partitioned_because is None
             self.topologies = CANDIDATES if partitioned else CANDIDATES[:1]
@@ -67,7 +67,7 @@ class Choice:
                 self.autotune = Autotune(group, gradients.device, self.topologies)
 
     def choose(self, sparsity: float | None, gradients: Gradients, dense: Decision) -> Decision:
-        """What a step of this scheduled sparsity does: `dense`, unless compressing sends fewer bytes."""
+        """Return the decision for a step at this scheduled sparsity: `dense` unless compression sends fewer bytes."""
         compressor = self._compressor.with_sparsity(sparsity)
         asked = compressor.final_sparsity  # None without one
         budget = self._ranks.dense_traffic(gradients.largest.nbytes)
@@ -81,7 +81,7 @@ class Choice:
         return Decision(asked, compressor, topology, by_ddp=False)
 
     def describe(self, gradients: Gradients) -> str:
-        """What is compressed, and the bytes that a step sends at the final sparsity."""
+        """Describe what is compressed, and the bytes that a step sends at the final sparsity."""
         sparsity, between = self._compressor.final_sparsity, "" if self._ranks.per_worker == 1 else " between nodes"
         final = self._compressor.with_sparsity(sparsity)
         sent = {name: traffic(final, gradients.largest, self._ranks, name) for name in self.topologies}

@@ -1,4 +1,4 @@
-"""One step's communication: collectives that carry the payload, the uncompressed gradients and the flags."""
+"""A step's communication: collectives that carry the payload, the uncompressed gradients and the flags."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from lightning_gradcomp.compressors.layout import Layout, Slice
 from lightning_gradcomp.compressors.payloads import Payloads
 
 PARTS = 4
-"""Maximum number of parts that a payload is split into, each longer than `SHORT` bytes on average."""
+"""Maximum number of parts of a payload, each longer than `SHORT` bytes on average."""
 
 
 class Flags(NamedTuple):
-    """An averager's flags, which travel with its gradients; after an average, True if any rank set the flag.
+    """An averager's flags, which travel with its gradients. After an average, a flag is True if any rank set it.
 
     Args:
-        stop: set by the averager's user, for example after a SIGTERM.
-        changed: other parameters train than the gradients are laid out for. No rank then applies the average.
+        stop: set by the caller, for example after a SIGTERM.
+        changed: the trainable parameters are not those that the gradients are laid out for. No rank then applies the
+            average.
     """
 
     stop: bool = False
@@ -33,19 +34,19 @@ class Flags(NamedTuple):
 
 
 CALLER_FLAGS = len(Flags._fields)
-"""Flags in a message besides the one for finite gradients and one per parameter."""
+"""Number of flags in a message besides the one for finite gradients and the one per parameter."""
 
 
 class Extras:
-    """What travels with a step's payload: the uncompressed gradients, and flags. The first message carries it.
+    """The uncompressed gradients and the flags, which the step's first message carries.
 
-    After the exchange `mean` is the workers' mean of the uncompressed gradients (fp32 [d]), and `sent` is this
-    worker's share of it, as decoded by the others.
+    After the exchange, `mean` is the workers' mean of the uncompressed gradients (fp32 [d]), and `sent` is what the
+    other workers decoded from this one.
 
     Args:
         dense: this worker's uncompressed gradients, fp32 [d].
-        values: their format in a payload, a `dense_values`.
-        finite: True if this worker's whole gradient is finite, 0-d bool.
+        values: their wire format, as in `dense_values`.
+        finite: True if this worker's whole gradient is finite; 0-d bool.
         present: for each parameter, True if this worker has a gradient; then the `Flags`.
     """
 
@@ -53,24 +54,24 @@ class Extras:
         self.dense, self.values = dense, values
         self.mean = self.sent = dense
         self.flags = torch.cat([finite.view(1), to_flags(present, dense.device)])
-        """[finite, *present], bool; after the exchange, those of all workers."""
+        """[finite, *present], bool; after the exchange, combined over all workers."""
         self.carried = False
-        """True once a message has carried them."""
+        """True once a message has carried the extras."""
 
     def combine(self, rows: list[torch.Tensor]) -> None:
-        """Combine all workers' flags: finite if every gradient is, present if any worker has a gradient."""
+        """Combine all workers' flags: finite if every worker's gradient is; present if any worker has a gradient."""
         flags = torch.stack(rows)
         self.flags = torch.cat([flags[:, :1].all(0), flags[:, 1:].any(0)])
 
 
 class Exchange:
-    """One step's `Collectives` by topology="all_gather": every worker's payload goes to every worker.
+    """A step's `Collectives` with topology="all_gather": every worker's payload goes to every worker.
 
     Args:
-        ranks: who exchanges.
-        step: steps so far.
+        ranks: the ranks that exchange gradients.
+        step: number of steps so far.
         extras: what travels with the payload.
-        stats: where bytes and seconds are recorded.
+        stats: records bytes and seconds.
         buffer: returns an fp32 [n] buffer for the mean of the compressed gradients, the same in every step.
     """
 
@@ -88,10 +89,10 @@ class Exchange:
     def mean_of_payloads(
         self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
-        """Encode `flat`, gather the payloads, decode them and add them in the workers' order: (mean, what was sent).
+        """Encode `flat`, gather the payloads, decode them and add them in worker order. Returns (mean, what was sent).
 
-        A long payload of tensors that are encoded one by one travels in parts: each part travels while the next one is
-        encoded and the one before it is decoded.
+        If tensors are encoded one by one, a long payload is sent in parts. Each part travels while the next one is
+        encoded and the previous one is decoded.
         """
         parts = [Slice(0, layout)]
         if codec.tensor_by_tensor:
@@ -113,11 +114,11 @@ class Exchange:
         return Dense(self.buffer()), concatenate([sent for sent, _ in begun], [part.start for part in parts])
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """The payloads (uint8 [p]) of all workers, in order."""
+        """All workers' payloads (uint8 [p]) in worker order."""
         return self.start_gather(payload)()
 
     def start_gather(self, payload: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """Start a `gather`. Returns a function that waits for the payloads; call it in the same order on all workers.
+        """Start a `gather`, and return a function that waits for the payloads. Call these in one order on all workers.
 
         The first message carries the extras.
         """
@@ -150,7 +151,7 @@ class Exchange:
         extras = self.extras
         with self.phase("exchange"):
             rest = []
-            if not extras.carried:  # a 1 for "not finite", so that the sum says if any worker's gradient is not
+            if not extras.carried:  # 1 means "not finite": the sum is above 0 if any worker's gradient is not
                 rest = [extras.dense, torch.cat([~extras.flags[:1], extras.flags[1:]]).float()]
             parts = [flat, *rest]
             total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
@@ -162,22 +163,22 @@ class Exchange:
             return mean
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The maximum over the workers of each of `values` (fp32 [m])."""
+        """The elementwise maximum of `values` (fp32 [m]) over the workers."""
         with self.phase("exchange"):
             self._record(self.ranks.maximum_traffic(values.nbytes))
             return self.ranks.maximum(values)
 
     def finish(self) -> None:
-        """Send the extras by themselves if no message has carried them."""
+        """Send the extras in a message of their own if none has carried them."""
         if not self.extras.carried:
             self.gather(self.extras.dense.new_empty(0, dtype=torch.uint8))
 
     def agreed(self, mean: Decoded) -> tuple[bool, list[bool], Flags]:
-        """What all ranks know, now that they have the same mean.
+        """What all ranks agree on once they have the same mean.
 
         Returns:
             True if every worker's gradient and the mean are finite; for each parameter, True if any worker has a
-            gradient; the flags of all ranks.
+            gradient; the flags, each True if any rank set it.
         """
         finite, present, flags = self.extras.flags.split([1, len(self.extras.flags) - 1 - CALLER_FLAGS, CALLER_FLAGS])
         bad = ~(finite & mean.finite())
@@ -199,12 +200,12 @@ def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def read_flags(flags: torch.Tensor) -> list[bool]:
-    """`flags` as a list: the one place in a compressed step where the host waits for a GPU."""
+    """`flags` as a list. Only here does the host wait for a GPU in a compressed step."""
     return flags.tolist()
 
 
 def to_flags(flags: list[bool], device: torch.device) -> torch.Tensor:
-    """`flags` as a bool tensor. A blocking copy would wait for everything that is queued on a GPU."""
+    """`flags` as a bool tensor. A blocking copy would wait for all work queued on a GPU."""
     return torch.tensor(flags, dtype=torch.bool).to(device, non_blocking=True)
 
 
@@ -215,9 +216,9 @@ def all_reduce_mean(
     wire_dtype: torch.dtype = torch.float32,
     saturate: bool = True,
 ) -> tuple[list[torch.Tensor], list[bool]]:
-    """The means of flat `tensors` over the ranks, fp32, and True for each of `present` that any rank set.
+    """The fp32 means of flat `tensors` over the ranks, and True for each of `present` that any rank set.
 
-    One all-reduce.
+    Uses one all-reduce.
     """
     flags = to_flags(present, tensors[0].device).float()
     parts = [*tensors, flags]
@@ -232,8 +233,8 @@ def all_reduce_mean(
 def to_wire(values: torch.Tensor, world: int, wire_dtype: torch.dtype, saturate: bool) -> torch.Tensor:
     """A rank's share of the mean of `values` over `world` ranks: values / world, as `wire_dtype`.
 
-    With `saturate`, finite elements that are too large for 16 bits become the largest that `world` ranks can add;
-    infinities and NaN stay as they are. With a loss scale, do not saturate: the scaler has to see the overflow.
+    With `saturate`, finite elements too large for 16 bits become the largest value that `world` ranks can add.
+    Infinities and NaNs stay as they are. With a loss scale, do not saturate: the scaler has to see the overflow.
     """
     part = values / world
     if saturate and wire_dtype != torch.float32:

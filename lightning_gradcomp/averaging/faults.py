@@ -1,14 +1,14 @@
 """Errors for lost ranks: which rank noticed, at which step, in which phase, and which ranks are missing.
 
-torch.distributed reports a lost peer as a RuntimeError with an address in it, or a timeout without one. Every rank that
-fails writes its reason into the rendezvous store, so that the others can name the ranks that have not.
+torch.distributed reports a lost peer as a RuntimeError with its address, or as a timeout without one. Every rank that
+fails writes its reason into the rendezvous store, so that the others can name the ranks that wrote none.
 
-A store whose server is stopped, or unreachable, does not answer: a TCPStore call then blocks without limit, even with a
-timeout. Every call here therefore runs in a daemon thread, on its own connection (a blocked call locks its connection),
-and is waited for `STORE_SECONDS` at most.
+If the store's server is stopped or unreachable, a TCPStore call blocks forever, even with a timeout. Every call here
+therefore runs in a daemon thread on its own connection (a blocked call locks its connection), and the caller waits at
+most `STORE_SECONDS`.
 
-gloo's destructors wait for a lost peer as long as its collectives do. After an `ExchangeFailed`, SIGALRM therefore ends
-a process that takes longer than `EXIT_SECONDS` to exit, once all other exit handlers are done.
+gloo's destructors wait for a lost peer as long as its collectives do. After an `ExchangeFailed`, SIGALRM therefore
+kills a process that takes longer than `EXIT_SECONDS` to exit after all other exit handlers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 LOST = re.compile(r"gloo|nccl|\bconnection|\bsocket|broken pipe|\btimed? ?out", re.IGNORECASE)
 """Matches torch.distributed's messages about lost peers; gloo's are plain RuntimeErrors."""
 TIMEOUT = timedelta(minutes=5)
-"""Default time to wait for other ranks. torch's 30 minutes are long for ranks that have died or hang."""
+"""Default time to wait for other ranks. torch's 30 minutes is long if a rank has died or hangs."""
 STORE_SECONDS = 2.0
 """Seconds to wait for the other ranks' reasons. Lightning kills a run's processes 5 s after one has died."""
 EXIT_SECONDS = 1.0
 """Seconds that the interpreter may take to exit after an `ExchangeFailed` and the exit handlers."""
 LATE_SECONDS = 6.0
-"""Seconds that any other exit waits for calls of the store. To connect, torch looks up the store's host name, which
-takes 5 s if the name server does not answer."""
+"""Seconds that any other exit waits for store calls. To connect, torch resolves the store's host name, which takes 5 s
+if the name server does not answer."""
 
 
 class ExchangeFailed(RuntimeError):
@@ -45,8 +45,8 @@ class ExchangeFailed(RuntimeError):
 
 
 class _Exit:
-    """Limits the time that the interpreter takes to exit, once `limited` is set. Otherwise waits for `late` threads: a
-    return from torch while the interpreter exits would abort the process."""
+    """An exit handler that limits the duration of the exit if `limited` is set. Otherwise it waits for `late` threads:
+    a return from torch while the interpreter exits would abort the process."""
 
     def __init__(self) -> None:
         self.limited = False
@@ -63,11 +63,11 @@ class _Exit:
 
 
 _exit = _Exit()
-atexit.register(_exit)  # handlers run in the reverse order: those of loggers, which are registered later, before it
+atexit.register(_exit)  # handlers run in reverse order: the loggers', registered later, run first
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """True if `error` is torch.distributed's for a rank that can't be reached."""
+    """True if `error` is torch.distributed's error for an unreachable rank."""
     if not isinstance(error, RuntimeError) or not LOST.search(str(error)) or not dist.is_initialized():
         return False
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -78,10 +78,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 @contextmanager
 def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn a failed collective inside into an `ExchangeFailed` that names rank, step, phase, and the missing ranks.
+    """Inside, a failed collective raises an `ExchangeFailed` that names rank, step, phase and the missing ranks.
 
     Args:
-        step: optimizer steps done so far.
+        step: number of optimizer steps so far.
         doing: the phase, in words.
         group: the ranks; default: all.
     """
@@ -96,11 +96,11 @@ def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> 
 
 
 def explanation(error: BaseException, step: int, doing: str, group: dist.ProcessGroup | None = None) -> str:
-    """The message for a failed collective. Logs it, and tells the other ranks within `STORE_SECONDS`."""
+    """The message for a failed collective. Logs the failure, and tells the other ranks within `STORE_SECONDS`."""
     _exit.limited = True
     rank = dist.get_rank()
     where, cause = f"rank {rank} of {dist.get_world_size()}, step {step}, {doing}", str(error).splitlines()[0]
-    # Logged at once: where a process has died, its launcher may end this one before it raises anything.
+    # Logged at once: if a process has died, the launcher may kill this one before it raises.
     log.error(f"{where}: lost the other ranks")
     others = [other for other in dist.get_process_group_ranks(group or dist.group.WORLD) if other != rank]
     reasons: dict[int, str] = {}
@@ -110,7 +110,7 @@ def explanation(error: BaseException, step: int, doing: str, group: dist.Process
         deadline = time.monotonic() + STORE_SECONDS
         for other in others:
             left = max(0.01, deadline - time.monotonic() - 0.2)
-            with suppress(RuntimeError):  # no reason: it still runs, hangs, or was killed
+            with suppress(RuntimeError):  # no reason posted: it still runs, hangs, or was killed
                 store.wait([_key(other)], timedelta(seconds=left))
                 reasons[other] = store.get(_key(other)).decode()
 
@@ -120,14 +120,14 @@ def explanation(error: BaseException, step: int, doing: str, group: dist.Process
 
 
 def post_reason(what: str) -> None:
-    """Tell the other ranks why this one ends, within `STORE_SECONDS`, if they can be reached."""
+    """Tell the other ranks why this one ends, if the store answers within `STORE_SECONDS`."""
     if dist.is_initialized():
         key = _key(dist.get_rank())
         _with_store(lambda store: store.set(key, what))
 
 
 def others_end() -> bool:
-    """True if every other rank has posted why it ends, now or within `STORE_SECONDS`."""
+    """True if every other rank posts why it ends within `STORE_SECONDS`."""
     if not dist.is_initialized():
         return True
     others, posted = [_key(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank()], []
@@ -142,13 +142,13 @@ def others_end() -> bool:
 
 
 def _with_store(use: Callable[[dist.Store], None]) -> None:
-    """Call `use` with a connection to the store, if there are other ranks; wait for it `STORE_SECONDS` at most."""
+    """Call `use` with a connection to the store if there are other ranks, and wait at most `STORE_SECONDS`."""
     if dist.get_world_size() == 1:
         return
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
 
     def run() -> None:
-        with suppress(RuntimeError, ValueError):  # the store has ended with rank 0
+        with suppress(RuntimeError, ValueError):  # the store ended with rank 0
             use(store.clone())
 
     thread = threading.Thread(target=run, name="store", daemon=True)

@@ -2,8 +2,8 @@
 
     | dense gradients [d], padded to 4 bytes | payload, uint8 [p] | flags, 1 bit each | padded to 4 bytes |
 
-The first flag: this rank's gradient is finite. Then one per parameter: this rank has a gradient. The last two are the
-averager's `Flags`. Lengths follow from the layout and the sparsity, so they are the same on all ranks.
+The first flag is set if this rank's gradient is finite. Then each parameter has one, set if this rank has its gradient.
+The last two are the averager's `Flags`. Layout and sparsity determine all lengths, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_v
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the parts of a message are. They begin at multiples of 4 bytes, so that fp32 is aligned after a gather too.
+    """Positions in a message. The payload starts, and the message ends, at a multiple of 4 bytes: fp32 stays aligned.
 
     Args:
-        dense: number of uncompressed gradients.
-        values: their format, a `dense_values`.
+        dense: number of uncompressed gradient elements.
+        values: their format, as in `dense_values`.
         payload: bytes of the payload.
         flags: number of flags.
     """
@@ -42,7 +42,7 @@ class Frame:
         return self._payload_at + padded(self.payload + (self.flags + 7) // 8)
 
     def pack(self, dense: torch.Tensor, payload: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-        """The message, uint8 [length], from `pack_values`' bytes, the payload and bool flags."""
+        """Return the message (uint8 [length]) made of `pack_dense`'s bytes, the payload and the bool flags."""
         message, packed = payload.new_zeros(self.length), pack_bits(flags)
         end = self._payload_at + self.payload
         message[: dense.numel()], message[self._payload_at : end] = dense, payload
@@ -50,17 +50,17 @@ class Frame:
         return message
 
     def pack_dense(self, dense: torch.Tensor) -> torch.Tensor:
-        """The uncompressed gradients (fp32 [dense]) as bytes."""
+        """Return the uncompressed gradients (fp32 [dense]) as bytes."""
         return pack_values(dense, self.values)
 
     def read_dense(self, message: torch.Tensor) -> torch.Tensor:
-        """The uncompressed gradients: fp32 [dense]."""
+        """Return the uncompressed gradients, fp32 [dense]."""
         return unpack_values(message[: value_bytes(self.dense, self.values)], self.dense, self.values)
 
     def read_payload(self, message: torch.Tensor) -> torch.Tensor:
-        """The payload."""
+        """Return the payload, uint8 [payload]."""
         return message[self._payload_at : self._payload_at + self.payload]
 
     def read_flags(self, message: torch.Tensor) -> torch.Tensor:
-        """The flags: bool."""
+        """Return the flags, bool [flags]."""
         return unpack_bits(message[self._payload_at + self.payload :], self.flags).bool()

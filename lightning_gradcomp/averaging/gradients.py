@@ -1,4 +1,4 @@
-"""The gradients of a model's trainable parameters as flat fp32 buffers: the compressed ones and the dense ones."""
+"""The gradients of a model's trainable parameters in two flat fp32 buffers: compressed and dense."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_gradcomp.errors import refusal
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of a rank's gradients, from which the bytes of a step follow."""
+    """The layouts of a rank's gradients, which determine the bytes of a step."""
 
     layout: Layout
     dense_layout: Layout
@@ -34,15 +34,16 @@ class Layouts:
 
 
 class Gradients:
-    """Which parameters are compressed, and flat buffers for their gradients, filled and written back in every step.
+    """The split into compressed and dense parameters, and flat buffers for their gradients.
 
-    Names are those of `model.named_parameters()` without the prefixes of torch.compile and activation checkpointing.
+    Each step fills the buffers and writes them back. Names are those of `model.named_parameters()` without the prefixes
+    of torch.compile and activation checkpointing.
 
     Args:
-        model: the bare module. Parameters in its `_ddp_params_and_buffers_to_ignore` are left out.
-        compressor: chooses what is compressed, by the shapes of whole tensors.
-        shards: of a sharded model: this rank's shards. Only `chosen` and `left_dense` are about whole tensors then.
-        optimizers: parameters that none of them has are left out. Without any, all parameters are averaged.
+        model: the bare module. Parameters in its `_ddp_params_and_buffers_to_ignore` are skipped.
+        compressor: chooses what to compress, by the shapes of whole tensors.
+        shards: this rank's shards, for a sharded model. Only `chosen` and `left_dense` then describe whole tensors.
+        optimizers: parameters that none of them has are skipped. Without any, all parameters are averaged.
 
     Raises:
         ValueError: if gradients can't be laid out flat (sparse embeddings, complex numbers), or the compressor can't
@@ -78,7 +79,7 @@ class Gradients:
         self.chosen = {name: shape for name, shape in shapes.items() if name in names}
         """Shape of every parameter that is compressed when it trains."""
         self.left_dense = {name: shape for name, shape in shapes.items() if name not in names}
-        """Shape of every other."""
+        """Shape of every other parameter."""
         taken = [(name, p) for name, p in named if name in names]
         left = [(name, p) for name, p in named if name not in names]
         self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
@@ -87,15 +88,15 @@ class Gradients:
         self.sharded = shards is not None
         """True if the parameters are this rank's shards."""
         self.scale = 1.0
-        """The loss scale that is in `p.grad` in this step."""
+        """The loss scale in this step's `p.grad`."""
         self.device = named[0][1].device if named else torch.device("cpu")
         self.compressed_flat = torch.zeros(self.layout.n, dtype=torch.float32, device=self.device)
-        """A buffer for the gradients of `compressed`, fp32 [n]. A commit may exchange it for another."""
+        """A buffer for the gradients of `compressed`, fp32 [n]. A commit may swap it for another."""
         self.dense_flat = torch.zeros(self.dense_layout.n, dtype=torch.float32, device=self.device)
         """The same for `dense`."""
         self._mean_buffer = torch.empty(0, dtype=torch.float32)
         self.largest = Layouts(self.layout, self.dense_layout, self.device)
-        """The layouts of the largest shard, by which all ranks decide."""
+        """The largest shard's layouts; all ranks base decisions on it."""
         if shards:
             trainable = shards.trainable & mine
             first = {name: shape for name, shape in shards.shapes_on(0).items() if name in trainable}
@@ -108,12 +109,12 @@ class Gradients:
         return [parameter.requires_grad for _, parameter in self._every]
 
     def check_same(self, ranks: Ranks) -> None:
-        """Collective. Raises ValueError on every rank if the ranks train different parameters."""
+        """Raise ValueError on every rank if the ranks train different parameters. Collective."""
         check_same_parameters(self._every, self._trainable, ranks, self.device)
 
     @property
     def n(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return self.layout.n + self.dense_layout.n
 
     @property
@@ -138,7 +139,7 @@ class Gradients:
 
     @property
     def frozen(self) -> set[str]:
-        """Names of the parameters that do not train at present."""
+        """Names of the frozen parameters."""
         return {name for (name, _), trains in zip(self._every, self._trainable, strict=True) if not trains}
 
     @property
@@ -156,11 +157,11 @@ class Gradients:
         return self.compressed + self.dense
 
     def local(self) -> dict[str, torch.Tensor]:
-        """Name -> fp32 copy of `p.grad`, where there is one."""
+        """Name -> fp32 copy of `p.grad`, for parameters that have one."""
         return {name: p.grad.float().clone() for name, p in self._every if p.grad is not None}
 
     def put_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Set `p.grad` to what `local` returned."""
+        """Restore the `p.grad` that `local` returned."""
         for name, parameter in self._every:
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter)
@@ -175,13 +176,13 @@ class Gradients:
         return frozenset(name for name, mark in zip(self.names, marks, strict=True) if mark)
 
     def collect(self, *, unscale: bool = True) -> None:
-        """Fill the buffers with `p.grad`, 0 where there is none; with `unscale`, divided by the loss scale."""
+        """Fill the buffers with `p.grad`, or 0 without one. With `unscale`, divide by the loss scale."""
         scale = self.scale if unscale else 1.0
         _fill(self.layout, self.compressed_flat, self.compressed, scale)
         _fill(self.dense_layout, self.dense_flat, self.dense, scale)
 
     def mean_buffer(self) -> torch.Tensor:
-        """A buffer for a mean that is not sparse, fp32 [n]. A new one in each step would take longer."""
+        """A buffer for a mean that is not sparse, fp32 [n]. It is reused, which is faster than a new one per step."""
         if self._mean_buffer.numel() != self.layout.n:
             self._mean_buffer = torch.empty_like(self.compressed_flat)
         return self._mean_buffer
@@ -198,12 +199,12 @@ class Gradients:
         """Write averages, times the loss scale, into `p.grad` of the parameters that are `present`.
 
         Args:
-            compressed: the average of `compressed`.
-            dense: the average of `dense`, fp32 [d].
+            compressed: average gradient of the compressed parameters.
+            dense: average gradient of the dense parameters, fp32 [d].
             present: True for each parameter that has a gradient on any rank.
-            rates: the learning rate of each compressed parameter, if the average is one of steps. Dividing by it turns
-                a step into an update direction.
-            rescale: False if the averages contain the loss scale.
+            rates: learning rate of each compressed parameter, if steps were averaged. Dividing a step by it gives an
+                update direction.
+            rescale: False if the averages already contain the loss scale.
         """
         scale = self.scale if rescale else 1.0
         factors = [scale] * len(self.compressed)
@@ -226,7 +227,7 @@ class Gradients:
                 parameter.grad = torch.full_like(parameter, value)
 
     def values(self, compressed: Decoded, dense: torch.Tensor, name: str) -> torch.Tensor:
-        """The part of a parameter in the averages that `assign` takes, 1-D: some or all elements."""
+        """A parameter's part of the averages that `assign` takes; 1-D, some or all elements."""
         if name in self.dense_layout.names:
             start, stop = self.dense_layout.bounds[self.dense_layout.names.index(name)]
             return dense[start:stop]
@@ -244,9 +245,9 @@ def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str,
     """Check that every rank of a replica has shards that the compressor can compress.
 
     Args:
-        compressor: of the averages.
-        names: of the compressed tensors.
-        smallest: name -> shape of the last rank's shard, of every parameter.
+        compressor: the averager's compressor.
+        names: names of the compressed tensors.
+        smallest: parameter name -> shape of its shard on the last rank.
 
     Raises:
         ValueError: if the last rank has nothing to compress, or a shard that the compressor can't compress.
@@ -258,11 +259,11 @@ def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str,
     compressor.check_shards(taken)
 
 
-# Lists of tensors are copied in one call, which on a GPU is one launch where they are contiguous and of one type.
+# Lists of tensors are copied in one call. On a GPU this is one launch if they are contiguous and share a dtype.
 
 
 def _fill(layout: Layout, flat: torch.Tensor, parameters: list[nn.Parameter], scale: float) -> None:
-    """Fill `flat` with `p.grad` / scale, 0 where there is none."""
+    """Fill `flat` with `p.grad` / scale, or 0 without a gradient."""
     views = layout.views(flat)
     grads = [(view, p.grad) for view, p in zip(views, parameters, strict=True) if p.grad is not None]
     if len(grads) < len(parameters):
@@ -277,7 +278,7 @@ def _fill(layout: Layout, flat: torch.Tensor, parameters: list[nn.Parameter], sc
 def _write(
     layout: Layout, values: torch.Tensor, parameters: list[nn.Parameter], wanted: list[bool], factors: Sequence[float]
 ) -> None:
-    """Write its part of `values` (fp32 [n]), times its factor, into every `p.grad` that is `wanted`."""
+    """Write each parameter's part of `values` (fp32 [n]), times its factor, into `p.grad` if it is `wanted`."""
     copied = []
     for parameter, view, wants, factor in zip(parameters, layout.views(values), wanted, factors, strict=True):
         if not wants:
@@ -304,7 +305,7 @@ def _write_at(parameter: nn.Parameter, places: torch.Tensor | None, values: torc
             parameter.grad = torch.empty_like(parameter)
         parameter.grad.copy_(values.view(parameter.shape))
         return
-    # The copy of a flat average that is 0 nearly everywhere would cost more than all else.
+    # Copying a flat average that is 0 nearly everywhere would cost more than everything else.
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
     view, index = locate(places, grad)
     view[index] = values.to(grad.dtype)

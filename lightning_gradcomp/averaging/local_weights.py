@@ -1,14 +1,14 @@
-"""Local weights, at which a rank computes its gradient: the shared weights less the steps that it has not sent yet.
+"""Local weights, at which a rank computes its gradient: the shared weights minus the steps that it has not sent yet.
 
-Unsent steps are known to their rank alone, but that rank need not wait for them. A gradient at the shared weights lacks
-an update of 1 % of the elements a step for some hundred steps; at the local weights it lacks only those of the other
-ranks. CSER (Xie et al., NeurIPS 2020, arXiv 2007.13221) keeps such local models all the time. Here the weights are
-local in forward and backward passes only: everywhere else all ranks hold the same weights.
+Only its own rank knows an unsent step, but that rank can use it at once. If each step sends 1 % of the elements, a
+gradient at the shared weights misses an update for some hundred steps. At the local weights it misses only other ranks'
+updates. CSER (Xie et al., NeurIPS 2020, arXiv 2007.13221) keeps such local models permanently. Here the weights are
+local only in forward and backward passes; at all other times every rank holds the same weights.
 
-A rank's own steps are longer than the mean of all ranks' where gradients are mostly noise; scales make up for it.
+If gradients are mostly noise, a rank's own steps are longer than the mean over all ranks. Scales compensate for that.
 
-A write into a local weight would be lost. `restore` detects it: by torch's version counters, and, since a write by
-`.data` does not count there, by comparing a few elements of every weight (all, on request).
+A write into a local weight would be lost. `restore` detects it by torch's version counters. A write through `.data`
+does not change these, so `restore` also compares a few elements of every weight, or all on request.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_gradcomp.averaging.replicas import checksum
 from lightning_gradcomp.errors import refusal
 
 SAMPLE = 32
-"""Elements of every weight that are compared."""
+"""Number of elements of every weight that are compared."""
 
 
 class LocalWeights:
-    """Exchanges the data of the compressed parameters for local weights, and back.
+    """Swaps the data of the compressed parameters for local weights, and back.
 
-    The local weights are in the buffer of the compressed gradients, which is free meanwhile. FSDP reads the memory of
-    its shards, so their local weights are written there, and the buffer has a copy of the shared ones.
+    The local weights use the buffer of the compressed gradients, which is free at that time. FSDP reads the memory of
+    its shards, so local weights are written there, and the buffer holds a copy of the shared weights.
 
     Args:
         memory: error feedback, whose unsent steps are subtracted.
@@ -42,20 +42,20 @@ class LocalWeights:
         self._names: tuple[str, ...] = ()
         self._in_place = False
         self._shared: list[torch.Tensor] = []
-        """The data of the parameters while their local weights are in use."""
+        """The parameters' shared weights while local weights are in use."""
         self._local: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._before: torch.Tensor | None = None
         self.compares_all = False
         """True to compare every element of the weights, which takes two passes over the model."""
         self._unchecked: tuple[torch.Tensor, torch.Tensor] | None = None
-        """On a GPU: what to compare when the host has to wait for it anyway."""
+        """On a GPU: the samples to compare when the host next synchronizes with it anyway."""
 
     @torch.no_grad()
     def use(self) -> None:
-        """Set the parameters to the shared weights minus scale · unsent until `restore`, unless they are already.
+        """Set the parameters to the shared weights minus scale · unsent until `restore`. Does nothing if already set.
 
-        Parameters that the buffer can't hold, of another type or memory format, get memory of their own.
+        Parameters whose dtype or memory format does not fit the buffer get separate memory.
         """
         state, gradients = self._memory.compressed, self._memory.gradients
         scales = state.update.local_scales(self._memory.ranks.workers)
@@ -86,13 +86,13 @@ class LocalWeights:
 
     @torch.no_grad()
     def restore(self, *, check: bool = True) -> None:
-        """Set the parameters to the shared weights again.
+        """Set the parameters back to the shared weights.
 
         Args:
             check: False to skip the check for writes.
 
         Raises:
-            ValueError: if a local weight was written to. The parameters hold the shared weights all the same.
+            ValueError: if a local weight was written to. The parameters still return to the shared weights.
         """
         if not self._shared:
             return
@@ -127,7 +127,7 @@ class LocalWeights:
                 parameter.data = own
 
     def check(self) -> None:
-        """Raises ValueError if the latest local weights had been written to. Waits for a GPU."""
+        """Raise ValueError if the latest local weights were written to. Waits for a GPU."""
         unchecked, self._unchecked = self._unchecked, None
         self._compare(unchecked)
 
@@ -136,7 +136,7 @@ class LocalWeights:
             self._refuse([not torch.equal(*pair) for pair in zip(*looks, strict=True)])
 
     def _look(self) -> torch.Tensor:
-        """What is compared of each weight: int64 [parameters, 1 or SAMPLE], in which NaNs compare equal."""
+        """What is compared of each weight: int64 [parameters, 1 or SAMPLE], so that NaNs compare equal."""
         if self.compares_all:
             return torch.stack([checksum(parameter).view(1) for parameter in self._parameters])
         return torch.stack([_sample(parameter) for parameter in self._parameters]).double().view(torch.int64)
@@ -148,11 +148,11 @@ class LocalWeights:
             "local_weights=False, or a write before the forward pass or after the optimizer's step "
             "(on_train_batch_start, on_train_batch_end)"
         )
-        raise refusal("local weights that were written between the forward pass and the end of backward", got, allowed)
+        raise refusal("writes into local weights between the forward pass and the end of backward", got, allowed)
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Elements of a parameter, evenly spaced in its memory: [SAMPLE], padded with zeros."""
+    """Elements of a parameter at even intervals in memory: [SAMPLE], padded with zeros."""
     n = parameter.numel()
     few = parameter.data.as_strided((min(n, SAMPLE),), (max(n // SAMPLE, 1),))
     return few if n >= SAMPLE else torch.nn.functional.pad(few, (0, SAMPLE - n))
@@ -167,7 +167,7 @@ def _subtract(weights: torch.Tensor, unsent: torch.Tensor, scale: torch.Tensor |
 
 
 def _like(parameter: torch.Tensor, out: torch.Tensor, start: int) -> torch.Tensor:
-    """Memory for a tensor like `parameter`: in `out` from `start` on, if possible."""
+    """Memory for a tensor like `parameter`: in `out` from `start` if possible, else newly allocated."""
     whole = parameter.is_contiguous() or (
         parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     )

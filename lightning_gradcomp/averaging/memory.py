@@ -1,4 +1,4 @@
-"""Error feedback of one rank: over compressed and uncompressed gradients, and over the partition that it owns."""
+"""A rank's error feedback: for compressed and uncompressed gradients, and for the partition that it owns."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lightning_gradcomp.compressors.updates import Gradient, StateDict, Update
 
 
 class Memory:
-    """Error feedback of one model on one rank. State is keyed by parameter name.
+    """A model's error feedback on one rank. State is keyed by parameter name.
 
-    `compensate` adds the residuals to the gradients, `subtract` takes out what was sent, `commit` puts the new
-    residuals in force. Until `commit` the state stays as it was.
+    `compensate` adds the residuals to the gradients, `subtract` removes what was sent, and `commit` makes the new
+    residuals current. Until `commit` the state stays as it was.
 
     Args:
         compressor: decides what is accumulated.
-        gradients: the model's, laid out flat.
-        ranks: who exchanges.
+        gradients: the model's gradients, laid out flat.
+        ranks: the ranks that exchange gradients.
         topology: how payloads travel, and where residuals are kept. With "auto", `use_topology` decides.
-        optimizer: the only one, if it is known.
-        by_servers: True for dist_async: servers step the parameters and may drop a push. Residuals are then kept for
-            every compressor, and the optimizer's state does not hold the moments.
+        optimizer: the only optimizer, if it is known.
+        by_servers: True for dist_async, where servers step the parameters and may drop a push. Residuals are then kept
+            for every compressor, and the optimizer's state does not hold the moments.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Memory:
         self.compressor, self.ranks, self._optimizer, self._by_servers = compressor, ranks, optimizer, by_servers
         self._auto = topology.name == "auto"
         self.topology = "all_gather" if self._auto else topology.name
-        """How the payloads of the step travel."""
+        """How the step's payloads travel."""
         self._frozen: StateDict = {}
-        """State of the parameters that do not train at present."""
+        """State of the frozen parameters."""
         self.shared_by = ranks.per_worker
-        """Ranks with the same state: those of a worker. After loading it may differ until the next step."""
+        """Number of ranks with the same state: a worker's. After loading it may differ until the next step."""
         self._offloads = topology.residual_device == "cpu" and gradients.device.type != "cpu"
         self._attach(gradients)
 
@@ -85,12 +85,12 @@ class Memory:
 
     @property
     def _partition_in_use(self) -> PartitionResidual | None:
-        """The partition's residual, if owners may have one."""
+        """The partition's residual, if owners may hold one."""
         return self.partition if self.partition and self.partition.used else None
 
     @property
     def has_unsent(self) -> bool:
-        """True if there is state: compressed steps may have left something to send."""
+        """True if there is state, so that compressed steps may have left something to send."""
         return not (self.compressed.empty and self.dense.empty) or self._partition_in_use is not None
 
     @property
@@ -104,18 +104,18 @@ class Memory:
         """Replace the gradients in the buffers by what to send: gradients plus residuals.
 
         Returns:
-            True if all gradients are finite: 0-d bool.
+            True if all gradients are finite; 0-d bool.
         """
         finite = self.compressed.compensate(self.gradients.compressed_flat)
         return finite & self.dense.compensate(self.gradients.dense_flat)
 
     def subtract(self, sent: Decoded, dense_sent: torch.Tensor, dense_mean: torch.Tensor | None = None) -> None:
-        """Take out what was sent.
+        """Subtract what was sent.
 
         Args:
-            sent: of the compressed parameters, as decoded by the others.
-            dense_sent: of the uncompressed ones (fp32 [d]).
-            dense_mean: its mean over the workers, for a state that compares the norms of the two. Collective.
+            sent: for the compressed parameters, as decoded by the others.
+            dense_sent: for the uncompressed parameters, fp32 [d].
+            dense_mean: its mean over the workers, for a state that compares the two norms. Collective.
         """
         self.compressed.subtract(sent)
         self.dense.subtract(Dense(dense_sent))
@@ -125,26 +125,26 @@ class Memory:
             self._norms = self.ranks.over_shards(squares)
 
     def commit(self, stepped: Set[str]) -> None:
-        """Put the new residuals in force for the parameters that the optimizer has stepped."""
+        """Make the new residuals current for the parameters that the optimizer stepped."""
         gradients = self.gradients
         gradients.compressed_flat = self.compressed.commit(stepped, gradients.compressed_flat)
         gradients.dense_flat = self.dense.commit(stepped, gradients.dense_flat)
         if self.partition and not self.partition.commit(stepped - self.compressed.update.withheld):
-            self._dissolve_partitions()  # of another compressor, which had used them
+            self._dissolve_partitions()  # left by another compressor, which used them
         if self._norms is not None:
             self.compressed.update.observe(*self._norms)
         self.offload()
 
     def add_partitions(self) -> None:
-        """Add the owners' residuals to the buffer, to send everything."""
+        """Add the owners' residuals to the buffer, so that everything is sent."""
         if partition := self._partition_in_use:
             self.gradients.compressed_flat.add_(partition.whole(), alpha=self.ranks.workers)
 
     def commit_all_sent(self, moments: Mapping[str, torch.Tensor], stepped: Set[str]) -> None:
-        """Everything was sent: clear the state of the parameters that the optimizer has stepped.
+        """Clear the state of the parameters that the optimizer stepped, after everything was sent.
 
         Args:
-            moments: torch's name -> mean over the ranks, fp32 [n], with which the optimizer continues.
+            moments: torch's name -> mean over the ranks, fp32 [n]. The optimizer continues with them.
             stepped: names of the parameters.
         """
         self.compressed.hand_over(moments, stepped)
@@ -156,7 +156,7 @@ class Memory:
             state.clear(names)
 
     def onload(self) -> None:
-        """Before a step: move all state to the gradients' device, and make it the same on all ranks of a worker."""
+        """Move all state to the gradients' device before a step, and make it the same on all ranks of a worker."""
         for state in self._all if self._offloads else []:
             state.move(self.gradients.device)
         if self.shared_by != self.ranks.per_worker:
@@ -166,14 +166,14 @@ class Memory:
             self.shared_by = self.ranks.per_worker
 
     def offload(self) -> None:
-        """After a step: move all state to CPU memory, with residual_device="cpu"."""
+        """Move all state to CPU memory after a step, if residual_device="cpu"."""
         for state in self._all if self._offloads else []:
             state.move(torch.device("cpu"))
 
     # Changes between steps
 
     def use_topology(self, topology: str) -> None:
-        """Send payloads this way from now on. The workers take over the residuals of partitions."""
+        """Switch to this topology. The workers take over the residuals of partitions."""
         if topology != self.topology:
             self._dissolve_partitions()
             self.topology = topology
@@ -186,12 +186,12 @@ class Memory:
             partition.clear(set(self.gradients.layout.names))
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Another optimizer steps the parameters from now on."""
+        """Switch to another optimizer."""
         self._optimizer = optimizer
         self.compressed.attach(optimizer, self.gradients.compressed)
 
     def lay_out(self, gradients: Gradients) -> None:
-        """Continue with gradients of other parameters. State follows by name."""
+        """Continue with gradients of other parameters. State carries over by name."""
         self._dissolve_partitions()
         state = self.state_dict()
         self.compressed.release()
@@ -201,7 +201,7 @@ class Memory:
     # Checkpoints
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Parameter -> torch's name -> mean over the ranks of the moments that are computed here. Collective."""
+        """Parameter -> torch's name -> mean over ranks of the moments that error feedback keeps. Collective."""
         state, gradients = self.compressed, self.gradients
         own = {} if state.empty else state.optimizer_state
         if not own:
@@ -240,11 +240,11 @@ class Memory:
             shared_by: number of consecutive ranks with the same state.
 
         Raises:
-            ValueError: if the shape of a tensor is not its parameter's.
+            ValueError: if a tensor's shape is not its parameter's.
         """
         if shared_by != self.ranks.per_worker:
             state = {kind: parts for kind, parts in state.items() if all_floating(parts)}
-        compressed, dense, partition = self._blank()  # an error leaves the current state as it is
+        compressed, dense, partition = self._blank()  # after an error the current state stays
         compressed.load_state_dict(state)
         of_dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
         dense.load_state_dict({"residual": {}, **of_dense})
@@ -259,6 +259,6 @@ class Memory:
         self.offload()
         frozen = self.gradients.frozen
         self._frozen = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}
-        for name, part in self._frozen.pop(PARTITION, {}).items():  # it may have another owner when it trains again
+        for name, part in self._frozen.pop(PARTITION, {}).items():  # its owner may differ when it trains again
             [kind] = self._frozen.keys() & {"residual", "velocity", "unsent_step"}
             self._frozen[kind][name] = self._frozen[kind].get(name, 0) + part * workers

@@ -1,13 +1,13 @@
-"""The optimizer's step: it applies averages that contain its momentum, and commits error feedback.
+"""The optimizer's step: it applies averages that include its momentum, and commits error feedback.
 
 After a compressed average with momentum correction, `p.grad` is an update direction. torch's SGD, Adam and AdamW then
 apply it unchanged:
 
     θ ← (1 - lr · λ) θ - lr · p.grad        λ: decoupled weight decay
 
-They collect the parameters and gradients of a group in `_init_group`: inside `step`, after its closure and all pre-step
-hooks, before all post-step hooks. `OptimizerStep` takes out the parameters whose gradients are directions, and applies
-them. What a hook does to `p.grad` or to a weight therefore counts as it does without compression.
+They collect a group's parameters and gradients in `_init_group`, which runs inside `step`: after its closure and all
+pre-step hooks, before all post-step hooks. `OptimizerStep` removes the parameters whose gradients are directions, and
+applies these itself. A hook may therefore change `p.grad` or a weight, as without compression.
 
 Private torch names used here: `Optimizer._init_group` and `Optimizer._optimizer_step_post_hooks`.
 """
@@ -24,23 +24,23 @@ from lightning_gradcomp.averaging.fsdp.shards import local
 
 
 class Steps(Protocol):
-    """What `OptimizerStep` needs of an averager."""
+    """What `OptimizerStep` needs from an averager."""
 
     def is_direction(self, parameter: torch.Tensor) -> bool:
         """True if `parameter.grad` is an update direction."""
         ...
 
     def commit(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has stepped."""
+        """Commit error feedback after the optimizer's step."""
         ...
 
 
 class OptimizerStep:
-    """Attached to an optimizer until `detach`. For an optimizer without torch's hooks, the caller commits.
+    """Extends an optimizer's `step` until `detach`. If the optimizer lacks torch's hooks, the caller commits.
 
     Args:
-        optimizer: any.
-        steps: the averager; held by a weak reference.
+        optimizer: any optimizer.
+        steps: the averager, held by weak references.
         directions: True if gradients may be update directions, with torch's SGD, Adam or AdamW.
     """
 
@@ -51,13 +51,13 @@ class OptimizerStep:
         if hasattr(optimizer, "_optimizer_step_post_hooks"):
             self._hook = optimizer.register_step_post_hook(self._after_step)
             hooks = optimizer._optimizer_step_post_hooks
-            for key in [key for key in hooks if key != self._hook.id]:  # the user's come after it
+            for key in [key for key in hooks if key != self._hook.id]:  # the user's hooks run after it
                 hooks[key] = hooks.pop(key)
         if directions:
             vars(optimizer)["_init_group"] = self._init_group
 
     def detach(self) -> None:
-        """Leave the optimizer as it was."""
+        """Restore the optimizer to its original state."""
         if self._hook is not None:
             self._hook.remove()
         if vars(self.optimizer).get("_init_group") == self._init_group:
@@ -68,7 +68,7 @@ class OptimizerStep:
             commit(optimizer)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """As the optimizer's own, without the parameters whose gradients are directions, which are applied here."""
+        """Apply the update directions, and call the optimizer's own `_init_group` for all other parameters."""
         is_direction: Callable[[torch.Tensor], bool] = self._is_direction() or (lambda parameter: False)
         ours = [parameter for parameter in group["params"] if is_direction(parameter)]
         if ours:
@@ -81,7 +81,7 @@ class OptimizerStep:
 
 @torch.no_grad()
 def apply_directions(optimizer: Any, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-    """θ ← (1 - lr · λ) θ - lr · p.grad, for these parameters of a group of SGD, Adam or AdamW."""
+    """Apply θ ← (1 - lr · λ) θ - lr · p.grad to these parameters of a group of SGD, Adam or AdamW."""
     pairs = [(local(parameter), local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
     weights, directions = [weight for weight, _ in pairs], [direction for _, direction in pairs]
     if not pairs:

@@ -15,9 +15,9 @@ class Pending:
     """An average that no optimizer step has used yet.
 
     Args:
-        average: its outcome.
-        named: name and parameter of everything that was averaged, as the model has it.
-        optimizers: those whose step uses it.
+        average: the average's outcome.
+        named: name and parameter of everything that was averaged, as in the model.
+        optimizers: the optimizers whose steps use it.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Pending:
 
     @property
     def is_in_gradients(self) -> bool:
-        """True if error feedback waits for its commit, and some `p.grad` is still as it was written."""
+        """True if error feedback is uncommitted and some `p.grad` still holds the average."""
         return self.average.commit is not None and any(self._is_untouched(p) for _, p in self._named)
 
     def used(self) -> set[str]:
-        """Names of the parameters whose average is in `p.grad`: not None, nor set to zero."""
+        """Names of the parameters whose average is still in `p.grad`, neither None nor zeroed."""
         present = [(name, p, p.grad) for name, p in self._named if p.grad is not None]
         names = {name for name, _, _ in present}
         touched = [(name, local(grad)) for name, p, grad in present if p.numel() and not self._is_untouched(p)]
@@ -56,5 +56,5 @@ class Pending:
 
 
 def _versions(grad: torch.Tensor) -> tuple[int, int]:
-    """How often torch has seen it written to. A DTensor and its local part count their own writes."""
+    """torch's counts of writes to `grad`. A DTensor and its local part have separate counts."""
     return grad._version, local(grad)._version

@@ -1,6 +1,6 @@
-"""The workers of a run, and their collectives. Every collective has one shape on all ranks.
+"""The workers of a run, and their collectives. A collective has the same shape on all ranks.
 
-A worker compresses a gradient and keeps a residual: one rank (`Ranks`), or all ranks of a node (`Nodes`,
+A worker compresses a gradient and keeps a residual. It is one rank (`Ranks`), or all ranks of a node (`Nodes`,
 inside="dense").
 """
 
@@ -22,31 +22,31 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 """torch 2.14 renamed it."""
 
 SHORT = 262_144
-"""Bytes up to which a gather is an all-to-all, where every rank writes to every other at once: gloo's all-gather is a
-ring, which waits N-1 times for the link's delay, but fills the link better when messages are long."""
+"""Largest message in bytes that is gathered by an all-to-all, in which every rank writes to all others at once. gloo's
+all-gather is a ring: it pays the link's latency N-1 times, but uses the bandwidth better for long messages."""
 
 SHORT_SUM = 2**20
-"""Bytes up to which a sum is made of one or two such messages: gloo's ring waits for the link's delay 5 to 15 times
-with two to four ranks, these 2 to 5 times, for the same bytes. For longer ones a ring copies less."""
+"""Largest sum in bytes that uses one or two such messages. With two to four ranks, gloo's ring pays the link's latency
+5 to 15 times, these messages 2 to 5 times for the same bytes. For longer sums a ring copies less."""
 
 EXIT_PAUSE = 0.05
-"""Seconds; the interpreter switches threads after 0.005."""
+"""Seconds. The interpreter switches threads every 0.005 s."""
 
 
 @cache
 def pause_at_exit() -> None:
-    """Make the interpreter wait a moment when it exits. Has an effect once per process.
+    """Make the interpreter pause briefly at exit. Only the first call in a process has an effect.
 
-    gloo's threads release a collective's tensors a moment after it is done, and need the interpreter's lock for that.
-    If the interpreter is already shutting down then, the thread is ended inside a destructor, and the process aborts
-    after a training that went well ("terminate called without an active exception", seen with torch 2.15 in about one
-    of ten runs, with plain DDP too). A launcher takes that for a failure.
+    gloo's threads release a collective's tensors shortly after it completes, and need the interpreter lock to do so. If
+    the interpreter is already shutting down, the thread ends inside a destructor, and the process aborts after a
+    successful training ("terminate called without an active exception"; with torch 2.15, about one run in ten, also
+    with plain DDP). Launchers report that as a failure.
     """
     atexit.register(time.sleep, EXIT_PAUSE)
 
 
 def dense_traffic(num_bytes: int, world: int) -> int:
-    """Bytes a rank sends when a ring all-reduce averages `num_bytes`: 2 (N-1)/N of them."""
+    """Bytes that a rank sends when a ring all-reduce averages `num_bytes`: 2 (N-1)/N · `num_bytes`."""
     return round(2 * (world - 1) / world * num_bytes)
 
 
@@ -54,10 +54,10 @@ class Ranks:
     """The ranks of a process group, each a worker.
 
     Args:
-        group: None is a world of one, where nothing travels.
+        group: None is a world of one, which exchanges nothing.
         world: without a group, the number of ranks for which traffic is computed.
-        shards: of a sharded model: the ranks of this replica. Together they are one worker. Each exchanges payloads
-            with the ranks of `group` alone, which hold the same shard; `shards` agree on norms and flags.
+        shards: the ranks of this replica, for a sharded model. Together they are one worker. Each exchanges payloads
+            only with the ranks of `group`, which hold the same shard; all `shards` agree on norms and flags.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Ranks:
         self.world = group.size() if group else world
         self.rank = group.rank() if group else 0
         self.workers, self.worker, self.per_worker = self.world, self.rank, 1
-        """Number of workers, the number of this rank's worker, and ranks per worker."""
+        """Number of workers, index of this rank's worker, and ranks per worker."""
         if group:
             pause_at_exit()
 
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
-        """Average `flats` (fp32, in place) over the ranks of this worker. Returns True for each flag that any set."""
+        """Average `flats` (fp32) in place over this worker's ranks. Returns True for each flag that any of them set."""
         return flags
 
     def over_shards(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of a few `values` (fp32 [m]) over the ranks of a sharded replica."""
+        """The elementwise sum of a few `values` (fp32 [m]) over the ranks of a sharded replica."""
         if self.shards:
             values = values.clone()
             dist.all_reduce(values, group=self.shards)
@@ -87,7 +87,7 @@ class Ranks:
         return self.over_shards(flags.float()) > 0 if self.shards else flags
 
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start a `gather`. Returns a function that waits for the messages; call it in the same order on all ranks."""
+        """Start a `gather`, and return a function that waits for the messages. Call these in one order on all ranks."""
         out = message.new_empty(self.world * message.numel())
         if self.world > 2 and message.numel() <= SHORT and not message.is_cuda:
             work: Any = dist.all_to_all_single(out, message.repeat(self.world), group=self.group, async_op=True)
@@ -101,30 +101,30 @@ class Ranks:
         return wait
 
     def gather(self, message: torch.Tensor) -> torch.Tensor:
-        """The messages of all workers in order, uint8 [N, L], given this worker's, uint8 [L]."""
+        """All workers' messages in worker order, uint8 [N, L], given this worker's, uint8 [L]."""
         return self.start_gather(message)()
 
     def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
-        """Send messages[j], uint8 [L of j], to worker j. Returns what all workers sent to this one, uint8 [N, L]."""
+        """Send messages[j] (uint8, any length) to worker j. Returns what all workers sent to this one, uint8 [N, L]."""
         length, sizes = messages[self.worker].numel(), [message.numel() for message in messages]
         out = messages[0].new_empty(self.world * length)
         dist.all_to_all_single(out, torch.cat(messages), [length] * self.world, sizes, group=self.group)
         return out.view(self.world, length)
 
     def add(self, flat: torch.Tensor) -> torch.Tensor:
-        """The sum of the workers' `flat` (fp32 [n]), which may be overwritten."""
+        """The sum of `flat` (fp32 [n]) over the workers. May overwrite `flat`."""
         if self.world > 1:
             add(self.group, flat)
         return flat
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The maximum over the workers of each of `values` (fp32 [m])."""
+        """The elementwise maximum of `values` (fp32 [m]) over the workers."""
         largest = values.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
 
     def share(self, length: int) -> int:
-        """Bytes of a message of `length` that this rank sends for its worker."""
+        """The part of its worker's message of `length` bytes that this rank sends, in bytes."""
         return length
 
     def gather_traffic(self, length: int) -> int:
@@ -136,7 +136,7 @@ class Ranks:
         return sum(self.share(length) for length in lengths) - self.share(lengths[worker])
 
     def add_traffic(self, num_bytes: int, device: torch.device) -> int:
-        """Bytes that this rank sends to other workers in `add`, of fp32 on `device`."""
+        """Bytes that this rank sends to other workers in `add`, for fp32 on `device`."""
         share = self.share(num_bytes)
         if self.workers > 2 and in_short_messages(share, device):
             return 2 * (self.workers - 1) * 4 * -(-share // (4 * self.workers))
@@ -149,18 +149,18 @@ class Ranks:
     def dense_traffic(self, num_bytes: int) -> int:
         """Bytes that a rank sends to other workers when a ring of all ranks averages `num_bytes`.
 
-        A node has one neighbour in such a ring, so its ranks share the bytes that leave it.
+        A node sends to one neighbour in such a ring, so its ranks share the bytes that leave it.
         """
         return dense_traffic(num_bytes, self.world) // self.per_worker
 
 
 def in_short_messages(num_bytes: int, device: torch.device) -> bool:
-    """True if a sum of `num_bytes` is made of short messages instead of a ring."""
+    """True if a sum of `num_bytes` uses short messages instead of a ring."""
     return device.type != "cuda" and num_bytes <= SHORT_SUM
 
 
 def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
-    """Replace flat [n] by its sum over the ranks, bitwise the same on each."""
+    """Replace `flat` [n] with its sum over the ranks, bit-identical on all of them."""
     if not flat.numel():
         return
     if not in_short_messages(flat.nbytes, flat.device):
@@ -168,13 +168,13 @@ def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
         return
     world = group.size() if group else 1
     part = -(-flat.numel() // world) if world > 2 else flat.numel()
-    if world > 2:  # each rank adds up a part, and sends the sum on
+    if world > 2:  # each rank sums one part, and sends the result to all
         rows = flat.new_empty(world * part)
         padded = torch.nn.functional.pad(flat, (0, world * part - flat.numel()))
         dist.all_to_all_single(rows, padded, group=group)
         everyones = gather(group, rows.view(world, part).sum(0).view(torch.uint8))
         flat.copy_(everyones.view(-1).view(flat.dtype)[: flat.numel()])
-    elif world == 2:  # as many bytes as to add up halves, in half the time
+    elif world == 2:  # as many bytes as summing halves, in half the time
         rows = gather(group, flat.view(torch.uint8)).view(flat.dtype)
         torch.add(rows[0], rows[1], out=flat)
 
@@ -185,12 +185,12 @@ def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessG
 
 
 def gather(group: dist.ProcessGroup | None, message: torch.Tensor) -> torch.Tensor:
-    """Every rank's message (uint8 [L]) in rank order, uint8 [N, L]."""
+    """All ranks' messages (uint8 [L]) in rank order, uint8 [N, L]."""
     return Ranks(group).gather(message)
 
 
 def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
-    """The subgroup of these ranks of a group, with its timeout. Only they call it, in the same order."""
+    """The subgroup of these ranks of `group`, with its timeout. Only the members call it, all in one order."""
     everyone = dist.get_process_group_ranks(group)
     timeout = group._get_backend(group._device_types[0]).options._timeout
     made = dist.new_group([everyone[member] for member in members], timeout, use_local_synchronization=True)
@@ -199,11 +199,11 @@ def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
 
 
 class Nodes(Ranks):
-    """inside="dense": the ranks of a node average their gradients first, and are one worker.
+    """inside="dense": the ranks of a node average their gradients first, and form one worker.
 
     All ranks of a node then compress the same gradient and keep the same residual. Each sends its part of the node's
-    message to the other nodes, and shares what arrives with its node. A node thus sends its payload once, whatever its
-    number of ranks.
+    message to the other nodes, and shares what it receives with its own node. A node thus sends its payload once,
+    whatever its number of ranks.
 
     Args:
         group: all ranks.
@@ -258,7 +258,7 @@ class Nodes(Ranks):
         return padded.view(-1, share)[self._place].clone()
 
     def _share_inside(self, rows: torch.Tensor, length: int) -> torch.Tensor:
-        """The nodes' whole messages, uint8 [nodes, length], from the parts that arrived here and on its node."""
+        """The nodes' whole messages, uint8 [nodes, length], from the parts that this node's ranks received."""
         by_place = self._inside.gather(rows.reshape(-1)).view(self.per_worker, len(rows), -1)
         return by_place.transpose(0, 1).reshape(len(rows), -1)[:, :length]
 
@@ -278,7 +278,7 @@ def ranks_of(
         shards: as for `Ranks`.
 
     Raises:
-        ValueError: if inside="dense" and the number of ranks per node is unknown, or not the same on all nodes.
+        ValueError: if inside="dense" and the number of ranks per node is unknown or differs between nodes.
     """
     several_nodes = group is not None and ranks_per_node is not None and 1 < ranks_per_node < group.size()
     inside = inside or ("dense" if several_nodes and not shards else "compressed")

@@ -1,4 +1,4 @@
-"""Comparing tensors across ranks without sending them, and copying rank 0's tensors to all ranks."""
+"""Comparison of tensors across ranks by digests, and copies of rank 0's tensors to all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 
 
 def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> bool:
-    """True if all ranks hold tensors of the same shapes, types and bits. Sends 32 bytes to every rank. Collective.
+    """True if all ranks hold tensors with the same shapes, dtypes and bits. Sends 32 bytes to every rank. Collective.
 
-    It compares SHA-256 digests, which take 0.8 s per gigabyte on a CPU with instructions for them (AMD EPYC).
+    Compares SHA-256 digests, which take 0.8 s per gigabyte on a CPU with SHA instructions (AMD EPYC).
     """
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -41,13 +41,13 @@ def broadcast(tensors: list[torch.Tensor], ranks: Ranks) -> None:
 
 
 def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> None:
-    """Copy rank 0's `tensors` to all ranks, in place, unless they are the same already. Collective."""
+    """Copy rank 0's `tensors` to all ranks, in place, unless they are bit-identical. Collective."""
     if tensors and not identical(tensors, ranks.group):
         broadcast(tensors, ranks)
 
 
 def _to_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The concatenated bytes of `tensors`: uint8 [sum of their bytes]."""
+    """The bytes of `tensors`, concatenated: uint8 [total bytes]."""
     return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
 
 
@@ -68,9 +68,9 @@ def ignored_by_ddp(model: nn.Module) -> set[str]:
 
 
 def replicated(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What must be the same on all ranks: parameters, and buffers except running statistics.
+    """Tensors that must be the same on all ranks: parameters, and buffers except running statistics.
 
-    Without the names in the model's `_ddp_params_and_buffers_to_ignore`.
+    Skips the names in the model's `_ddp_params_and_buffers_to_ignore`.
     """
     ignored = ignored_by_ddp(model)
     for prefix, module in model.named_modules():
@@ -80,7 +80,7 @@ def replicated(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def checksum(parameter: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's elements, read as integers: int64 scalar, independent of the memory layout."""
+    """The sum of a tensor's elements read as integers: 0-d int64, independent of the memory layout."""
     bits = parameter.detach().contiguous().view(-1).view(BITS[parameter.itemsize])
     return bits.sum(dtype=torch.int64)
 
@@ -91,7 +91,7 @@ def compare_replicas(
     """Compare all ranks' parameters with rank 0's. Sends 8 bytes per parameter to every rank. Collective.
 
     Raises:
-        ReplicasDiffer: on every rank, if they differ; it names the first such parameter, and the ranks.
+        ReplicasDiffer: on every rank, if they differ; names the first such parameter and the ranks.
     """
     names, sums = zip(*((name, checksum(parameter)) for name, parameter in named), strict=True)
     own = torch.stack(sums)

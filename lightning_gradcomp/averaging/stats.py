@@ -1,4 +1,4 @@
-"""Costs of steps: bytes over the wire, seconds by phase."""
+"""Costs of steps: bytes on the wire and seconds by phase."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 @dataclass
 class Stats:
-    """Costs of one or more steps of one rank.
+    """Costs of one or more steps on one rank.
 
     Args:
-        bytes_sent: bytes of gradients that left this rank (traffic, including the topology's factor of N); with
+        bytes_sent: gradient bytes that left this rank (traffic, including the topology's factor of N); with
             inside="dense", those that left its node.
-        bytes_received: bytes that arrived.
-        dense_bytes: what a dense fp32 ring all-reduce of the same gradients would have sent, counted alike.
-        sparsity: what the schedule asked for, 0 in a dense step.
-        seconds: by phase: compress, exchange, decompress. Host clock.
-        residual_to_gradient: L2 norm of the residual after the step over that of the step's gradient, if measured. If
-            error feedback works, it settles at some multiple. If it keeps growing while the gradient does not shrink,
-            the compressor sends too little.
-        norm_seconds: time of that measurement.
+        bytes_received: gradient bytes that arrived.
+        dense_bytes: bytes that a dense fp32 ring all-reduce of the same gradients would have sent, counted alike.
+        sparsity: the schedule's sparsity; 0 in a dense step.
+        seconds: host-clock seconds by phase: compress, exchange, decompress.
+        residual_to_gradient: L2 norm of the residual after the step, divided by that of the step's gradient, if
+            measured. If error feedback works, the ratio settles. If it keeps growing while the gradient does not
+            shrink, the compressor sends too little.
+        norm_seconds: seconds of that measurement.
     """
 
     bytes_sent: int = 0
@@ -37,11 +37,11 @@ class Stats:
 
     @property
     def ratio(self) -> float:
-        """Dense traffic over this step's traffic; 1 where nothing is exchanged."""
+        """Dense traffic divided by actual traffic; 1 if nothing was sent."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     def add(self, step: Stats) -> None:
-        """Add one step's costs; sparsity and norms become those of that step."""
+        """Add one step's costs. Sparsity and residual ratio become that step's."""
         self.bytes_sent += step.bytes_sent
         self.bytes_received += step.bytes_received
         self.dense_bytes += step.dense_bytes
@@ -50,7 +50,7 @@ class Stats:
         self.sparsity, self.residual_to_gradient = step.sparsity, step.residual_to_gradient
 
     def since(self, earlier: Stats) -> Stats:
-        """The costs since `earlier`, an earlier copy of these running sums."""
+        """The costs since `earlier`, a copy of these running sums."""
         return replace(
             self,
             bytes_sent=self.bytes_sent - earlier.bytes_sent,

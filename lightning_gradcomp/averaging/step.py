@@ -1,7 +1,7 @@
-"""One average, top to bottom: compensate, encode, exchange, decode and sum, agree, apply. The optimizer's step commits.
+"""One average from top to bottom: compensate, encode, exchange, decode and sum, agree, apply. The optimizer commits it.
 
 There are three kinds. `average_dense` sends gradients uncompressed, without error feedback. `average_compressed` keeps
-a residual of what it does not send. `flush`, the first dense average after compressed ones, sends the residuals too.
+unsent gradient in a residual. `flush`, the first dense average after compressed ones, sends the residuals too.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Average:
     """The outcome of an average.
 
     Args:
-        flags: of all ranks.
+        flags: flags of all ranks, combined.
         names: parameters whose `p.grad` was written.
-        commit: puts the new state in force for the parameters that the optimizer has stepped. None: the state does not
-            change, since the average was dense, a gradient was not finite, or other parameters train.
-        values: name -> its part of the average, 1-D; some or all elements.
+        commit: makes the new state current for the parameters that the optimizer stepped. None: the state does not
+            change, because the average was dense, a gradient was not finite, or the trainable parameters changed.
+        values: maps a name to its part of the average; 1-D, some or all elements.
     """
 
     flags: Flags
@@ -51,17 +51,17 @@ class Average:
 def average_compressed(
     memory: Memory, compressor: LossyCompressor, topology: str, step: int, flags: Flags, stats: Stats
 ) -> Average:
-    """Replace `p.grad` by the average of what the workers send. What they do not send stays in their residuals.
+    """Replace `p.grad` with the average of what the workers send. The rest stays in their residuals.
 
     If a gradient is not finite on any rank, `p.grad` becomes NaN on all ranks, and all state stays as it was.
 
     Args:
         memory: this rank's error feedback.
-        compressor: as it is in this step.
+        compressor: the compressor at this step's sparsity.
         topology: how the payloads travel.
-        step: steps so far.
-        flags: of this rank.
-        stats: where bytes and seconds are recorded.
+        step: number of steps so far.
+        flags: this rank's flags.
+        stats: records bytes and seconds.
     """
     gradients = memory.gradients
     memory.use_topology(topology)
@@ -86,13 +86,13 @@ def average_compressed(
 
 
 def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
-    """Replace `p.grad` by the dense average of gradients and residuals, and hand the momentum over to the optimizer."""
+    """Replace `p.grad` with the dense average of gradients plus residuals, and hand the momentum to the optimizer."""
     gradients, ranks = memory.gradients, memory.ranks
     finite, present = _compensate(memory, flags, stats)
     with stats.phase("compress"):
         memory.add_partitions()
         _fill_unless(finite, gradients.compressed_flat, torch.nan)
-    started = memory.started  # residuals are also sent of parameters without a gradient
+    started = memory.started  # parameters without a gradient send their residuals too
     for number, name in enumerate(gradients.names):
         present[number] |= name in started
 
@@ -112,11 +112,11 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
 
 
 def average_dense(gradients: Gradients, ranks: Ranks, compressor: Compressor, flags: Flags) -> Average:
-    """Replace `p.grad` by its mean over the ranks, sent as the compressor's `wire_dtype`."""
+    """Replace `p.grad` with its mean over the ranks, sent as the compressor's `wire_dtype`."""
     gradients.collect(unscale=False)
     present, saturate = [*gradients.present, *flags], gradients.scale == 1
     [mean, dense_mean], found = all_reduce_mean(ranks, gradients.flats, present, compressor.wire_dtype, saturate)
-    # Without shards all ranks have the same mean, finite or not, and see for themselves.
+    # Without shards all ranks have the same mean, finite or not, so they need not agree.
     finite = all_finite(mean) & all_finite(dense_mean) if ranks.shards else None
     good, anywhere, flags = _agreed(ranks, finite, found)
     if not good or flags.changed:
@@ -129,7 +129,7 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
     """Fill the buffers with this worker's gradients plus residuals.
 
     Returns:
-        True if the gradients are finite (0-d bool); for each parameter, True if this worker has a gradient; its flags.
+        True if the gradients are finite (0-d bool); for each parameter, True if this worker has a gradient; then flags.
     """
     gradients, ranks, compressor = memory.gradients, memory.ranks, memory.compressor
     assert isinstance(compressor, LossyCompressor)
@@ -147,7 +147,7 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
 
 
 def _norm(flats: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
-    """The norm of a worker's whole gradient, of which this rank has `flats`: 0-d."""
+    """The norm (0-d) of a worker's whole gradient, of which this rank holds `flats`."""
     norms = torch.stack([flat.norm() for flat in flats])
     if not ranks.shards:
         return torch.linalg.vector_norm(norms)
@@ -155,11 +155,11 @@ def _norm(flats: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
 
 
 def _agreed(ranks: Ranks, finite: torch.Tensor | None, found: list[bool]) -> tuple[bool, list[bool], Flags]:
-    """What all ranks know after an all-reduce: True if the means are finite, present parameters, and flags.
+    """What all ranks agree on after an all-reduce: True if the means are finite, present parameters, and flags.
 
     Args:
-        ranks: of the average. With shards, their means differ.
-        finite: True if the means are finite on this rank, 0-d bool. None: not checked.
+        ranks: the ranks that averaged. Shards of a replica have different means.
+        finite: True if the means are finite on this rank; 0-d bool. None: not checked.
         found: True for each parameter that has a gradient on any rank; then the flags.
     """
     anywhere, flags = found[:-CALLER_FLAGS], found[-CALLER_FLAGS:]
@@ -170,7 +170,7 @@ def _agreed(ranks: Ranks, finite: torch.Tensor | None, found: list[bool]) -> tup
 
 
 def _without_effect(gradients: Gradients, anywhere: list[bool], flags: Flags) -> Average:
-    """An average that changes no state: gradients are not finite, and become NaN, or other parameters train."""
+    """An average that changes no state. Gradients become NaN, unless the trainable parameters changed."""
     if not flags.changed:
         gradients.fill(torch.nan, anywhere)
     return Average(flags)
@@ -178,7 +178,7 @@ def _without_effect(gradients: Gradients, anywhere: list[bool], flags: Flags) ->
 
 def _fill_unless(finite: torch.Tensor, flat: torch.Tensor, value: float) -> None:
     """Fill `flat` with `value`, unless `finite` (0-d bool)."""
-    if flat.is_cuda:  # to look at it would be to wait for it
+    if flat.is_cuda:  # reading `finite` would wait for the GPU
         flat.masked_fill_(~finite, value)
     elif not finite:
         flat.fill_(value)

@@ -1,6 +1,6 @@
-"""How payloads travel: the options, their valid combinations, and MXNet's kvstore names for some of them.
+"""How payloads travel: the options, their valid combinations, and MXNet's kvstore names.
 
-all_gather: exchange.py. two_phase and server: two_phase.py. auto: autotune.py.
+all_gather is in exchange.py, two_phase and server are in two_phase.py, and auto is in autotune.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Topology:
     Args:
         name: "all_gather": every worker's payload goes to every worker. "two_phase": the gradient is divided into
             partitions; payloads go to the owners, which send the means back, compressed again. "server": the same with
-            dense means. "auto": a trial in the first steps chooses the fastest of these and dense steps.
-        inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely, and are one worker.
+            dense means. "auto": a trial over the first steps chooses the fastest of dense steps and the first two.
+        inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely and form one worker.
             None: "dense" if several nodes have several ranks each, else "compressed".
-        residual_device: where residuals are kept between steps: on the gradients' "device", or in "cpu" memory.
+        residual_device: where residuals stay between steps: "device" (with the gradients) or "cpu".
     """
 
     name: str = "all_gather"
@@ -44,10 +44,10 @@ KVSTORES: dict[str, Topology] = {
 
 
 def resolve(topology: str, inside: str | None, residual_device: str | None, compressor: Compressor) -> Topology:
-    """The options as a `Topology`. None stands for the default, or for what a kvstore's name implies.
+    """The options as a `Topology`. None means the default, or what a kvstore's name implies.
 
     Raises:
-        ValueError: if a word is unknown, an option is given that a kvstore's name implies, or the topology can't carry
+        ValueError: if a name is unknown, an option repeats what a kvstore's name implies, or the topology can't carry
             this compressor's payloads.
     """
     options = {"inside": (inside, INSIDE), "residual_device": (residual_device, RESIDUAL_DEVICES)}
@@ -55,7 +55,7 @@ def resolve(topology: str, inside: str | None, residual_device: str | None, comp
         if got is not None and got not in allowed:
             raise refusal(name, got, _listed(allowed))
         if got is not None and topology in KVSTORES:
-            raise refusal(f"{name} with topology={topology!r}", got, "none, since the kvstore's name says it")
+            raise refusal(f"{name} with topology={topology!r}", got, "None: the kvstore's name implies it")
     if topology == "dist_async":
         raise refusal(
             "topology", topology, f"{_listed(KVSTORES)}: asynchronous push and pull are strategy='dist_async'"

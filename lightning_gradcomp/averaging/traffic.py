@@ -12,9 +12,9 @@ from lightning_gradcomp.compressors.base import LossyCompressor
 
 
 def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> list[tuple[str, int]]:
-    """The messages of a step without partitions, in order: ("gather", "mean" or "maximum", bytes).
+    """The messages of a step without partitions, in order: pairs of "gather", "mean" or "maximum", and bytes.
 
-    The extras travel with the first gather or mean, or in a gather of their own.
+    The extras travel with the first gather or mean, or in a separate gather.
     """
     dense, flags, found = gradients.dense_layout.n, _flags(gradients), []
     for how, payload in [*compressor.messages(gradients.layout), ("finish", 0)]:
@@ -22,7 +22,7 @@ def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> lis
             found.append((how, payload))
         elif how == "mean":
             found.append((how, payload + 4 * (dense + flags)))
-            dense = flags = 0  # they have travelled
+            dense = flags = 0  # sent
         elif flags:
             found.append(("gather", Frame(dense, compressor.dense_values, payload, flags).length))
             dense = flags = 0
@@ -63,5 +63,5 @@ def _partitioned_traffic(
 
 
 def _flags(gradients: Gradients | Layouts) -> int:
-    """One for a finite gradient, one per parameter, and the averager's."""
+    """Number of flags: one for a finite gradient, one per parameter, and the averager's."""
     return 1 + CALLER_FLAGS + len(gradients.layout.names) + len(gradients.dense_layout.names)

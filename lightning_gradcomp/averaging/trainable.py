@@ -1,7 +1,7 @@
-"""Which parameters can be trained, and the check that all ranks train the same.
+"""Checks that parameters are trainable, and that all ranks train the same ones.
 
-A parameter that trains is dense and real; a frozen one may be of any kind. The lengths of messages follow from the
-parameters that train, so these have to be the same on all ranks.
+A trainable parameter must be real and have dense gradients; a frozen one may be of any kind. The trainable parameters
+determine the lengths of messages, so they must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_trainable(model: nn.Module) -> None:
     """Check that gradients can be laid out flat in fp32.
 
     Raises:
-        ValueError: if a complex parameter requires a gradient, or the weight of an embedding with sparse=True does.
+        ValueError: if a complex parameter, or the weight of an embedding with sparse=True, requires a gradient.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
@@ -36,16 +36,16 @@ def check_trainable(model: nn.Module) -> None:
 def check_same_parameters(
     named: Sequence[tuple[str, torch.Tensor]], trains: Sequence[bool], ranks: Ranks, device: torch.device
 ) -> None:
-    """Compare with the other ranks which parameters of the model train. Collective.
+    """Check that all ranks train the same parameters. Collective.
 
     Args:
         named: name and parameter of all parameters that may train, in the model's order.
         trains: True for each of them that trains now.
-        ranks: who exchanges.
-        device: of the messages.
+        ranks: the ranks to compare.
+        device: device of the messages.
 
     Raises:
-        ValueError: on every rank, if they differ; it names a parameter, and the ranks.
+        ValueError: on every rank, if they differ; names a parameter and what each rank does with it.
     """
     if ranks.world == 1:
         return
@@ -54,7 +54,7 @@ def check_same_parameters(
     if (models != models[0]).any():
         got = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(models[:, 0].tolist()))
         if (models[:, 0] == models[0, 0]).all():
-            got += ", with other names, shapes or another order"
+            got += ", with different names, shapes or order"
         raise refusal("parameters of the model that an optimizer has", got, "the same on every rank")
     masks = _everyones(list(trains), ranks, device)
     differs = (masks != masks[0]).any(0)

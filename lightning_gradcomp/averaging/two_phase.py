@@ -1,19 +1,19 @@
 """Topologies with partitions: each worker averages one partition of the gradient, and sends the mean to all.
 
-"two_phase": payloads of a partition go to the worker that owns it. It decodes them, adds them in the workers' order,
-divides, compresses the mean again, and sends that to everyone. All workers decode the same bytes, so replicas are equal
-to the bit. A worker sends about twice its payload whatever the number of workers; in an all-gather, N - 1 times.
+"two_phase": payloads of a partition go to the worker that owns it. The owner decodes them, adds them in worker order,
+divides, compresses the mean again, and sends it to everyone. All workers decode the same bytes, so replicas are
+bit-identical. A worker sends about twice its payload whatever the number of workers; in an all-gather, N - 1 times.
 
-The error of the second compression stays in the owner's residual and is added to its next mean (error feedback on the
-server's side: DoubleSqueeze, Tang et al. 2019, Algorithm 1). Sparse payloads are selected a second time, which keeps
-the average as sparse as one worker's. Entries that this selection drops have not been applied, so they stay in the
-residuals of the workers that sent them, and momentum factor masking does not touch them (as in Ok-Topk, Li and Hoefler
-2022): DGC trains worse if the owner keeps them while the workers' momentum is stopped.
+The error of the second compression stays in the owner's residual and is added to its next mean (server-side error
+feedback: DoubleSqueeze, Tang et al. 2019, Algorithm 1). Sparse payloads are selected a second time, which keeps the
+average as sparse as one worker's. Entries that this selection drops are not applied. They stay in the residuals of the
+workers that sent them, and momentum factor masking skips them, as in Ok-Topk (Li and Hoefler 2022). DGC trains worse if
+the owner keeps them while the workers' momentum is stopped.
 
 Nothing is lost: applied so far + mean of the workers' states + the owners' residuals = mean of all gradients so far.
 
-"server" is MXNet's kvstore with its servers on the workers: the push is compressed; the pull is dense, written as
-`dense_values` says.
+"server" is MXNet's kvstore with its servers on the workers. The push is compressed; the pull is dense, in the format
+`dense_values`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from lightning_gradcomp.errors import refusal
 
 
 def split_dense(n: int, workers: int) -> list[int]:
-    """How many of the n uncompressed elements each worker averages."""
+    """The number of the n uncompressed elements that each worker averages."""
     whole, more = divmod(n, workers)
     return [whole + (worker < more) for worker in range(workers)]
 
 
 class PartitionResidual:
-    """The residual of this worker as the owner of a partition.
+    """The residual that this worker keeps as the owner of a partition.
 
     Args:
         layout: all compressed parameters.
         ranks: the workers, each of which owns a partition.
-        device: of the residual.
+        device: device of the residual.
     """
 
     def __init__(self, layout: Layout, ranks: Ranks, device: torch.device) -> None:
@@ -55,16 +55,16 @@ class PartitionResidual:
         self.residual = torch.zeros(self.own.layout.n, dtype=torch.float32, device=device)
         self._next: torch.Tensor | None = None
         self.used = False
-        """True if owners may have a residual; the same on all ranks."""
+        """True if owners may hold a residual; the same on all ranks."""
 
     def add_to(self, mean: torch.Tensor) -> None:
-        """mean (fp32, of the own partition) += the residual."""
+        """Add the residual to `mean` (fp32) of this worker's partition, in place."""
         mean.add_(self.residual)
 
     def subtract(self, mean: torch.Tensor, sent: Decoded) -> None:
-        """Compute the residual that `commit` puts in force: `mean` less `sent`.
+        """Compute the residual that `commit` makes current: `mean` minus `sent`.
 
-        Entries that a sparse payload drops keep their residual: the rest of their mean stays with the workers.
+        Entries that a sparse payload drops keep their residual; the rest of their mean stays with the workers.
         """
         if isinstance(sent, Sparse):
             self._next = self.residual.clone()
@@ -74,10 +74,10 @@ class PartitionResidual:
             sent.subtract_from(self._next)
 
     def commit(self, stepped: Set[str]) -> bool:
-        """Put the new residual in force for the parameters that the optimizer has stepped.
+        """Make the new residual current for the parameters that the optimizer stepped.
 
         Returns:
-            True if the step has used the residual. A compressor whose sums are exact does not.
+            True if the step used the residual. A compressor whose sums are exact does not.
         """
         if self._next is None:
             return False
@@ -95,7 +95,7 @@ class PartitionResidual:
         self.used = self.used and bool(set(self.layout.names) - names)
 
     def whole(self) -> torch.Tensor:
-        """The residual in a buffer of all parameters: fp32 [n], 0 in other partitions."""
+        """The residual in a buffer for all parameters: fp32 [n], 0 in other partitions."""
         flat = self.residual.new_zeros(self.layout.n)
         self.own.of(flat).copy_(self.residual)
         return flat
@@ -105,21 +105,21 @@ class PartitionResidual:
         self.residual = self.residual.to(device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> tensor, 0 in rows of other partitions; without the names that have no row in this one."""
+        """Parameter name -> tensor, 0 in other partitions' rows. Skips parameters without a row in this partition."""
         parts = self.layout.split(self.whole())
         return {name: parts[name] for name in self.own.layout.names}
 
     def load_state_dict(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Replace the residual by this partition's rows of a `state_dict`."""
+        """Replace the residual with this partition's rows of a `state_dict`."""
         self.residual = self.own.of(self.layout.join(parts, self.device)).clone()
         self.used = True
 
 
 class TwoPhaseExchange(Exchange):
-    """One step's `Collectives` by partitions; the uncompressed gradients are divided among the workers too.
+    """A step's `Collectives` with partitions. The uncompressed gradients are divided among the workers too.
 
     Args:
-        residual: the owner's.
+        residual: the residual that this worker keeps as an owner.
         dense_pull: True for topology="server".
         exchange: as for `Exchange`.
     """
@@ -137,12 +137,12 @@ class TwoPhaseExchange(Exchange):
         return self
 
     def _frames(self, values: str, lengths: Sequence[int], carry: bool) -> list[Frame]:
-        """The frames of a message per partition; with `carry`, they include the extras."""
+        """One frame per partition; with `carry`, they include the extras."""
         sizes, flags = (self._dense_sizes, self.extras.flags.numel()) if carry else ([0] * self.workers, 0)
         return [Frame(dense, values, length, flags) for dense, length in zip(sizes, lengths, strict=True)]
 
     def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
+        """Send payload j (uint8) to worker j. Returns what all workers sent to this one, in worker order."""
         extras, carry, self._scattered = self.extras, not self._scattered, True
         with self.phase("compress"):
             frames = self._frames(extras.values, [payload.numel() for payload in payloads], carry)
@@ -163,7 +163,7 @@ class TwoPhaseExchange(Exchange):
         return [own.read_payload(row) for row in rows]
 
     def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The payloads of all partitions, from their owners; `lengths` are their bytes. After `scatter`."""
+        """The payloads of all partitions, from their owners; `lengths` are their bytes. Call it after `scatter`."""
         extras, carry = self.extras, not self.extras.carried
         extras.carried = True
         frames = self._frames("fp32", lengths, carry)
@@ -185,7 +185,7 @@ class TwoPhaseExchange(Exchange):
     def mean_of_payloads(
         self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
-        """Encode each partition for its owner, average the own partition, and encode and gather the means."""
+        """Encode each partition for its owner, average this worker's partition, and encode and gather the means."""
         if over_senders:
             allowed = "False: payloads of a partition's mean do not say who sent an element"
             raise refusal("over_senders with a topology that has partitions", True, allowed)
@@ -214,7 +214,7 @@ class TwoPhaseExchange(Exchange):
             return mean_of([applied], 1, layout.n, self.buffer), own_sent
 
 
-# A partition is empty if there are more workers than rows.
+# With more workers than rows, some partitions are empty.
 
 
 def _encode(codec: Payloads, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:

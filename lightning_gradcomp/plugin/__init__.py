@@ -1,7 +1,7 @@
-"""The Lightning layer. Importing it makes every compressor a strategy name of the Trainer and of Fabric.
+"""The Lightning layer. Importing it registers every compressor as a strategy name of the Trainer and of Fabric.
 
-"dga", "sparseloco" and "dist_async" are of the Trainer alone: Fabric leaves the loop to its user, and with it the steps
-that `DelayedAverager` and `AsyncAverager` take.
+"dga", "sparseloco" and "dist_async" are for the Trainer only. In Fabric, users write the loop and can call
+`DelayedAverager` and `AsyncAverager` themselves.
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY

@@ -1,7 +1,7 @@
 """AsyncStrategy: dist_async in Lightning. Each rank trains with all servers, and runs one of them in a thread.
 
-In a step a rank waits for those only that are too far behind. The weights are the servers'. Before Lightning may read
-them, all ranks stop pushing, and pull the same.
+A step waits only for ranks that are too far behind. The servers hold the weights. Before Lightning reads them, all
+ranks stop pushing and pull the same weights.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lightning_gradcomp.plugin.validation import check_checkpoint_state
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_async"
-"""Where a checkpoint has the states of the ranks."""
+"""The ranks' states in a checkpoint."""
 NO_LIMIT = timedelta(days=365)
-"""How long a server waits for its rank's next push: a validation may be long, and a lost rank closes its connection."""
+"""How long a server waits for its rank's next push. A validation may take long, and a lost rank's connection closes."""
 
 
 class AsyncStrategy(UnwrappedStrategy):
@@ -43,8 +43,8 @@ class AsyncStrategy(UnwrappedStrategy):
 
         Trainer(strategy=AsyncStrategy("dgc", staleness=4), devices=4)
 
-    Learning rates are divided by the number of ranks: a push then counts as much as a rank's gradient in the mean of
-    all, and options found with DDP are nearly right.
+    The strategy divides learning rates by the number of ranks. A push then weighs as much as one rank's gradient in a
+    mean over all ranks, so hyper-parameters tuned with DDP are nearly right.
 
     Args:
         compressor: compresses the pushes. DGC, GradientDropping, OneBit and TwoBit need SGD; `"none"`, `"fp16"` and
@@ -60,8 +60,8 @@ class AsyncStrategy(UnwrappedStrategy):
         options: arguments with which `DDPStrategy` starts and connects processes.
 
     Raises:
-        ValueError: if an option can't be honoured, for several optimizers, sync_batchnorm or 16-mixed; before training
-            starts.
+        ValueError: before training starts, if an option is not supported, or for several optimizers, sync_batchnorm or
+            16-mixed.
     """
 
     one_optimizer = "1, which servers step"
@@ -93,7 +93,7 @@ class AsyncStrategy(UnwrappedStrategy):
         }
         """Options of `ParameterServer`."""
         self.server: ParameterServer | None = None
-        """Set while fitting."""
+        """Set during a fit."""
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         super().check(trainer, module)
@@ -106,7 +106,7 @@ class AsyncStrategy(UnwrappedStrategy):
             raise refusal("automatic_optimization with AsyncStrategy", False, "True")
 
     def make_averager(self, trainer: Trainer) -> AsyncAverager:
-        """Starts this rank's server, and connects to all."""
+        """Start this rank's server, and connect to all servers."""
         self.averager = self.server = None
         module, [optimizer] = self.pl_module, self.optimizers
         ranks = Ranks(dist.group.WORLD)
@@ -155,25 +155,25 @@ class AsyncStrategy(UnwrappedStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `Strategy.optimizer_step`, but the gradient goes to the servers."""
+        """Like `Strategy.optimizer_step`, but pushes the gradient to the servers and pulls the weights."""
         with self.explained("pushing and pulling"):
             pushing: Any = _Pushing(optimizer, self.averager)
             result = super().optimizer_step(pushing, closure, model, **kwargs)
         sigterm.stop_after_batch(self.averager, self.pl_module.trainer)
         if self._ends:
-            self.agree()  # before callbacks look at the weights, or replace them
+            self.agree()  # before callbacks read or replace the weights
         return result
 
     def agree(self) -> None:
-        """Pull the servers' weights on all ranks, and average the buffers. After a fit all ranks have them.
+        """Pull the servers' weights on all ranks, and average the buffers.
 
-        Without a step since the last pull the weights stay as they are: a callback may have replaced them. After an
-        interruption, this rank keeps what it pulled last.
+        Without a step since the last pull, the weights stay as they are, because a callback may have replaced them.
+        After an interruption, this rank keeps the weights that it pulled last.
         """
         if self.averager is None or not self.averager.connected or self._interrupted:
             return
         with self.explained("pulling the weights"):
-            self.barrier()  # nobody pushes any more
+            self.barrier()  # all ranks have stopped pushing
             if self.averager.steps != self._pulled:
                 self._pull()
             sync_buffers_and_moments(self._ranks, self._buffers, None, self.averager.steps, moments_valid=True)
@@ -184,7 +184,7 @@ class AsyncStrategy(UnwrappedStrategy):
         self._pulled = self.averager.steps
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """With the servers' optimizer states. Collective; after an interruption without them."""
+        """The optimizer's state, with the servers' states. Collective; after an interruption, without them."""
         if self.server is not None and self.averager is not None and not self._interrupted:
             everyones: list[Any] = [None] * self.world_size
             dist.all_gather_object(everyones, self.server.partition.optimizer_state())
@@ -202,7 +202,7 @@ class AsyncStrategy(UnwrappedStrategy):
         return state
 
     def restore_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """The servers get the module's weights, which were restored, and the optimizer's state. Collective."""
+        """Load the restored weights, and the optimizer's state, into the servers. Collective."""
         assert self.server is not None
         [optimizer], by_name = self.optimizers, self._by_name
         self.server.partition.load_optimizer_state(
@@ -236,7 +236,7 @@ class _Pushing:
         self._optimizer, self._averager = optimizer, averager
 
     def step(self, closure: Callable[[], Any]) -> Any:
-        """The optimizer's own step then finds no gradient; it is made for schedulers and hooks that wait for it."""
+        """Push and pull; call the optimizer's own step without gradients, for schedulers and hooks that need it."""
         result = closure()
         self._averager.step()
         for parameter in self._averager.gradients.parameters:
@@ -249,7 +249,7 @@ class _Pushing:
 
 
 def _own_address(nodes: int) -> str:
-    """Loopback on one node; otherwise of the interface by which this node reaches MASTER_ADDR."""
+    """Loopback on one node; otherwise the address of the interface by which this node reaches MASTER_ADDR."""
     if nodes == 1:
         return "127.0.0.1"
     family, kind, *_, place = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]

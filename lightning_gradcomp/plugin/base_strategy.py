@@ -1,10 +1,10 @@
-"""The template of the Trainer strategies. Each strategy says only what differs.
+"""The template of the Trainer strategies. Each strategy implements only what differs.
 
 Hooks of the template, in the order of a fit:
 
-    check           raise ValueError for what can't be honoured, before other processes start
-    make_averager   the averager of a fit
-    describe        one line for the log
+    check           raise ValueError for unsupported options, before other processes start
+    make_averager   make the averager of a fit
+    describe        describe the fit in one line for the log
     agree           make weights and buffers the same on all ranks, before Lightning reads them
     put_states      add the ranks' states to a checkpoint
     restore_states  load them
@@ -52,35 +52,35 @@ from lightning_gradcomp.plugin.validation import check_batches, check_callbacks,
 
 log = logging.getLogger(__name__)
 WAITING_SECONDS = 10.0
-"""Seconds after which a save that waits for other ranks says so."""
+"""Seconds after which a save that waits for other ranks logs it."""
 WAITING = (
-    "trainer.save_checkpoint waits for other ranks. Every rank has to call it: if one has not, this ends in an error."
+    "trainer.save_checkpoint waits for other ranks. Every rank must call it: if one does not, this ends in an error."
 )
 OF_THIS_PROCESS = {"averager", "server", "_hook", "_ranks"}
 """Attributes of strategies that hold a process group, a thread or a connection."""
 
 
 class Averager(Protocol):
-    """An averager as its strategy and CommunicationMonitor see it."""
+    """The interface of averagers that strategies and CommunicationMonitor use."""
 
     steps: int
-    """Optimizer steps so far."""
+    """Number of optimizer steps so far."""
     world: int
     """Number of ranks, or of replicas."""
     flag: bool
-    """Flag of this rank, sent to the others with the next exchange."""
+    """This rank's flag, sent to the others with the next exchange."""
     compressor: Compressor
     measures_residual: bool
-    """True: `metrics` has the residual, if the averager has one that can be measured."""
+    """True to include the residual in `metrics`, if the averager has one that can be measured."""
 
     @property
     def spent(self) -> Stats:
-        """Costs of all steps so far: one object, to which each step is added."""
+        """Costs of all steps so far: one object, to which each step adds its costs."""
         ...
 
     @property
     def flagged(self) -> bool:
-        """True if any rank had set its flag in the latest exchange."""
+        """True if any rank's flag was set in the latest exchange."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Averager(Protocol):
         ...
 
     def why_uncompressed(self) -> str:
-        """The reason why no step was compressed; empty if one was, or if nothing was to be compressed."""
+        """The reason why no step was compressed; empty if one was, or for a baseline."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,61 +105,61 @@ class Averager(Protocol):
 
 
 def _tell(exception: BaseException) -> None:
-    """Tell the other ranks what this one has raised."""
+    """Tell the other ranks which exception this one raised."""
     post_reason(f"raised {type(exception).__name__}: {exception}")
 
 
 def warn_of_stale_addresses() -> None:
-    """Warn if torchrun may restart ranks whose store still has the addresses of dead ones.
+    """Warn if torchrun may restart ranks whose store still has the addresses of dead ranks.
 
-    Source: https://github.com/pytorch/pytorch/issues/135712; seen with torch 2.15 and gloo in three of four restarts.
+    Source: https://github.com/pytorch/pytorch/issues/135712; seen in three of four restarts with torch 2.15 and gloo.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         rank_zero_warn(
-            "torchrun --max-restarts: restarted ranks may look for the old ones and fail to connect. "
-            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts."
+            "torchrun --max-restarts: restarted ranks may try to reach dead ones and fail to connect. "
+            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment."
         )
 
 
 class BaseStrategy(ParallelStrategy):
-    """One of Lightning's strategies, with an averager: checks before the launch, errors that name rank, step and phase,
-    SIGTERM on all ranks together."""
+    """A Lightning strategy with an averager. It checks options before the launch, raises errors that name rank, step
+    and phase, and ends all ranks together on a SIGTERM."""
 
     compressor: Compressor
     averager: Any = None
-    """An `Averager`; set while fitting, and kept after a fit for checkpoints."""
+    """An `Averager`. Set at the start of a fit, and kept after it for checkpoints."""
     _start_method: Any = "popen"
     no_sync_batchnorm = ""
-    """Why the strategy can't convert batch norms, if it can't."""
+    """The reason why the strategy can't convert batch norms; empty if it can."""
     one_optimizer = ""
-    """If there may be one optimizer only: "1", with a reason."""
+    """ "1" with a reason, if the strategy allows only one optimizer."""
 
     @property
     def pl_module(self) -> LightningModule:
-        """The module of the Trainer, while there is one."""
+        """The Trainer's module, which must be set."""
         assert self.lightning_module is not None
         return self.lightning_module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: names come from the registry of compressors. (Inherited, it would claim torch's own again.)"""
+        """Do nothing: compressors register the names. The inherited method would override Lightning's own names."""
 
     # Hooks of the template
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Raise ValueError for what can't be honoured, before other processes start."""
+        """Raise ValueError for unsupported options, before other processes start."""
         check_callbacks(self, trainer)
         check_model(self.compressor, module)
         if self.no_sync_batchnorm and self._layer_sync is not None:
             raise refusal(f"sync_batchnorm with {type(self).__name__}", True, f"False: {self.no_sync_batchnorm}")
 
     def make_averager(self, trainer: Trainer) -> Averager:
-        """The averager of the fit that starts. Model and optimizers are set up. Collective."""
+        """Make the averager of a fit, after model and optimizers are set up. Collective."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe the fit in one line for the log."""
         return self.averager.describe()
 
     def agree(self) -> None:
@@ -179,12 +179,12 @@ class BaseStrategy(ParallelStrategy):
         with self.explained("setting up the model"):
             super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
-            return  # the averager of an earlier fit stays: a checkpoint may still be made of it
+            return  # keep an earlier fit's averager: a checkpoint may still save it
         if self.one_optimizer and len(self.optimizers) > 1:
             raise refusal(f"optimizers with {type(self).__name__}", len(self.optimizers), self.one_optimizer)
         with self.explained("setting up the averages"):
             self.averager = self.make_averager(trainer)
-        self.averager.steps = trainer.global_step  # another fit continues the count
+        self.averager.steps = trainer.global_step  # a later fit continues the count
         sigterm.set_handler(trainer)
         rank_zero_info(self.describe())
 
@@ -212,7 +212,7 @@ class BaseStrategy(ParallelStrategy):
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, such as a saved Trainer's: without what belongs to this process, such as process groups."""
+        """The state to copy or pickle, without what belongs to this process, such as process groups."""
         return {name: None if name in OF_THIS_PROCESS else value for name, value in super().__getstate__().items()}
 
     # Errors that name rank, step and phase
@@ -250,39 +250,39 @@ class BaseStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if is_lost_peer(exception) and not isinstance(exception, ExchangeFailed):
-            # A collective of the user's, or one of Lightning's outside the strategy, such as a metric's.
+            # A collective of the user's, or of Lightning's outside the strategy, such as a metric's.
             doing = "in an exchange that is not the strategy's"
             exception.args = (explanation(exception, self._steps, doing), *exception.args[1:])
         elif not isinstance(exception, ExchangeFailed):
             _tell(exception)
             return
         if isinstance(self._launcher, SubprocessLauncher) and self._launcher.procs:
-            time.sleep(1.0)  # for the others to log their reasons
-            self._launcher.kill(signal.SIGKILL)  # one that hangs would outlive this process, and keep its GPU
+            time.sleep(1.0)  # gives the others time to log their reasons
+            self._launcher.kill(signal.SIGKILL)  # a hanging rank would outlive this process and keep its GPU
 
 
 class DDPBase(BaseStrategy, DDPStrategy):
-    """A strategy on `DDPStrategy`, whose checkpoints are one file with the states of all ranks, or sidecars beside it.
+    """A `DDPStrategy` whose checkpoints are one file with the states of all ranks, or a file with sidecars beside it.
     Loading runs no code from checkpoints."""
 
     checkpoint_state: str
-    """Where a checkpoint keeps the states of all ranks: one of `CHECKPOINT_STATES`."""
+    """How a checkpoint saves the states of all ranks: one of `CHECKPOINT_STATES`."""
 
     def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
-        """Add what this strategy keeps to a checkpoint.
+        """Add this strategy's state to a checkpoint.
 
         Args:
-            checkpoint: as Lightning has made it.
-            path: of the checkpoint.
-            with_states: all ranks are here, to put their states in; collective then.
+            checkpoint: the checkpoint as Lightning made it.
+            path: the checkpoint's path.
+            with_states: True if all ranks are present to add their states. The call is then collective.
 
         Returns:
-            The dict that has the ranks' states.
+            The dict that holds the ranks' states.
         """
         raise NotImplementedError
 
     def restore_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what `put_states` has added; also from a checkpoint of another strategy, or of another world size."""
+        """Load what `put_states` added. The checkpoint may be another strategy's, or from a different world size."""
         raise NotImplementedError
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
@@ -297,18 +297,18 @@ class DDPBase(BaseStrategy, DDPStrategy):
 
     @cached_property
     def rank_states(self) -> RankStates:
-        """The states of all ranks, in checkpoints."""
+        """Saves and restores the states of all ranks in checkpoints."""
         return RankStates(self.checkpoint_state, Sidecars(self.checkpoint_io), self.num_nodes)
 
     @property
     def _interrupted(self) -> bool:
-        """True if this rank can't count on the others."""
+        """True if this rank can't rely on the others."""
         return self.lightning_module is None or interrupted(self.lightning_module)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As DDP's, but after an interruption, in which callbacks may save, only if every rank was interrupted.
+        """Like DDP's. After an interruption, when callbacks may save, it waits only if every rank was interrupted.
 
-        Ranks that were not wait for this one in an exchange, and learn from its end what has happened.
+        Ranks that were not interrupted wait for this one in an exchange. They learn what happened when it ends.
         """
         error, module = sys.exc_info()[1], self.lightning_module
         if error is None or module is None or module._trainer is None or not interrupted(module):
@@ -327,7 +327,7 @@ class DDPBase(BaseStrategy, DDPStrategy):
     # Checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As DDP's, with the states of the ranks, unless it is a checkpoint of weights alone."""
+        """Like DDP's, plus the states of the ranks, unless the checkpoint holds only weights."""
         filepath, with_states = self._meet_to_save(checkpoint, filepath)
         with self.explained("saving a checkpoint"):
             holder = self.put_states(checkpoint, filepath, with_states)
@@ -336,10 +336,10 @@ class DDPBase(BaseStrategy, DDPStrategy):
             self.rank_states.after_saving(holder, filepath)
 
     def _meet_to_save(self, checkpoint: dict[str, Any], filepath: Any) -> tuple[Any, bool]:
-        """Rank 0's `filepath`; and True if all ranks put their states into the checkpoint, which rank 0 decides.
+        """Return rank 0's `filepath`, and True if all ranks add their states to the checkpoint, as rank 0 decides.
 
-        Collective under `Trainer.save_checkpoint`, which every rank calls, as under DDP. This strategy's own
-        `save_checkpoint` may be called by rank 0 alone, as under DDP, so it does not wait for other ranks.
+        Collective under `Trainer.save_checkpoint`, which every rank calls, as with DDP. The strategy's own
+        `save_checkpoint` does not wait for other ranks, because rank 0 may call it alone, as with DDP.
         """
         whole = "optimizer_states" in checkpoint
         if self.averager is None:
@@ -349,8 +349,8 @@ class DDPBase(BaseStrategy, DDPStrategy):
         if self.world_size > 1 and not _called_by_trainer():
             if whole:
                 rank_zero_warn(
-                    "strategy.save_checkpoint does not wait for other ranks: this checkpoint is without their "
-                    "residuals. trainer.save_checkpoint, called on every rank, saves them too."
+                    "strategy.save_checkpoint does not wait for other ranks, so this checkpoint lacks their "
+                    "residuals. Call trainer.save_checkpoint on every rank to save them too."
                 )
             return filepath, False
         waiting = threading.Timer(WAITING_SECONDS, log.warning, (WAITING,))
@@ -362,15 +362,15 @@ class DDPBase(BaseStrategy, DDPStrategy):
                 return of_rank_zero((filepath, whole))
         finally:
             waiting.cancel()
-            waiting.join()  # no thread of a save outlives it
+            waiting.join()  # no thread outlives the save
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
-        """As DDP's `save_checkpoint`, but a local file is first written under another name.
+        """Like DDP's `save_checkpoint`, but first writes a local file under another name.
 
         Lightning moves a temporary file over an earlier checkpoint. If the two are on different filesystems, a full
-        disk would leave it in pieces.
+        disk would leave a truncated checkpoint.
         """
-        own_io = type(self.checkpoint_io) is not TorchCheckpointIO  # it needs the real path, which it may note
+        own_io = type(self.checkpoint_io) is not TorchCheckpointIO  # it may record the path, so pass the real one
         if own_io or not isinstance(get_filesystem(filepath), LocalFileSystem):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -387,30 +387,30 @@ class DDPBase(BaseStrategy, DDPStrategy):
             raise
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """As DDP's, with the files beside it."""
+        """Like DDP's, but also removes the sidecars."""
         super().remove_checkpoint(filepath)
         self.rank_states.after_removing(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As `Strategy.load_checkpoint`, but runs no code from the file, unless weights_only=False is given.
+        """Like `Strategy.load_checkpoint`, but runs no code from the file unless weights_only=False is given.
 
-        Raises ValueError if the file is not a whole checkpoint; also a FileNotFoundError if there is none.
+        Raises ValueError if the file is not a complete checkpoint. If it is missing, that is a FileNotFoundError too.
         """
         self._loaded_from = checkpoint_path
-        what, allowed = "checkpoint", "a file that Lightning saved, whole"
+        what, allowed = "checkpoint", "a complete file that Lightning saved"
         if args:
             kwargs["weights_only"] = args[0]
         return read(super().load_checkpoint, checkpoint_path, what, "state_dict", allowed, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As `Strategy.load_optimizer_state_dict`, with the states of the ranks."""
+        """Like `Strategy.load_optimizer_state_dict`, plus the states of the ranks."""
         super().load_optimizer_state_dict(checkpoint)
         self.averager.steps = self._steps
         self.restore_states(checkpoint)
 
 
 def _called_by_trainer() -> bool:
-    """True in `Trainer.save_checkpoint`, which every rank has to call."""
+    """True inside `Trainer.save_checkpoint`, which every rank must call."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "save_checkpoint" and isinstance(frame.f_locals.get("self"), Trainer):
@@ -422,25 +422,25 @@ def _called_by_trainer() -> bool:
 class UnwrappedStrategy(DDPBase):
     """A strategy that starts and connects processes as `DDPStrategy` does, but does not wrap the model in DDP.
 
-    Ranks step on weights of their own; `agree` makes them the same.
+    Each rank steps its own weights; `agree` makes them the same.
     """
 
-    no_sync_batchnorm = "it waits for the network in each forward"
+    no_sync_batchnorm = "it waits for the network in each forward pass"
 
     def _check_ddp_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError for an option that DDP alone would use. LightningCLI passes all of them, with defaults."""
+        """Raise ValueError for an option that only DDP uses. Defaults are allowed, because LightningCLI passes them."""
         known = inspect.signature(DistributedDataParallel).parameters
         ddp = [name for name, value in self._ddp_kwargs.items() if name not in known or value != known[name].default]
         averaging = [name for name in ("ddp_comm_hook", "model_averaging_period") if options.get(name) is not None]
         if used := [*ddp, *averaging]:
-            raise refusal(f"{type(self).__name__}(...)", ", ".join(used), "no options of DDP, which is not used")
+            raise refusal(f"{type(self).__name__}(...)", ", ".join(used), "no DDP options, because DDP is not used")
 
     def configure_ddp(self) -> None:
-        """Nothing: DDP does not wrap the model."""
+        """Do nothing: DDP does not wrap the model."""
 
     @property
     def _ends(self) -> bool:
-        """True in the last step of an epoch or of the fit, after which callbacks may look at the weights."""
+        """True in the last step of an epoch or of the fit, after which callbacks may read the weights."""
         trainer = self.pl_module.trainer
         return trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
 

@@ -1,8 +1,8 @@
-"""Checkpoint files: read without running code from them, and one sidecar file a rank beside them.
+"""Checkpoint files: reading them without running code, and sidecar files beside them, one per rank.
 
-`last.ckpt` has its sidecars in the folder `last.ckpt.ranks-<token>`. The token is new for every save, and the
-checkpoint names the folder. A save that fails leaves the earlier checkpoint with its folder, which is removed when
-the new checkpoint is complete.
+The sidecars of `last.ckpt` are in the folder `last.ckpt.ranks-<token>`. Every save has a new token, and the checkpoint
+names the folder. The earlier checkpoint's folder is removed once the new checkpoint is complete, so that a failed save
+leaves both intact.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY
 def no_code(weights_only: bool | None = None) -> Iterator[None]:
     """Inside, `torch.load` reads tensors and plain data, and runs no code from a pickle.
 
-    Lightning's defaults depend on its version and on where a file is (2.5 and URLs: weights_only=False), and 2.5's
-    CheckpointIO has no argument for it. torch's own variable holds for all of them.
+    Lightning's defaults depend on its version and on the file's location (2.5 and URLs: weights_only=False), and 2.5's
+    CheckpointIO has no argument for it. torch's environment variable covers all of these.
 
     Args:
-        weights_only: False is the user's explicit choice to run code in the file.
+        weights_only: False if the user explicitly allows code in the file to run.
     """
     if weights_only is False or FORCE_NOT in os.environ:
         yield
@@ -55,17 +55,18 @@ def no_code(weights_only: bool | None = None) -> Iterator[None]:
 
 
 def read(load: Callable[..., Any], path: Any, what: str, key: str, allowed: str, **options: Any) -> dict[str, Any]:
-    """Return `load(path, **options)`, a dict that has `key`. Runs no code in the file, unless weights_only=False.
-
-    Raises ValueError if the file can't be read, or holds something else; also a FileNotFoundError if there is none.
+    """Return `load(path, **options)`, a dict with `key`. Runs no code from the file unless weights_only=False.
 
     Args:
         load: reads the file.
-        path: of the file.
-        what: the file, for the message.
+        path: the file's path.
+        what: name of the file, for the message.
         key: an entry that the dict must have.
-        allowed: for the message.
-        options: of `load`.
+        allowed: what is allowed, for the message.
+        options: options of `load`.
+
+    Raises:
+        ValueError: if the file can't be read or holds something else. If it is missing, also a FileNotFoundError.
     """
     try:
         with no_code(options.get("weights_only")):
@@ -74,7 +75,7 @@ def read(load: Callable[..., Any], path: Any, what: str, key: str, allowed: str,
         raise MissingFile(str(refusal(what, f"{path}: {error}", allowed))) from error
     except OSError as error:
         raise refusal(what, f"{path}: {error}", allowed) from error
-    except Exception as error:  # torch.load raises another error for each way in which a file can be broken
+    except Exception as error:  # torch.load raises different errors for different kinds of damage
         if isinstance(error, UnpicklingError) and "weights" in str(error).lower():
             allowed += (
                 f"; if you trust the file: weights_only=False (lightning 2.6), or {FORCE_NOT}=1 in the environment"
@@ -92,13 +93,13 @@ def _in_short(error: Exception) -> str:
 
 TOKEN_LETTERS = 12
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
-"""For tokens without digits: Lightning reads the digits in "hpc_ckpt_1.ckpt.ranks-..." as a version number."""
+"""Replaces digits in tokens: Lightning reads the digits in "hpc_ckpt_1.ckpt.ranks-..." as a version number."""
 NAME_BYTES = 255
-"""Length of the longest file name that common filesystems allow."""
+"""Longest file name in bytes that common filesystems allow."""
 
 
 def with_suffix(name: str, suffix: str) -> str:
-    """`name` + `suffix`. A name that would be too long is cut, and a digest of the whole added."""
+    """`name` + `suffix`. If that is too long, the name is truncated, and a digest of all of it appended."""
     encoded, room = os.fsencode(name), NAME_BYTES - len(suffix)
     if len(encoded) > room:
         digest = hashlib.sha256(encoded).hexdigest()[:12].translate(LETTERS)
@@ -107,18 +108,17 @@ def with_suffix(name: str, suffix: str) -> str:
 
 
 def of_rank_zero(value: Any) -> Any:
-    """Rank 0's `value`, such as a checkpoint's path: rank 0's file is the checkpoint, and sidecars are beside it.
-    Collective."""
+    """Rank 0's `value`, such as the path of a checkpoint, which rank 0 writes and sidecars are beside. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 class Sidecars:
-    """Writes, reads and removes sidecar files, on any filesystem that fsspec knows.
+    """Writes, reads and removes sidecar files, on any filesystem that fsspec supports.
 
     Args:
-        io: the strategy's, which also writes checkpoints.
+        io: the strategy's CheckpointIO, which also writes checkpoints.
     """
 
     def __init__(self, io: CheckpointIO) -> None:
@@ -126,13 +126,14 @@ class Sidecars:
 
     @property
     def possible(self) -> bool:
-        """False if checkpoints are written in the background: it is then unknown when one is complete."""
+        """False if checkpoints are written in the background, because their completion is then unknown."""
         return not isinstance(self.io, _WrappingCheckpointIO)
 
     def write(self, state: dict[str, Any], checkpoint: str | Path, steps: int) -> str:
         """Write this rank's file, and return the folder's name once all ranks have written theirs. Collective.
 
-        Raises ExchangeFailed if another rank is lost; it names rank, `steps` and the phase.
+        Raises:
+            ExchangeFailed: if another rank is lost; names the rank, `steps` and the phase.
         """
         with explained(steps, "saving a checkpoint"):
             token = of_rank_zero(uuid.uuid4().hex[:TOKEN_LETTERS].translate(LETTERS))
@@ -141,16 +142,17 @@ class Sidecars:
         folder = posixpath.join(parent, name)
         self.io.save_checkpoint({"token": token, "rank": rank, "state": state}, _file(folder, rank))
         with explained(steps, "writing sidecar files"):
-            dist.barrier()  # the checkpoint that names them is written after them
+            dist.barrier()  # write sidecars before the checkpoint that names them
         return name
 
     def read(self, checkpoint: str | Path, name: str, rank: int) -> dict[str, Any]:
         """The state of `rank` from its file in the folder `name` beside `checkpoint`, or beside the target of a link.
 
-        Raises ValueError if the file is missing (also a FileNotFoundError), can't be read, or belongs to another save.
+        Raises:
+            ValueError: if the file is missing (also a FileNotFoundError), can't be read, or belongs to another save.
         """
         fs, beside = get_filesystem(checkpoint), str(checkpoint)
-        if isinstance(fs, LocalFileSystem):  # also as file://
+        if isinstance(fs, LocalFileSystem):  # including file:// URLs
             beside = os.path.realpath(str(fs._strip_protocol(beside)))
         path = _file(posixpath.join(posixpath.dirname(beside.replace(os.sep, "/")), name), rank)
         what, allowed = f"sidecar of rank {rank}", "the one saved with the checkpoint, or checkpoint_state='drop'"
@@ -160,14 +162,14 @@ class Sidecars:
         return content["state"]
 
     def remove_old(self, checkpoint: str | Path, keep: str | None) -> None:
-        """Remove the folders of `checkpoint` except `keep`. On a disk, every rank does it: nodes may have their own."""
+        """Remove the folders of `checkpoint` except `keep`. On disk, every rank does, as nodes may have their own."""
         fs = get_filesystem(checkpoint)
         on_disk = isinstance(fs, LocalFileSystem)
         if not self.possible or (not on_disk and dist.is_initialized() and dist.get_rank() != 0):
             return
         path = str(checkpoint).replace(os.sep, "/")
         fs.invalidate_cache()
-        with suppress(FileNotFoundError):  # a CheckpointIO may write somewhere else
+        with suppress(FileNotFoundError):  # a CheckpointIO may write elsewhere
             for found in map(str, fs.ls(posixpath.dirname(path) or ".", detail=False)):
                 folder = posixpath.basename(found.rstrip("/"))
                 if folder.startswith(_folders_of(posixpath.basename(path))) and folder != keep:
@@ -178,7 +180,7 @@ class Sidecars:
 
 
 def _folders_of(name: str) -> str:
-    """The names of all folders of the checkpoint `name`, without the token at their end."""
+    """The common prefix of the folder names of the checkpoint `name`: all but the token."""
     return with_suffix(name, f".ranks-{'x' * TOKEN_LETTERS}")[:-TOKEN_LETTERS]
 
 

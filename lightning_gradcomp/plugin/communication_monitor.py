@@ -1,4 +1,4 @@
-"""CommunicationMonitor: a callback that logs bytes, ratio, sparsity and time of the exchange."""
+"""CommunicationMonitor: a callback that logs the exchange's bytes, ratio, sparsity and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.base_strategy import Averager, BaseStrategy
 
 RECENT_STEPS = 1000
-"""Number of latest steps over which `summary` takes medians. Older steps' times are not kept."""
+"""Number of latest steps whose times are kept, and over which `summary` takes medians."""
 PHASES = ("compute", "compress", "exchange", "decompress")
 
 
@@ -29,48 +29,47 @@ def averager_of(trainer: Trainer) -> Averager:
 
 
 class CommunicationMonitor(Callback):
-    """Bytes, ratio, sparsity and milliseconds of every step, in the progress bar and in every logger.
+    """Logs bytes, ratio, sparsity and milliseconds of every step to the progress bar and to every logger.
 
-    Everything is rank-local: nothing is exchanged to show it. Logged at the steps that go to a logger
-    (`Trainer(log_every_n_steps=...)`), as this rank saw them:
-    `comm/bytes_sent`, `comm/bytes_received` (traffic, which for all_gather grows with N), `comm/ratio_N<N>` (dense ring
-    all-reduce traffic over it), `comm/sparsity`, and `time/<phase>_ms` for compute, compress, exchange and decompress.
-    In a dense step, exchange is the part that backward did not hide. On a GPU the clock measures how long the host
-    waits, which falls into decompress.
+    All values are this rank's; nothing is exchanged to obtain them. The steps that go to a logger
+    (`Trainer(log_every_n_steps=...)`) have `comm/bytes_sent` and `comm/bytes_received` (traffic, which grows with N for
+    all_gather), `comm/ratio_N<N>` (dense ring all-reduce traffic over that), `comm/sparsity`, and `time/<phase>_ms` for
+    compute, compress, exchange and decompress. In a dense step, exchange is the part that backward did not hide. On a
+    GPU the clock measures how long the host waits, which falls into decompress.
 
-    Two metrics are sums: `comm/total_bytes_sent`, bytes of gradients so far, and `time/total_s`, wall seconds since the
-    fit began. They are also logged with the metrics of each validation. A fit that resumes from a checkpoint continues
-    from the sums in it, which are rank 0's. Lightning logs in fp32; `summary` is exact.
+    Two metrics are sums: `comm/total_bytes_sent`, gradient bytes so far, and `time/total_s`, wall-clock seconds since
+    the fit began. They are also logged with each validation's metrics. A fit that resumes from a checkpoint continues
+    from its sums, which are rank 0's. Lightning logs in fp32; `summary` is exact.
 
-    `memory/residual_to_gradient` is the L2 norm of this rank's residual after a step, over that of its gradient in the
-    step before any clipping, both over the compressed parameters; with inside="dense", the norm of its node's residual.
-    For DGC the residual is the velocity, to which momentum has added gradients several times. The residuals of
-    partitions (topology="two_phase") are not included. It takes two passes over the model, so only the steps that go to
-    a logger have it. Dense steps, steps that topology="auto" times, and compressors without a residual have none.
+    `memory/residual_to_gradient` is the L2 norm of this rank's residual after a step, divided by that of its gradient
+    before any clipping, both over the compressed parameters. With inside="dense" the residual is the node's. For DGC
+    the residual is the velocity, in which momentum counts a gradient several times. The residuals of partitions
+    (topology="two_phase") are excluded. The metric takes two passes over the model, so only the steps that go to a
+    logger have it. Dense steps, steps that topology="auto" times, and compressors without a residual do not have it.
 
-    With delayed averaging the bytes of a round are logged at the step that applies its average, the ratio is that of
-    all steps so far, and exchange is the time that the step waited for the network. Three more metrics are logged:
+    With delayed averaging, a round's bytes are logged at the step that applies its average, the ratio covers all steps
+    so far, and exchange is the time that the step waited for the network. There are three more metrics:
     `dga/overlapped_steps`, steps that ended while the latest exchange was running; `dga/late_rounds`, averages so far
     that a step or a drain had to wait for; and `dga/consensus_distance`, the distance between the ranks' weights and
-    their average, over the norm of the weights. The residual of rounds is not measured: each drain averages it.
+    their average, divided by the norm of the weights. Residuals are not measured, because each drain averages them.
 
-    With dist_async three more metrics are logged: `async/clock`, the rank's steps; `async/staleness`, the pushes of
-    other ranks since its last pull; and `async/dropped`, servers that have dropped its push. Bytes are those of
-    pushes and pulls. The residual is not measured.
+    With dist_async there are three more metrics: `async/clock`, the rank's steps; `async/staleness`, the pushes of
+    other ranks since its last pull; and `async/dropped`, servers that dropped its push. Bytes are those of pushes and
+    pulls. The residual is not measured.
 
-    If a compressor has compressed no step of a fit, a warning at the end says why.
+    If no step of a fit was compressed, a warning at the end says why.
 
-    Memory is bounded: totals are running sums, and times are kept of the latest 1,000 steps.
+    Memory is bounded: totals are running sums, and only the times of the latest 1,000 steps are kept.
 
     Raises:
-        ValueError: for a strategy of another package; before training starts.
+        ValueError: before training starts, for a strategy of another package.
     """
 
     def __init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
-        """Start with a fit of which nothing was seen yet."""
+        """Reset to the state before a fit."""
         self._began = self._ended = 0.0
         self._summary: dict[str, Any] = {}
         self._saved: dict[str, Any] = {"bytes_sent": 0, "dense_bytes": 0, "seconds": 0.0}
@@ -93,18 +92,18 @@ class CommunicationMonitor(Callback):
         if stage == "fit":  # before a checkpoint's state is loaded
             self._reset()
             self._began = time.perf_counter()
-            # The totals are a rank's own, also with the metrics of a validation, which Lightning wants synchronised.
+            # The totals are rank-local even among a validation's metrics, which Lightning wants synchronized.
             ours = r"It is recommended to use `self\.log\('(comm/total_bytes_sent|time/total_s)'"
             warnings.filterwarnings("ignore", message=ours)
 
     def state_dict(self) -> dict[str, Any]:
-        """Bytes and seconds so far, with those of the fits that this one continues: plain numbers."""
+        """Bytes and seconds so far, including the fits that this one continues, as plain numbers."""
         seconds = (self._ended or time.perf_counter()) - self._began if self._began else 0.0
         so_far = {"bytes_sent": self._spent.bytes_sent, "dense_bytes": self._spent.dense_bytes, "seconds": seconds}
         return {name: saved + so_far[name] for name, saved in self._saved.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state."""
+        """Continue from a saved state."""
         self._saved = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,7 +134,7 @@ class CommunicationMonitor(Callback):
         ratio = f"comm/ratio_N{averager.world}"
         metrics = {ratio: stats.ratio, **averager.metrics()}
         self._last = {"bytes_sent": stats.bytes_sent, "ratio": metrics[ratio]}
-        if trainer._logger_connector.should_update_logs:  # at other steps it would take milliseconds for nothing
+        if trainer._logger_connector.should_update_logs:  # at other steps it would waste milliseconds
             pl_module.log_dict(
                 {
                     "comm/bytes_sent": float(stats.bytes_sent),
@@ -177,26 +176,27 @@ class CommunicationMonitor(Callback):
             rank_zero_warn(f"{type(averager.compressor).__name__} compressed no step of this run: {why}.")
 
     def summary(self) -> dict[str, Any]:
-        """Totals over the fit, the last step's bytes, and medians of the milliseconds a step, of this rank.
+        """This rank's totals over the fit, bytes of the last step, and median milliseconds per step.
 
-        Call it after the fit. With start_method "spawn", "fork" or "forkserver", the main process has rank 0's. All
-        bytes are of gradients; `ratio` is dense bytes over bytes sent. `milliseconds` has a median for each phase, over
-        the latest 1,000 steps. `totals` has bytes, ratio and seconds, with those of the fits that this one continues.
-        With topology="auto", `auto` says what was chosen and why. Of a sharded model, `shards` is the number of ranks
-        per replica, and `world_size` that of replicas. With delayed averages, `rounds` has period, delay, and the costs
-        until the end of the fit. With dist_async, `async` says how often each staleness was seen.
+        Call it after the fit. With start_method "spawn", "fork" or "forkserver", the main process has rank 0's summary.
+        All bytes are gradient bytes; `ratio` is dense bytes over bytes sent. `milliseconds` has each phase's median
+        over the latest 1,000 steps. `totals` has bytes, ratio and seconds, including the fits that this one continues.
+        With topology="auto", `auto` gives the choice and the reason. For a sharded model, `shards` is the number of
+        ranks per replica, and `world_size` the number of replicas. With delayed averages, `rounds` has period, delay,
+        and the costs of the fit. With dist_async, `async` counts how often each staleness occurred.
 
-        Raises RuntimeError if no fit has ended.
+        Raises:
+            RuntimeError: if no fit has ended.
         """
         if not self._summary:
             raise RuntimeError("CommunicationMonitor.summary(): no fit with this monitor has ended in this process")
         return self._summary
 
     def rank_zero_results(self) -> dict[str, Any]:
-        """The results that rank 0 sends to the main process, if ranks are started by multiprocessing."""
+        """The results that rank 0 sends to the main process if multiprocessing starts the ranks."""
         return {"summary": self._summary, "totals": self.state_dict()}
 
     def load_rank_zero_results(self, results: dict[str, Any]) -> None:
-        """In the main process: take over rank 0's `rank_zero_results`."""
+        """Load rank 0's `rank_zero_results` in the main process."""
         self._summary = results["summary"]
         self.load_state_dict(results["totals"])

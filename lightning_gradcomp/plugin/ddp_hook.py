@@ -1,12 +1,12 @@
-"""What DDP sends: gradients of dense steps, initial weights only if ranks hold others, buffers before they are read.
+"""What DDP sends: gradients of dense steps, initial weights if the ranks' differ, and buffers before they are read.
 
 A dense step keeps DDP's bucketed all-reduce, overlapped with backward. In a compressed step the `GradientAverager` runs
-after backward, or, in manual optimization, before the optimizer step. If the step is known before the forward pass
-(`DDPHook.forward`), DDP then does nothing, so that backward copies no gradients into its buckets; otherwise the hook
-returns the local gradient.
+after backward or, in manual optimization, before the optimizer step. If the decision is known before the forward pass
+(`DDPHook.forward`), DDP is skipped, so that backward copies no gradients into its buckets. Otherwise the hook returns
+the local gradient.
 """
 
-# No postponed annotations in this file: DDP reads the hook's, and needs the type itself.
+# No postponed annotations in this file: DDP checks the hook's annotations and needs the types themselves.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,41 +31,41 @@ from lightning_gradcomp.errors import refusal
 class DDPHook:
     """The communication hook of one DDP module.
 
-    Call forward in `forward`, `before_backward`, backward, `after_backward`; step each optimizer in `stepping`, after
-    `before_optimizer_step` with `at_optimizer_step`.
+    Run the forward pass inside `forward`, then `before_backward`, backward and `after_backward`. Step each optimizer
+    inside `stepping`; with `at_optimizer_step`, after `before_optimizer_step`.
 
-    Whether a backward synchronises is DDP's `require_backward_grad_sync` (False in `no_sync()`). DDP's hook can't tell:
-    it does not fire if DDP knows none of the parameters that train, and it knows those that required a gradient when it
-    wrapped the model. The averager averages what DDP can't.
+    DDP's `require_backward_grad_sync` (False in `no_sync()`) decides if a backward synchronizes. The hook can't tell,
+    because it does not fire if DDP knows none of the trainable parameters. DDP knows those that required a gradient
+    when it wrapped the model; the averager handles the rest.
 
     Args:
         ddp: the wrapped model.
-        at_optimizer_step: False: a compressed step averages all gradients after backward; for automatic optimization.
-            True: before an optimizer step, the gradients of that optimizer's parameters. Gradients that `zero_grad()`
-            discards, as a GAN does with those of the other network, are then not accumulated.
+        at_optimizer_step: False: a compressed step averages all gradients after backward, for automatic optimization.
+            True: it averages an optimizer's gradients before that optimizer steps. Gradients that `zero_grad()`
+            discards, as a GAN does with the other network's, are then not accumulated.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, at_optimizer_step: bool = False) -> None:
-        # Registered directly: Lightning would do it on CUDA only.
+        # Registered directly, because Lightning registers hooks only on CUDA.
         ddp.register_comm_hook(None, self._hook)
         self._ddp, self._at_optimizer_step = ddp, at_optimizer_step
         self._known_to_ddp = {id(p) for p in ddp.parameters() if p.requires_grad}
         self._known = {id(p) for p in ddp.parameters()}
         self._by_ddp, self._wire, self._grad_scale = False, torch.float32, 1.0
         self._ddp_skipped = False
-        """True if DDP was told not to synchronise in this forward pass."""
+        """True if DDP was told not to synchronize this forward pass."""
         self._gradients_ready: float | None = None
         self._seconds = 0.0
         self.accumulating = False
-        """True if the last backward left local gradients, to which a later one adds."""
+        """True if the last backward left local gradients for a later one to add to."""
         self._unused_average = self._stepping = False
         self._pending: dict[int, bool] = {}
-        """With `at_optimizer_step`: id of a parameter whose gradient is not used yet -> True if DDP averaged it."""
+        """With `at_optimizer_step`: id of each parameter with an unused gradient -> True if DDP averaged it."""
         self._compressed: set[int] = set()
         """With `at_optimizer_step`: ids of the parameters whose last step was compressed."""
 
     def release(self) -> None:
-        """Release the DDP module, which keeps this hook: a cycle through C++, which Python's collector can't see."""
+        """Release the DDP module, which holds this hook: Python's garbage collector can't see the cycle through C++."""
         del self._ddp
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -81,9 +81,9 @@ class DDPHook:
 
     @contextmanager
     def forward(self, decision: Decision) -> Iterator[None]:
-        """Around the forward pass. In automatic optimization, DDP does not prepare to average a compressed step.
+        """Wrap the forward pass. In automatic optimization, DDP does not prepare to average a compressed step.
 
-        With static_graph=True it has to see its first backward passes, and always prepares.
+        With static_graph=True it always prepares, because it must see its first backward passes.
         """
         ddp = self._ddp
         self._ddp_skipped = not (self._at_optimizer_step or ddp.static_graph or self._can_be_by_ddp(decision))
@@ -98,15 +98,16 @@ class DDPHook:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
 
     def before_backward(self, averager: GradientAverager, decision: Decision, precision: object) -> None:
-        """Decide whether DDP or the averager averages the gradients of the coming backward.
-
-        Raises ValueError if a parameter was added after DDP wrapped the model; if DDP waits for one that was frozen; or
-        if, in automatic optimization, the gradients would be added to averages that no optimizer has used.
+        """Decide whether DDP or the averager averages the gradients of the next backward.
 
         Args:
-            averager: of the gradients.
+            averager: averages what DDP does not.
             decision: what this step does.
-            precision: whose loss scale the gradients will have.
+            precision: the precision plugin, whose loss scale the gradients will have.
+
+        Raises:
+            ValueError: if a parameter was added after DDP wrapped the model; if DDP waits for a frozen one; or if, in
+                automatic optimization, the gradients would be added to averages that no optimizer has used.
         """
         trainable = [p for p in self._ddp.parameters() if p.requires_grad]
         if self._ddp.require_backward_grad_sync:
@@ -119,7 +120,7 @@ class DDPHook:
         self._gradients_ready = None
 
     def _can_be_by_ddp(self, decision: Decision) -> bool:
-        """True if DDP can make the averages of this step: a dense step, of parameters that DDP knows."""
+        """True if DDP can average this step: a dense step of parameters that DDP knows, without residuals."""
         trainable = [p for p in self._ddp.parameters() if p.requires_grad]
         return (
             decision.by_ddp
@@ -130,7 +131,7 @@ class DDPHook:
     def _check_parameters(self, trainable: list[nn.Parameter]) -> None:
         if any(id(p) not in self._known for p in trainable):
             [first, *_] = [name for name, p in self._ddp.module.named_parameters() if id(p) not in self._known]
-            allowed = "parameters of the model as it was wrapped in DDP; freeze those that train later"
+            allowed = "parameters that the model had when DDP wrapped it; freeze those that train later"
             raise refusal("parameters that train", f"{first!r}, which was added later", allowed)
         knows = [p.requires_grad for p in self._ddp.parameters() if id(p) in self._known_to_ddp]
         if any(knows) and not all(knows) and not self._ddp.find_unused_parameters and not self._ddp.static_graph:
@@ -144,11 +145,11 @@ class DDPHook:
             name = type(averager.compressor).__name__
             if any(p.grad is not None and bool(p.grad.any()) for p in averager.gradients.parameters):
                 what = f"backward calls with {name} between two optimizer steps"
-                raise refusal(what, "2", "1: add the losses up, or wrap all but the last call in no_sync()")
+                raise refusal(what, "2", "1: add up the losses, or wrap all but the last call in no_sync()")
         self._unused_average = False
 
     def _nothing_left_for_averager(self, trainable: list[nn.Parameter]) -> bool:
-        """True if no parameter that trains has a residual, or a local gradient of an earlier backward."""
+        """True if no trainable parameter has a residual or a local gradient from an earlier backward."""
         if not self._at_optimizer_step:
             return True
         if any(id(p) in self._compressed for p in trainable):
@@ -160,7 +161,7 @@ class DDPHook:
         """Average, unless gradients accumulate, DDP has averaged them, or the optimizer step will.
 
         Returns:
-            True if the averager did it here.
+            True if the averager averaged here.
         """
         fired = self._gradients_ready is not None
         self.accumulating = not (fired or self._ddp.require_backward_grad_sync)
@@ -185,14 +186,14 @@ class DDPHook:
         return not averaged
 
     def _pending_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """ids of `optimizer`'s parameters whose gradients `before_optimizer_step` has yet to average, or to count."""
+        """ids of `optimizer`'s parameters whose gradients `before_optimizer_step` has yet to average or record."""
         return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._pending.keys()
 
     def before_optimizer_step(self, averager: GradientAverager, optimizer: torch.optim.Optimizer) -> bool:
-        """With `at_optimizer_step`: average the gradients of `optimizer`'s parameters, and of no others. Collective.
+        """With `at_optimizer_step`: average the gradients of `optimizer`'s parameters, and no others. Collective.
 
         Returns:
-            True if the averager did it here.
+            True if the averager averaged here.
         """
         ids = self._pending_of(optimizer)
         if not ids:
@@ -208,7 +209,7 @@ class DDPHook:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around a step of an optimizer, which uses the gradients."""
+        """Wrap an optimizer's step, which uses the gradients."""
         self._stepping = True
         try:
             yield
@@ -217,16 +218,16 @@ class DDPHook:
         self._unused_average = False
 
     def check_averaged(self, optimizer: torch.optim.Optimizer, what: str, allowed: str) -> None:
-        """Before a step of `optimizer`: raise ValueError unless it is in `stepping`, or its gradients are averaged."""
+        """Raise ValueError before `optimizer` steps, unless inside `stepping` or its gradients are averaged."""
         if not self._stepping and self._pending_of(optimizer):
             raise refusal(what, f"torch's own {type(optimizer).__name__}", allowed)
 
 
 @contextmanager
 def sent_if_they_differ(model: nn.Module, ddp_options: dict[str, Any]) -> Iterator[None]:
-    """Inside, `DistributedDataParallel(model, **ddp_options)` sends rank 0's weights and buffers only if others differ.
+    """Inside, `DistributedDataParallel(model, **ddp_options)` sends rank 0's weights and buffers only if ranks differ.
 
-    A user's own `init_sync` stays. Collective.
+    A user's `init_sync` takes precedence. Collective.
     """
     if "init_sync" in ddp_options:
         yield
@@ -239,13 +240,13 @@ def sent_if_they_differ(model: nn.Module, ddp_options: dict[str, Any]) -> Iterat
 
 
 def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
-    """Keep DDP from sending the buffers of batch norms before every forward pass: a round trip each time.
+    """Keep DDP from sending batch norms' buffers before every forward pass, which costs a round trip each time.
 
-    Batch norm does not read them while it trains. If other modules have buffers too, nothing changes. SyncBatchNorm,
-    which has exchanges of its own, counts as a batch norm.
+    Batch norm does not read them in training. If other modules have buffers too, nothing changes. SyncBatchNorm, which
+    does its own exchanges, counts as a batch norm.
 
     Returns:
-        True if `share_buffers` has to send them before they are read.
+        True if `share_buffers` must send the buffers before they are read.
     """
     owners = [module for module in ddp.module.modules() if next(module.buffers(recurse=False), None) is not None]
     spared = isinstance(compressor, LossyCompressor) and all(isinstance(module, _BatchNorm) for module in owners)
@@ -255,6 +256,6 @@ def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
 
 
 def share_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Copy rank 0's buffers to all ranks, except those that DDP is told to ignore. Collective."""
+    """Copy rank 0's buffers to all ranks, except those that DDP ignores. Collective."""
     ignored = ignored_by_ddp(model)
     broadcast([buffer for name, buffer in model.named_buffers() if name not in ignored], ranks)

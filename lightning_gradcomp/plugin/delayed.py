@@ -1,7 +1,7 @@
-"""DelayedStrategy: data-parallel training over a link with a long delay. Ranks step alone; averages arrive later.
+"""DelayedStrategy: data-parallel training over a link with high latency. Ranks step alone; averages arrive later.
 
-No gradient travels, and no buffer. Before Lightning may read the weights, ranks drain: at the end of an epoch, before
-validation, test and prediction, in a checkpoint, and at the end of a fit.
+No gradients or buffers are exchanged. Before Lightning reads the weights, ranks drain: at the end of an epoch, before
+validation, test and prediction, for a checkpoint, and at the end of a fit.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lightning_gradcomp.plugin.validation import check_checkpoint_state
 from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
-"""Where a checkpoint has the averager's state."""
+"""The averager's state in a checkpoint."""
 
 
 class DelayedStrategy(UnwrappedStrategy):
-    """Delayed gradient averaging, local SGD or DiLoCo: for links with a long delay.
+    """Delayed gradient averaging, local SGD or DiLoCo: for links with high latency.
 
         Trainer(strategy=DelayedStrategy(period=8, delay=8), devices=2)
 
@@ -60,8 +60,7 @@ class DelayedStrategy(UnwrappedStrategy):
         options: arguments with which `DDPStrategy` starts and connects processes, such as `process_group_backend`.
 
     Raises:
-        ValueError: if an option can't be honoured, for several optimizers, or for sync_batchnorm; before training
-            starts.
+        ValueError: before training starts, if an option is not supported, or for several optimizers or sync_batchnorm.
     """
 
     one_optimizer = "1, whose steps are counted"
@@ -121,7 +120,7 @@ class DelayedStrategy(UnwrappedStrategy):
 
     @contextmanager
     def explained(self, doing: str) -> Iterator[None]:
-        """As the template's; warns once if a training step waits for other ranks, and for how long."""
+        """Like the template's. Warns once if a training step waits for other ranks, with the time."""
         begin = time.perf_counter()
         with super().explained(doing):
             yield
@@ -132,7 +131,7 @@ class DelayedStrategy(UnwrappedStrategy):
                 self._told_of_waits = True
                 rank_zero_warn(
                     f"training_step waits for the other ranks ({doing}: {1e3 * seconds:.1f} ms this time), which "
-                    "undoes what delayed averaging gains. log(..., sync_dist=True) does that: leave it to validation."
+                    "cancels the gain of delayed averaging. log(..., sync_dist=True) does that: use it in validation."
                 )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +154,7 @@ class DelayedStrategy(UnwrappedStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `Strategy.optimizer_step`; then sends an update, and applies an average that is due."""
+        """Like `Strategy.optimizer_step`; then sends an update, and applies an average that is due."""
         averager, trainer = self.averager, self.pl_module.trainer
         averager.epoch = trainer.current_epoch
         measuring = averager.round_schedule.measuring
@@ -165,33 +164,34 @@ class DelayedStrategy(UnwrappedStrategy):
         self._awaits_backward = False  # also if the module calls loss.backward() itself
         if measuring and not averager.round_schedule.measuring:
             rank_zero_info(averager.describe())
-        if self._ends or averager.flagged:  # all ranks have the flags at the same step, and save drained weights
+        if self._ends or averager.flagged:  # all ranks see the flags at the same step, and save drained weights
             self.agree()
         sigterm.stop_after_batch(averager, trainer)
         return result
 
     def agree(self) -> None:
-        """Drain: all ranks then hold the average. Nothing happens if no step was made since the last drain.
+        """Drain, so that all ranks hold the average. Does nothing if no step was made since the last drain.
 
-        After an interruption, in which other ranks may not answer, this rank returns to the latest average.
+        After an interruption, when other ranks may not answer, this rank returns to the latest average.
 
-        Raises ValueError between a forward pass and its backward.
+        Raises:
+            ValueError: between a forward pass and its backward.
         """
         if self.averager is None:
             return
         if self._interrupted:
             if self.averager.reset_to_last_average():
                 rank_zero_warn(
-                    "Interrupted: this checkpoint holds the latest average; each rank's steps since are lost."
+                    "Interrupted: this checkpoint holds the latest average; each rank's later steps are lost."
                 )
             return
         if self._awaits_backward:
-            allowed = "after backward, as in on_train_batch_end: saving averages the weights that backward needs"
+            allowed = "after backward, as in on_train_batch_end: saving would average the weights that backward needs"
             raise refusal("checkpoint with DelayedStrategy", "one between forward and backward", allowed)
         self.averager.drain()
 
     def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
-        """The state of the rounds; with `error_decay` also that of each rank."""
+        """Add the state of the rounds, and with `error_decay` also each rank's."""
         if not with_states:
             return {}
         state = checkpoint[KEY] = self.averager.state_dict()

@@ -1,4 +1,4 @@
-"""The same averaging for Lightning Fabric: `Fabric(strategy="dgc")`."""
+"""Compressed averaging for Lightning Fabric: `Fabric(strategy="dgc")`."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from lightning_gradcomp.registry import build
 
 
 class CompressedFabricStrategy(DDPStrategy):
-    """Data-parallel training in Fabric whose gradients travel compressed. One module, set up with its optimizer.
+    """Data-parallel training in Fabric with compressed gradients. Supports one module, set up with its optimizer.
 
         fabric = Fabric(strategy="dgc", devices=2)
         model, optimizer = fabric.setup(model, optimizer)
         for batch in loader:
             optimizer.zero_grad()
-            with fabric.strategy.local_weights():  # of DGC; other methods need no such line
+            with fabric.strategy.local_weights():  # for DGC; other methods do not need it
                 fabric.backward(loss(model, batch))
             optimizer.step()
 
-    Gradients are averaged when the optimizer steps, those of its parameters; until then `p.grad` is the rank's own in
-    compressed steps. `fabric.save` and `fabric.load`, with the optimizer in `state`, keep the ranks' residuals.
+    An optimizer's step averages the gradients of its parameters. Until then, in compressed steps, `p.grad` is the
+    rank's own. `fabric.save` and `fabric.load` keep the ranks' residuals if `state` contains the optimizer.
 
     Args:
         compressor: a compressor, or its name.
         topology: as in `CompressedDDPStrategy`.
-        inside: likewise.
-        residual_device: likewise.
+        inside: as in `CompressedDDPStrategy`.
+        residual_device: as in `CompressedDDPStrategy`.
         local_weights: False: `local_weights()` has no effect.
         steps_per_epoch: for a warm-up that counts epochs; or call `set_epoch`.
         timeout: how long a rank waits for the others before it raises an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.
 
     Raises:
-        ValueError: if an option or an optimizer can't be honoured, or for a second module.
+        ValueError: if an option or an optimizer is not supported, or for a second module.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class CompressedFabricStrategy(DDPStrategy):
         }
         self.steps_per_epoch = steps_per_epoch
         self.averager: GradientAverager | None = None
-        """Made at the first backward, when module and optimizer are known."""
+        """Created at the first backward, when module and optimizer are known."""
         self._epoch: int | None = None
         self._ddp: DistributedDataParallel | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._loaded: tuple[dict[str, Any], Any] | None = None
-        """The ranks' states of a checkpoint that was loaded before there was an averager; and the file's path."""
+        """The ranks' states from a checkpoint that was loaded before the averager existed, and the file's path."""
         self._kept: OptimizerState = {}
-        """While a checkpoint is saved: the optimizer's state that the averager keeps."""
+        """The optimizer state that the averager keeps, while a checkpoint is saved."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the warm-up which epoch begins."""
+        """Set the epoch for the warm-up, at the start of each epoch."""
         self._epoch = epoch
 
     def local_weights(self) -> AbstractContextManager[None]:
-        """`GradientAverager.local_weights`: around forward and backward, if DGC corrects the momentum."""
+        """`GradientAverager.local_weights`, for forward and backward if DGC corrects the momentum."""
         return self._averager().local_weights()
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
@@ -122,7 +122,7 @@ class CompressedFabricStrategy(DDPStrategy):
         self._hook.after_backward(averager)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Average the gradients of the optimizer's parameters; then step."""
+        """Average the gradients of the optimizer's parameters, then step."""
         assert isinstance(optimizer, torch.optim.Optimizer)
         averager, closure = self._averager(), kwargs.pop("closure", None)
 
@@ -142,7 +142,7 @@ class CompressedFabricStrategy(DDPStrategy):
         return result
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        allowed = "what fabric.setup returns for it, whose step averages the gradients first"
+        allowed = "the optimizer that fabric.setup returns, whose step averages the gradients first"
         self._hook.check_averaged(optimizer, "optimizer", allowed)
 
     def clip_gradients_norm(
@@ -155,7 +155,7 @@ class CompressedFabricStrategy(DDPStrategy):
     def clip_gradients_value(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kw: Any
     ) -> Any:
-        """Clip the average by value. Raises as `clip_gradients_norm`."""
+        """Clip the average by value. Raises ValueError if the compressor owns the momentum."""
         self._average_to_clip(optimizer)
         return super().clip_gradients_value(module, optimizer, *args, **kw)
 
@@ -164,19 +164,19 @@ class CompressedFabricStrategy(DDPStrategy):
         self._hook.before_optimizer_step(self._averager(), optimizer)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state; in a checkpoint with the momentum that the averager keeps, as plain SGD has it."""
+        """The optimizer's state. In a checkpoint it includes the momentum that the averager keeps, as in plain SGD."""
         state = super().get_optimizer_state(optimizer)
-        export_optimizer_state(self._kept, optimizer, state)  # by itself, `optimizer.state_dict()` may be one rank's
+        export_optimizer_state(self._kept, optimizer, state)  # outside a save, the state may be one rank's own
         return state
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """As DDP's; with an optimizer in `state` also the states of all ranks, under the key "lightning_gradcomp"."""
+        """Like DDP's. With an optimizer in `state`, also saves all ranks' states under the key "lightning_gradcomp"."""
         saved: dict[str, Any] = {}
         if _has_optimizer(state) and (self.averager is not None or self._loaded is not None):
             path = of_rank_zero(path)
-            averager = self._averager()  # with what was loaded, if no step was made since
+            averager = self._averager()  # with the loaded states, if no step was made since
             states = self._rank_states.put_into(saved, path, averager, self._hook.accumulating)
             self._kept = mean_optimizer_state(states, averager)
         try:
@@ -186,10 +186,12 @@ class CompressedFabricStrategy(DDPStrategy):
         self._rank_states.after_saving(saved, path)
 
     def load_checkpoint(self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As DDP's; with an optimizer in `state` also the states of the ranks. Runs no code from the file, unless
-        weights_only=False is given.
+        """Like DDP's. With an optimizer in `state`, also loads the ranks' states.
 
-        Raises ValueError if a state does not fit the model.
+        Runs no code from the file unless weights_only=False is given.
+
+        Raises:
+            ValueError: if a state does not fit the model.
         """
         with no_code(kwargs.get("weights_only")):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
@@ -197,12 +199,12 @@ class CompressedFabricStrategy(DDPStrategy):
             self._loaded = {KEY: rest.pop(KEY, None)}, path
             if self.averager is not None:
                 if self._loaded[0][KEY] is None:
-                    self.averager = None  # a new one, without this one's residuals
+                    self.averager = None  # the next one starts without residuals
                 self._restore(self._averager())
         elif KEY in rest:
             rank_zero_warn(
                 "fabric.load: the checkpoint holds the ranks' residuals, which were not restored. "
-                "That needs the optimizer: fabric.load(path, {'model': model, 'optimizer': optimizer})."
+                "To restore them, pass the optimizer: fabric.load(path, {'model': model, 'optimizer': optimizer})."
             )
         return rest
 
@@ -230,7 +232,7 @@ class CompressedFabricStrategy(DDPStrategy):
                 epoch=self._epoch,
             )
             self._restore(self.averager)
-        self.averager.use_optimizers(self._corrected, self._optimizers)  # another may have been set up since
+        self.averager.use_optimizers(self._corrected, self._optimizers)  # more may have been set up since
         return self.averager
 
     @property
@@ -239,7 +241,7 @@ class CompressedFabricStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: names come from the registry of compressors. (Inherited, it would claim "ddp" again.)"""
+        """Do nothing: compressors register the names. The inherited method would override "ddp"."""
 
 
 def _has_optimizer(state: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The template of strategies that average the gradients of each step: CompressedDDPStrategy, CompressedHSDPStrategy."""
+"""The template of strategies that average each step's gradients: CompressedDDPStrategy and CompressedHSDPStrategy."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from lightning_gradcomp.plugin.validation import (
 
 
 class GradientStrategy(BaseStrategy):
-    """A strategy with a `GradientAverager`: once a batch its decision, local weights around forward and backward, and
-    averages before Lightning's `on_after_backward`.
+    """A strategy with a `GradientAverager`. It takes a decision once per batch, uses local weights in forward and
+    backward, and averages before Lightning's `on_after_backward`.
 
     Private Lightning name used here: the fit loop's `_skip_backward`, set for passes that only update statistics.
     """
 
     verify_replicas_every_n_steps: int | None
     _decision: Decision
-    """What the step of this batch does."""
+    """What this batch's step does."""
     _compared = 0
-    """Steps after which replicas were compared last."""
+    """Number of steps at the last comparison of replicas."""
     _clips_itself: tuple[Trainer, float] | None = None
-    """The Trainer, and its threshold, which the compressor applies for the length of a fit."""
+    """The Trainer and its threshold, which the compressor applies during a fit."""
 
     def averager_options(self) -> dict[str, Any]:
-        """Options of the averager that are this strategy's own."""
+        """The averager's options that are specific to this strategy."""
         raise NotImplementedError
 
     def average_after_backward(self) -> bool:
-        """Average the gradients if this backward ends an accumulation. Returns True if the averager did it."""
+        """Average the gradients if this backward ends an accumulation. Returns True if the averager averaged them."""
         raise NotImplementedError
 
     # Around a fit
@@ -72,16 +72,17 @@ class GradientStrategy(BaseStrategy):
         return corrected_optimizer(self.compressor, self.optimizers, self.pl_module.automatic_optimization)
 
     def _with_clipping(self, optimizer: torch.optim.Optimizer | None, trainer: Trainer) -> Compressor:
-        """The compressor to train with: it does the Trainer's clipping if it owns the momentum.
+        """The compressor to train with, which does the Trainer's clipping if it owns the momentum.
 
-        Lightning clips gradients after the average. What a sparse average holds has left the residual by then, and what
-        is cut off would be lost. DGC clips each rank's gradient before it is accumulated (Lin et al. 2018, §3.2).
+        Lightning clips gradients after the average. The values of a sparse average have left the residual by then, so
+        clipping would lose part of them. DGC clips each rank's gradient before it is accumulated (Lin et al. 2018,
+        §3.2).
         """
         clip_norm, compressor = trainer.gradient_clip_val, self.compressor
         if not clips(trainer) or not isinstance(compressor, LossyCompressor):
             return compressor
         if not compressor.state_for(optimizer).owns_momentum:
-            rank_zero_info(f"gradient_clip_val={clip_norm} clips the average that was sent: what it cuts off is lost.")
+            rank_zero_info(f"gradient_clip_val={clip_norm} clips the average after it was sent: what it cuts is lost.")
             return compressor
         rank_zero_info(f"gradient_clip_val={clip_norm} clips each rank's gradient before it is accumulated.")
         assert clip_norm is not None
@@ -115,9 +116,9 @@ class GradientStrategy(BaseStrategy):
             sigterm.stop_before_dense_step(self._decision, self.pl_module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; in automatic optimization at local weights, until the end of backward.
+        """Like Lightning's. Automatic optimization uses local weights until the end of backward.
 
-        They end here after an exception, or an output without a loss.
+        After an exception, or for an output without a loss, this restores the shared weights.
         """
         averager, forward = self.averager, super().training_step
         if not self.pl_module.automatic_optimization:  # there may be several backwards
@@ -142,19 +143,19 @@ class GradientStrategy(BaseStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """As Lightning's. In automatic optimization the averages are there before `on_after_backward`."""
+        """Like Lightning's. In automatic optimization `p.grad` is averaged before `on_after_backward`."""
         precision = self.precision_plugin
         with self.averager.leaving_local_weights():
             self.pre_backward(closure_loss)
             closure_loss = precision.pre_backward(closure_loss, self.pl_module)
-            with self.explained("backward"):  # a strategy may exchange gradients in it
+            with self.explained("backward"):  # DDP exchanges gradients in it
                 precision.backward(closure_loss, self.pl_module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
         self._average(self.average_after_backward)
         return precision.post_backward(closure_loss, self.pl_module)
 
     def _average(self, average: Callable[[], bool]) -> None:
-        """Call `average`, which returns True if the averager did it. Then end after a SIGTERM, and log what
+        """Call `average`, which returns True if the averager averaged. Then end after a SIGTERM, and log what
         topology="auto" chose."""
         autotune = self.averager.autotune
         before = autotune.outcome if autotune else ""
@@ -172,7 +173,7 @@ class GradientStrategy(BaseStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As Lightning's; error feedback is committed, and replicas are compared every few steps."""
+        """Like Lightning's. Also commits error feedback, and compares replicas at the chosen interval."""
         averager, gradients = self.averager, 0
         averager.use_optimizers(self._corrected, self.optimizers)
 
@@ -197,6 +198,6 @@ class GradientStrategy(BaseStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that all ranks share, also between forward and backward."""
+        """The weights that all ranks share, even between forward and backward."""
         with nullcontext() if self.averager is None else self.averager.shared_weights():
             return super().lightning_module_state_dict()

@@ -1,11 +1,11 @@
 """CompressedHSDPStrategy: FSDP2 inside a replica, compressed averages between replicas.
 
-The ranks are a mesh (replicate, shard). FSDP2 only uses the shard dimension: it gathers weights, and averages and
-divides gradients, between the ranks of one replica, which a fast link joins. The `GradientAverager` averages each
-rank's shards with the ranks that hold the same shards of other replicas: after backward, once for each optimizer step.
+The ranks form a mesh (replicate, shard). FSDP2 uses only the shard dimension: it gathers weights, and averages and
+shards gradients, among the ranks of one replica, which share a fast link. The `GradientAverager` averages each rank's
+shards with the ranks that hold the same shards of other replicas, after backward, once per optimizer step.
 
-Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`,
-`_device_mesh` (which `LightningModule.device_mesh` reads) and `_save_distributed_checkpoint`.
+Private Lightning names used here: ModelParallelStrategy's `_setup_distributed`, `_device_mesh` (which
+`LightningModule.device_mesh` reads) and `_save_distributed_checkpoint`.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         process_group_backend: "nccl" or "gloo", as for `ModelParallelStrategy`. Default: Lightning's choice.
 
     Raises:
-        ValueError: if an option, a mesh, a model, a Trainer feature or an optimizer can't be honoured; before training
-            starts.
+        ValueError: before training starts, if an option, a mesh, a model, a Trainer feature or an optimizer is not
+            supported.
     """
 
     one_optimizer = "1"
-    no_sync_batchnorm = "FSDP2 has no wrapper that would convert the layers; convert them in configure_model()"
+    no_sync_batchnorm = "FSDP2 does not convert the layers; convert them in configure_model()"
 
     def __init__(
         self,
@@ -140,11 +140,11 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         if not is_sharded(self.pl_module):
             allowed = "fully_shard(..., mesh=self.device_mesh['shard']) of the modules that have parameters"
             raise refusal("configure_model() with CompressedHSDPStrategy", "a model that is not sharded", allowed)
-        reshard(self.pl_module)  # an earlier validation has left whole parameters
+        reshard(self.pl_module)  # an earlier validation leaves whole parameters
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """As `ModelParallelStrategy`'s; then all replicas have the first one's weights, and all ranks its buffers."""
+        """Like `ModelParallelStrategy`'s. Also copies the first replica's weights and rank 0's buffers to all."""
         super().model_to_device()
         assert self.model is not None
         with self.explained("sharing the initial weights"):
@@ -163,7 +163,7 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, replicas do not average after backward: gradients accumulate."""
+        """Inside, gradients accumulate: replicas do not average after backward."""
         self._accumulating = True
         try:
             with super().block_backward_sync():
@@ -182,7 +182,8 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights that all replicas share.
 
-        Raises ValueError between forward and backward: the shards in memory are then this rank's local weights.
+        Raises:
+            ValueError: between forward and backward, when the shards in memory are this rank's local weights.
         """
         if self.averager is not None and self.averager.in_local_weights:
             allowed = "before the forward pass or after backward, or local_weights=False for the strategy"
@@ -190,7 +191,7 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state as without compression, with the momentum that the averager keeps."""
+        """The optimizer's state as without compression, including the momentum that the averager keeps."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self.averager is None or not all_ranks_present(self.lightning_module):
             return super().optimizer_state(optimizer)
@@ -206,9 +207,9 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
                     optimizer.state[parameter] = state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As `ModelParallelStrategy`'s, with the states of the replicas, unless it is a checkpoint of weights alone."""
+        """Like `ModelParallelStrategy`'s, plus the states of the replicas, unless the checkpoint holds only weights."""
         averager, folder = self.averager, None
-        with_states = self.broadcast("optimizer_states" in checkpoint)  # a hook may have removed them from one rank's
+        with_states = self.broadcast("optimizer_states" in checkpoint)  # a hook may have removed them on one rank
         if with_states and averager is not None and all_ranks_present(self.lightning_module):
             saved: dict[str, Any] = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
             checkpoint[KEY] = saved
@@ -229,12 +230,12 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
                     save_sharded_state(averager, part / folder)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As `ModelParallelStrategy`'s, of a folder or a file. No code in it is run, unless weights_only=False is
-        given; but torch reads the list of what a folder holds (`.metadata`) as a pickle."""
+        """Like `ModelParallelStrategy`'s, for a folder or a file. Runs no code from it unless weights_only=False is
+        given, but torch reads a folder's list of contents (`.metadata`) as a pickle."""
         path = self.broadcast(checkpoint_path)
         averager, fitting = self.averager, self.pl_module.trainer.state.fn == TrainerFn.FITTING
         with self.explained("loading a checkpoint"), no_code(weights_only), ExitStack() as afterwards:
-            if not fitting:  # weights alone; an earlier fit's optimizers don't fit them
+            if not fitting:  # only weights, which an earlier fit's optimizers don't match
                 afterwards.callback(setattr, self, "optimizers", self.optimizers)
                 self.optimizers = []
             checkpoint = super().load_checkpoint(path, weights_only)
@@ -246,12 +247,11 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
 
 @contextmanager
 def _replaced(path: Path, barrier: Callable[[], None]) -> Iterator[Path]:
-    """A new folder for all ranks to write into, which then replaces `path`. Until then, an earlier one stays.
-    Collective."""
+    """A new folder for all ranks to write into. At the end it replaces `path`, which is kept until then. Collective."""
     part, old = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.old")
     first = torch.distributed.get_rank() == 0
     if first:
-        _remove(part)  # of a run that was stopped while it wrote
+        _remove(part)  # left by a run that stopped while writing
     barrier()
     yield part
     barrier()
@@ -265,7 +265,7 @@ def _replaced(path: Path, barrier: Callable[[], None]) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file, or a link alone, as `ModelCheckpoint(save_last="link")` makes one."""
+    """Remove a folder, a file or a link, but not a link's target (`ModelCheckpoint(save_last="link")` makes links)."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Lightning's launchers, with checks before they start processes, and with the results of callbacks.
+"""Lightning's launchers, with checks before they start processes, and with callbacks' results afterwards.
 
 Private Lightning names used here: `_SubprocessScriptLauncher`, and `_MultiProcessingLauncher`, whose
 `get_extra_results` and `update_main_process_results` carry results from rank 0 to the main process.
@@ -32,19 +32,19 @@ class _Checked:
 
 
 class SubprocessLauncher(_Checked, _SubprocessScriptLauncher):
-    """start_method="popen"."""
+    """The launcher for start_method="popen"."""
 
 
 class MultiProcessingLauncher(_Checked, _MultiProcessingLauncher):
-    """start_method="spawn", "fork" or "forkserver"."""
+    """The launcher for start_method="spawn", "fork" or "forkserver"."""
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        """As Lightning's, with those of the callbacks that have `rank_zero_results`."""
+        """Like Lightning's, plus the results of callbacks that have `rank_zero_results`."""
         results = [callback.rank_zero_results() for callback in _with_results(trainer)]
         return {**super().get_extra_results(trainer), KEY: results}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        """As Lightning's; then gives each callback of the main process the results of its copy on rank 0."""
+        """Like Lightning's; then passes each callback in the main process the results of its copy on rank 0."""
         super().update_main_process_results(trainer, extra)
         for callback, results in zip(_with_results(trainer), extra[KEY], strict=False):
             callback.load_rank_zero_results(results)

@@ -1,11 +1,11 @@
 """The states of all ranks' averagers in a checkpoint: how they are saved, and how each rank loads its own.
 
-Under the key "lightning_gradcomp" are the compressor's name, the number of ranks, and one of
+The key "lightning_gradcomp" holds the compressor's name, the number of ranks, and one of
 
     ranks: [state of rank 0, ...]        gather: everything in one file
-    sidecars: "name of a folder"         sidecar: a file for each rank, in a folder beside the checkpoint
-    mean: state                          mean: one copy, whatever the number of ranks
-    sharded: "name of a folder"          of a sharded model: a folder in the distributed checkpoint
+    sidecars: "name of a folder"         sidecar: one file per rank, in a folder beside the checkpoint
+    mean: state                          mean: one copy for any number of ranks
+    sharded: "name of a folder"          for a sharded model: a folder in the distributed checkpoint
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_gradcomp.registry import entries
 KEY = "lightning_gradcomp"
 FORMAT = 1
 GATHER_LIMIT = 2**30
-"""Bytes of all ranks' states up to which "auto" gathers them into one file, which every rank reads in full."""
+"""Largest total of all ranks' states, in bytes, that "auto" gathers into one file. Every rank reads all of it."""
 
 once = WarningCache()
 """Logs each message once."""
@@ -44,7 +44,7 @@ OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
 
 
 class Saved(Protocol):
-    """What has a state on each rank: a `GradientAverager`, the rounds of a `DelayedAverager`, an `AsyncAverager`."""
+    """An object with a state on each rank: `GradientAverager`, a `DelayedAverager`'s rounds, or `AsyncAverager`."""
 
     world: int
     rank: int
@@ -62,7 +62,7 @@ class Saved(Protocol):
 
 
 def interrupted(module: LightningModule) -> bool:
-    """True if an interruption has ended the fit, perhaps on this rank alone.
+    """True if an interruption ended the fit, perhaps only on this rank.
 
     A SIGTERM is not an interruption: it ends all ranks after the same step (plugin/sigterm.py).
     """
@@ -70,17 +70,17 @@ def interrupted(module: LightningModule) -> bool:
 
 
 def all_ranks_present(module: LightningModule | None) -> bool:
-    """True if all ranks can gather; False, with a warning, after an interruption."""
+    """True if all ranks can gather. False after an interruption, with a warning."""
     if module is None:
         return False
     if interrupted(module):
-        rank_zero_warn("Interrupted: this checkpoint holds the model, without the ranks' residuals.")
+        rank_zero_warn("Interrupted: this checkpoint holds the model, but not the ranks' residuals.")
         return False
     return True
 
 
 def rank_state(averager: Saved, accumulating: bool) -> State:
-    """This rank's state, on the CPU; while gradients accumulate also those accumulated so far."""
+    """This rank's state on the CPU. While gradients accumulate, it includes those so far."""
     state = averager.state_dict()
     memory = {kind: {name: part.cpu() for name, part in parts.items()} for kind, parts in state["memory"].items()}
     if accumulating:
@@ -92,7 +92,7 @@ class RankStates:
     """Saves the states of all ranks in checkpoints, and restores them.
 
     Args:
-        mode: `checkpoint_state` of the strategy.
+        mode: the strategy's `checkpoint_state`.
         sidecars: the files beside checkpoints.
         nodes: number of nodes.
     """
@@ -100,18 +100,18 @@ class RankStates:
     def __init__(self, mode: str, sidecars: Sidecars, nodes: int) -> None:
         self.mode, self.sidecars, self.nodes = mode, sidecars, nodes
         self._removed: list[Any] = []
-        """Paths of checkpoints that rank 0 has removed, and of which the others do not know."""
+        """Paths of checkpoints that rank 0 removed without the other ranks' knowledge."""
         self._accumulated: dict[str, torch.Tensor] = {}
 
     def put_into(self, checkpoint: State, path: Any, averager: Saved, accumulating: bool) -> list[State]:
         """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. Collective.
 
         Returns:
-            On rank 0, which writes the optimizer's state: all ranks' states, their mean, or its own. Elsewhere nothing.
+            On rank 0, which writes the optimizer's state: all ranks' states, their mean, or its own. Elsewhere [].
         """
         state = rank_state(averager, accumulating)
         mode = self.mode
-        if mode == "auto":  # a rank that has skipped all rounds so far has less than others
+        if mode == "auto":  # a rank that skipped all rounds so far has less state
             mode = of_rank_zero(self._chosen(averager.world * _size(state, averager)))
         saved: State = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
         states: list[State] = [state]
@@ -130,39 +130,40 @@ class RankStates:
         return states if averager.rank == 0 else []
 
     def _chosen(self, total: int) -> str:
-        """Where "auto" puts `total` bytes: in sidecars if gathering would load a network, or rank 0's memory."""
+        """Choose the mode for `total` bytes: "sidecar" if gathering would strain the network or rank 0's memory."""
         if total <= (GATHER_LIMIT if self.nodes == 1 else 0) or not self.sidecars.possible:
             return "gather"
-        once.info("The ranks' residuals are saved in a file for each rank, in folders beside the checkpoints.")
+        once.info("The ranks' residuals are saved in one file per rank, in folders beside the checkpoints.")
         return "sidecar"
 
     def after_saving(self, checkpoint: State, path: Any) -> None:
-        """Remove the sidecars of an earlier checkpoint once rank 0 has written a new one. Collective if it has any."""
+        """Remove an earlier checkpoint's sidecars once rank 0 has written a new one. Collective if it has sidecars."""
         keep = checkpoint.get(KEY, {}).get("sidecars")
         if keep is not None:
-            dist.barrier()  # until the checkpoint is complete, the earlier one is needed
+            dist.barrier()  # the earlier one is needed until the new one is complete
         if keep is not None or not dist.is_initialized() or dist.get_rank() == 0:
             self.sidecars.remove_old(path, keep)
 
     def after_removing(self, path: Any) -> None:
-        """Remove the sidecars of a checkpoint that rank 0 has removed.
+        """Remove the sidecars of a checkpoint that rank 0 removed.
 
-        Other ranks do nothing: the checkpoint that they would remove is the worst by a metric of their own.
+        Other ranks do nothing, because they would remove the worst checkpoint by their own metric.
         """
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.sidecars.remove_old(path, keep=None)
             self._removed.append(path)
 
     def remove_on_every_disk(self) -> None:
-        """Remove the sidecars of checkpoints that rank 0 has removed, on other nodes' disks too. Collective."""
+        """Remove the sidecars of checkpoints that rank 0 removed, on other nodes' disks too. Collective."""
         for path in of_rank_zero(self._removed):
             self.sidecars.remove_old(path, keep=None)
         self._removed = []
 
     def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: Saved) -> None:
-        """Load this rank's state into `averager`; the mean of all ranks' if their number has changed.
+        """Load this rank's state into `averager`, or the mean of all states if the number of ranks has changed.
 
-        Raises ValueError if a state can't be read, or does not fit the model.
+        Raises:
+            ValueError: if a state can't be read, or does not fit the model.
         """
         saved = None if self.mode == "drop" else checked_header(checkpoint.get(KEY))
         if saved is None or saved["compressor"] != name_of(averager):
@@ -195,7 +196,7 @@ class RankStates:
     def _restore_sharded(self, path: Any, saved: State, averager: Saved) -> None:
         if not isinstance(averager, GradientAverager) or not averager.shards:
             what, allowed = "checkpoint of a sharded model", "one saved with save_distributed_checkpoint=False"
-            raise refusal(what, "residuals of replicas in a folder", f"{allowed}, or checkpoint_state='drop'")
+            raise refusal(what, "replicas' residuals in a folder", f"{allowed}, or checkpoint_state='drop'")
         if saved["world_size"] != averager.world:
             rank_zero_info(f"{averager.world} replicas start with the mean of {saved['world_size']} states.")
         load_sharded_state(averager, Path(path) / saved["sharded"])
@@ -207,15 +208,16 @@ class RankStates:
 
 
 def checked_header(saved: Any) -> State | None:
-    """A checkpoint's entry under `KEY`, if there is one.
+    """A checkpoint's entry under `KEY`, or None.
 
-    Raises ValueError if a part of it is missing, or of another type than `RankStates.put_into` writes.
+    Raises:
+        ValueError: if part of it is missing, or has a type that `RankStates.put_into` does not write.
     """
     if saved is None:
         return None
     what = f"checkpoint[{KEY!r}]"
     if not isinstance(saved, dict):
-        raise refusal(what, f"a {type(saved).__name__}", "a dict, as a checkpoint has it; or checkpoint_state='drop'")
+        raise refusal(what, f"a {type(saved).__name__}", "the dict that the strategy saved; or checkpoint_state='drop'")
     if saved.get("format") != FORMAT:
         raise refusal(f"{what}['format']", saved.get("format"), str(FORMAT))
     if not isinstance(saved.get("compressor"), str):
@@ -232,7 +234,7 @@ def checked_header(saved: Any) -> State | None:
 
 
 def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) -> OptimizerState:
-    """The mean over `states` of the optimizer state in them, for a checkpoint as plain DDP has it."""
+    """The mean of the optimizer state in `states`, for a checkpoint as plain DDP writes it."""
     if not states:
         return {}
     moments: Mapping[str, str] = averager.state.update.moments
@@ -246,15 +248,15 @@ def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) ->
 
 
 def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Write the state that the averager keeps into `state` (an optimizer's state_dict), as plain DDP has it."""
+    """Write the state that the averager keeps into `state`, an optimizer's state_dict, as plain DDP has it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        if parameter in kept:  # in a dict of its own: those in a state_dict are the optimizer's
+        if parameter in kept:  # in a new dict: those in a state_dict are the optimizer's own
             state["state"][index] = {**state["state"].get(index, {}), **kept[parameter]}
 
 
 def _size(state: State, averager: Saved) -> int:
-    """Bytes of a rank's state; the same on all ranks, though some may lack accumulated gradients."""
+    """Bytes of a rank's state. It is the same on all ranks, though some may lack accumulated gradients."""
     memory = state["memory"]
     differ = ("accumulated", PARTITION)
     rest = (part.nbytes for kind, parts in memory.items() if kind not in differ for part in parts.values())
@@ -262,11 +264,11 @@ def _size(state: State, averager: Saved) -> int:
 
 
 def mean_over_ranks(state: State, averager: Any) -> State:
-    """As `mean_state`, computed by all ranks. Collective."""
+    """Like `mean_state`, but computed by all ranks. Collective."""
     memory = {kind: parts for kind, parts in state["memory"].items() if all_floating(parts)}
     mean: State = {kind: {} for kind in memory}
     for kind in sorted(memory):
-        # Residuals have the same names on all ranks. Accumulated gradients, and partitions, may lack some.
+        # Residuals have the same names on all ranks. Accumulated gradients and partitions may lack some.
         named = {name: part.shape for name, part in memory[kind].items()}
         shapes = averager.gradients.shapes if kind in ("accumulated", PARTITION) else named
         for name, shape in sorted(shapes.items()):
@@ -278,6 +280,6 @@ def mean_over_ranks(state: State, averager: Any) -> State:
 
 
 def name_of(averager: Saved) -> str:
-    """The name of the averager's compressor; if its class is not registered, that of its base."""
+    """The name of the averager's compressor. If its class is not registered, its base's name."""
     names = {entry.cls: entry.name for entry in entries()}
     return next(names[cls] for cls in type(averager.compressor).__mro__ if cls in names)

@@ -1,14 +1,14 @@
-"""SIGTERM, as clusters send it before they take a machine away: every rank ends after the same step.
+"""SIGTERM, which clusters send before they reclaim a machine: every rank ends after the same step.
 
-Lightning 2.6 broadcasts from inside the signal handler, where it meets another rank's exchange of gradients, and both
-wait until the timeout; it also broadcasts from rank 0 before every batch, one round trip each. Here the handler only
-sets the averager's flag. A compressed step, or a delayed round, sends it with its message. A push sends it to the
-servers, whose answers say after which step all stop. Before a dense step, and at the end of an epoch, which no step may
-follow, the ranks meet.
+Lightning 2.6 broadcasts inside the signal handler. That broadcast collides with another rank's gradient exchange, and
+both wait until the timeout. Lightning also broadcasts from rank 0 before every batch, which costs a round trip each.
+Here the handler only sets the averager's flag. A compressed step or a delayed round sends the flag with its message. A
+push sends it to the servers, whose answers name the step after which all ranks stop. Ranks also meet before a dense
+step, and at the end of an epoch, after which there may be no step.
 
-Ranks meet to save a checkpoint, too. All meetings are one collective, in which each rank says whether it saves. If some
-ranks call `trainer.save_checkpoint` and others go on, all raise an error at once, instead of waiting for each other
-until the timeout. That still happens if a compressed step comes next, before which no ranks meet.
+Ranks meet to save a checkpoint, too. Every meeting is the same collective, in which each rank says whether it saves. If
+some ranks call `trainer.save_checkpoint` and others train on, all raise an error at once instead of waiting until the
+timeout. They do wait if the next step is compressed, because ranks do not meet before it.
 
 Private Lightning names used here: the Trainer's `_signal_connector` with its `_sigterm_notifier_fn` and
 `received_sigterm`, the epoch loop's `_broadcast_sigterm_tensor`, and the fit loop's `on_advance_end`.
@@ -37,9 +37,9 @@ HANDLER, BROADCAST, EPOCH_END = "_sigterm_notifier_fn", "_broadcast_sigterm_tens
 
 
 def set_handler(trainer: Trainer) -> None:
-    """Let SIGTERM set the flag of the strategy's averager. Call it before Lightning registers its handlers.
+    """Make SIGTERM set the flag of the strategy's averager. Call this before Lightning registers its handlers.
 
-    It sets functions of this module, so that a Trainer can be copied and saved while it fits.
+    It sets functions of this module, so that a fitting Trainer can be copied and pickled.
     """
     setattr(trainer._signal_connector, HANDLER, partial(_note, trainer))
     setattr(trainer.fit_loop.epoch_loop, BROADCAST, _nothing)
@@ -47,7 +47,7 @@ def set_handler(trainer: Trainer) -> None:
 
 
 def restore_handler(trainer: Trainer) -> None:
-    """Restore Lightning's handler, its broadcast before each batch, and its end of an epoch."""
+    """Restore Lightning's handler, its broadcast before each batch, and its end-of-epoch hook."""
     vars(trainer._signal_connector).pop(HANDLER, None)
     vars(trainer.fit_loop.epoch_loop).pop(BROADCAST, None)
     vars(trainer.fit_loop).pop(EPOCH_END, None)
@@ -58,10 +58,10 @@ def _strategy(trainer: Trainer) -> BaseStrategy:
 
 
 def _note(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
-    log.info(f"rank {trainer.global_rank} received SIGTERM: training ends, on every rank, after the next step")
+    log.info(f"rank {trainer.global_rank} received SIGTERM: training ends on every rank after the next step")
     strategy = _strategy(trainer)
     if not strategy.averager.flag and strategy.launcher is not None:
-        strategy.launcher.kill(signum)  # type: ignore[arg-type] - as Lightning does: the processes that it started
+        strategy.launcher.kill(signum)  # type: ignore[arg-type] - as Lightning does, for the processes it started
     strategy.averager.flag = True
 
 
@@ -77,12 +77,12 @@ def _end_epoch(trainer: Trainer) -> None:
 
 
 def stop_after_batch(averager: Averager, trainer: Trainer) -> None:
-    """After an exchange that had all ranks' flags: if any was set, Lightning ends all ranks after this batch."""
+    """Make Lightning end all ranks after this batch if any set its flag. Call it after an exchange of the flags."""
     trainer._signal_connector.received_sigterm = averager.flagged
 
 
 def stop_before_dense_step(decision: Decision, trainer: Trainer) -> None:
-    """Before a step that DDP averages: end the run if any rank received a SIGTERM. Collective."""
+    """End the run before a step that DDP averages, if any rank received a SIGTERM. Collective."""
     if decision.by_ddp:
         _stop_if_flagged(trainer)
 
@@ -96,20 +96,21 @@ def _stop_if_flagged(trainer: Trainer) -> None:
 def meet(device: torch.device, *, saving: bool = False, flag: bool = False) -> bool:
     """Wait for all ranks. Collective.
 
-    Raises ValueError if some ranks save a checkpoint and others do not.
-
     Args:
-        device: of collectives.
+        device: device of collectives.
         saving: True if this rank is in `trainer.save_checkpoint`.
-        flag: a flag of this rank.
+        flag: this rank's flag.
 
     Returns:
         True if any rank set its flag.
+
+    Raises:
+        ValueError: if some ranks save a checkpoint and others do not.
     """
     said = torch.tensor([flag, saving, not saving], dtype=torch.uint8, device=device)
     dist.all_reduce(said, dist.ReduceOp.MAX)
     any_flag, some_save, some_go_on = said.tolist()
     if some_save and some_go_on:
-        allowed = "a call on every rank, as under ddp; or torch.save(module.state_dict(), path) on one"
+        allowed = "a call on every rank, as with DDP; or torch.save(module.state_dict(), path) on one"
         raise refusal("trainer.save_checkpoint", "a call on some ranks alone", allowed)
     return bool(any_flag)

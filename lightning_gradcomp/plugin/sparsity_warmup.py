@@ -14,25 +14,24 @@ from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
 
 
 class SparsityWarmup(Callback):
-    """Sets the sparsity by training progress, instead of the compressor's own warm-up.
+    """Sets the sparsity by training progress; replaces the compressor's own warm-up.
 
-        SparsityWarmup([0.75, 0.9375, 0.984375, 0.996])          # the DGC paper's, one level an epoch
+        SparsityWarmup([0.75, 0.9375, 0.984375, 0.996])          # as in the DGC paper, one level per epoch
         SparsityWarmup("exponential", periods=500, by="step", dense=100)
-        SparsityWarmup([0.9375, 0.984375], by="coverage")        # for 16 steps and for 64
+        SparsityWarmup([0.9375, 0.984375], by="coverage")        # 16 steps, then 64
 
-    The position is the Trainer's epoch, or the number of averaged steps, so it survives a checkpoint. Where a level
-    would cost more than a dense step, the step is dense.
+    Progress is the Trainer's epoch or the number of averaged steps, so it survives a checkpoint. If a level would cost
+    more than a dense step, the step is dense.
 
     Args:
         schedule: "exponential", "linear", a list of sparsities, or a callable (epoch, step) -> sparsity in [0, 1).
         periods: number of levels of "exponential" and "linear".
-        by: the length of a level: an "epoch", a "step", or "coverage": 1 / density steps, which send as many entries as
-            the model has elements, so that the warm-up costs the same whatever the length of an epoch.
-        dense: epochs of dense training before the first level; steps, if `by` is not "epoch".
+        by: the length of a level: an "epoch", a "step", or "coverage". "coverage" is 1 / density steps, which together
+            send one entry per model element, so that the warm-up costs the same for any epoch length.
+        dense: number of epochs of dense training before the first level; of steps, if `by` is not "epoch".
 
     Raises:
-        ValueError: if an option is out of its range, or the strategy's compressor has no sparsity; before training
-            starts.
+        ValueError: before training starts, if an option is out of range or the strategy's compressor has no sparsity.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class SparsityWarmup(Callback):
         self.schedule, self.periods, self.by, self.dense = schedule, periods, by, dense
 
     def check_strategy(self, strategy: Any) -> None:
-        """Raise ValueError if the strategy does not send at every step, or its compressor has no sparsity."""
+        """Raise ValueError unless the strategy sends gradients at every step and its compressor has a sparsity."""
         if not isinstance(strategy, GradientStrategy):
             allowed = "a strategy that sends gradients at every step: CompressedDDPStrategy or CompressedHSDPStrategy"
             raise refusal("the strategy of SparsityWarmup", type(strategy).__name__, allowed)

@@ -1,8 +1,8 @@
-"""CompressedDDPStrategy: DDP with another way to average gradients.
+"""CompressedDDPStrategy: DDP with compressed gradient averages.
 
-DDP wraps the model, and its communication hook (plugin/ddp_hook.py) averages dense steps only. Compressed steps are
-averaged by the `GradientAverager`: after backward, before Lightning's `on_after_backward`; in manual optimization when
-the optimizer steps, before Lightning's `on_before_optimizer_step`.
+DDP wraps the model, and its communication hook (plugin/ddp_hook.py) averages only dense steps. The `GradientAverager`
+averages compressed steps: after backward, before Lightning's `on_after_backward`. In manual optimization it averages
+when the optimizer steps, before Lightning's `on_before_optimizer_step`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AVERAGING_OPTIONS = (
 
 
 class CompressedDDPStrategy(GradientStrategy, DDPBase):
-    """Data-parallel training whose gradients travel compressed.
+    """Data-parallel training with compressed gradients.
 
         Trainer(strategy=CompressedDDPStrategy(compressor=DGC(sparsity=0.999)), devices=2)
 
@@ -71,7 +71,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
             `gradient_as_bucket_view` defaults to True, which saves DDP a pass over its buckets.
 
     Raises:
-        ValueError: if an option, a Trainer feature or an optimizer can't be honoured; before training starts.
+        ValueError: before training starts, if an option, a Trainer feature or an optimizer is not supported.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         super().check(trainer, module)
         if "torch._dynamo" in sys.modules and torch._dynamo.config.optimize_ddp == "python_reducer":
-            allowed = "True or False: it calls DDP's hook with something else"
+            allowed = "True or False: this value calls DDP's hook with other arguments"
             raise refusal("torch._dynamo.config.optimize_ddp", "python_reducer", allowed)
         if self.compressor.needs_optimizer:
             check_clipping(self.compressor, None, trainer, module)
@@ -140,7 +140,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         super().on_train_start()
 
     def agree(self) -> None:
-        """Copy rank 0's buffers to all ranks, if DDP does not do it before every forward pass."""
+        """Copy rank 0's buffers to all ranks, unless DDP does so before every forward pass."""
         if self._buffers_spared:
             with self.explained("sharing buffers"):
                 share_buffers(self.pl_module, self.averager.ranks)
@@ -176,7 +176,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the template's; in manual optimization gradients are averaged after the closure."""
+        """Like the template's. In manual optimization, averages the gradients after the closure."""
 
         def closure_then_average() -> Any:
             result = closure()
@@ -193,9 +193,10 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
     def _clip_manually(
         self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any
     ) -> None:
-        """`self.clip_gradients(optimizer, ...)` in manual optimization: clips the average, as under DDP.
+        """Clip the average in `self.clip_gradients(optimizer, ...)` of manual optimization, as with DDP.
 
-        Raises ValueError if the compressor owns the momentum.
+        Raises:
+            ValueError: if the compressor owns the momentum.
         """
         if clip_val > 0:
             what = "in manual optimization", "self.clip_gradients"
@@ -205,18 +206,18 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        allowed = "those of self.optimizers(), whose step averages the gradients first"
+        allowed = "one from self.optimizers(), whose step averages the gradients first"
         self._hook.check_averaged(optimizer, "optimizer in manual optimization", allowed)
 
     # Checkpoints
 
     def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
-        """The states of all ranks, and in the optimizers' states the momentum that the averager keeps, as under DDP."""
+        """Add all ranks' states, and to the optimizers' states the momentum that the averager keeps, as with DDP."""
         states = []
         if with_states:
             states = self.rank_states.put_into(checkpoint, path, self.averager, self._hook.accumulating)
         elif "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
-            states = [rank_state(self.averager, accumulating=False)]  # rank 0's momentum alone
+            states = [rank_state(self.averager, accumulating=False)]  # only rank 0's momentum
         if states:
             kept = mean_optimizer_state(states, self.averager)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -1,4 +1,4 @@
-"""Checks of options, optimizers and Trainer features, with errors that say what, got, allowed."""
+"""Checks of options, optimizers and Trainer features. Errors name the option, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_verification(every_n_steps: int | None) -> None:
 
 
 def check_checkpoint_state(checkpoint_state: str) -> None:
-    """Raise ValueError unless it is one of `CHECKPOINT_STATES`."""
+    """Raise ValueError unless `checkpoint_state` is one of `CHECKPOINT_STATES`."""
     if checkpoint_state not in CHECKPOINT_STATES:
         raise refusal("checkpoint_state", checkpoint_state, ", ".join(repr(mode) for mode in CHECKPOINT_STATES))
 
@@ -35,10 +35,10 @@ def check_checkpoint_state(checkpoint_state: str) -> None:
 def corrected_optimizer(
     compressor: Compressor, optimizers: Sequence[torch.optim.Optimizer], automatic: bool
 ) -> torch.optim.Optimizer | None:
-    """The optimizer whose momentum the averager may correct; None if there are several, or none is known yet.
+    """The optimizer whose momentum the averager may correct; None if there are several or none is known yet.
 
-    In manual optimization (not `automatic`), in which users clip averages, only for compressors that need one: error
-    feedback of others stays on gradients.
+    In manual optimization (not `automatic`), where users clip averages, only compressors that need an optimizer get
+    one. The error feedback of others stays on gradients.
     """
     known = len(optimizers) == 1 and (automatic or compressor.needs_optimizer)
     return optimizers[0] if known else None
@@ -46,21 +46,21 @@ def corrected_optimizer(
 
 def clips(trainer: Trainer) -> bool:
     """True if the Trainer clips gradients."""
-    return trainer.gradient_clip_val is not None and trainer.gradient_clip_val > 0  # as Lightning reads it
+    return trainer.gradient_clip_val is not None and trainer.gradient_clip_val > 0  # Lightning's own condition
 
 
 def check_clipping(
     compressor: Compressor, optimizer: torch.optim.Optimizer | None, trainer: Trainer, module: LightningModule
 ) -> None:
-    """Raise ValueError if the compressor owns the momentum, and can't do the Trainer's clipping before accumulation.
+    """Raise ValueError if the compressor owns the momentum but can't do the Trainer's clipping before accumulation.
 
-    It can't clip by value, in a hook of the user's, or with two thresholds.
+    It can't clip by value, in a user's hook, or with two thresholds.
     """
     if not isinstance(compressor, LossyCompressor) or not compressor.state_for(optimizer).owns_momentum:
         return
     name = type(compressor).__name__
     if is_overridden("configure_gradient_clipping", module):
-        allowed = f"{name}(clip_norm=...): the hook would clip averages, which have left the residual already"
+        allowed = f"{name}(clip_norm=...): the hook would clip averages, which have already left the residual"
         raise refusal(f"configure_gradient_clipping with {name}", "a hook of the module", allowed)
     if not clips(trainer):
         return
@@ -74,7 +74,7 @@ def check_clipping(
 def check_clipping_averages(
     compressor: Compressor, optimizer: torch.optim.Optimizer | None, where: str, got: str
 ) -> None:
-    """Raise ValueError if the compressor owns the momentum: what is cut off an average has left the residual."""
+    """Raise ValueError if the compressor owns the momentum: what clipping cuts off has already left the residual."""
     name = type(compressor).__name__
     if compressor.state_for(optimizer).owns_momentum:
         allowed = f"{name}(clip_norm=...), which clips each rank's gradient before it is accumulated"
@@ -82,11 +82,10 @@ def check_clipping_averages(
 
 
 def check_local_weights(trainer: Trainer, module: LightningModule) -> None:
-    """Raise ValueError for features that keep tensors computed from the weights of a forward pass, which would differ
-    between ranks.
+    """Raise ValueError for features that keep tensors computed from a forward pass's weights, which differ by rank.
 
-    Pruning masks come from the weights of the latest forward pass; torch.nn.utils.weight_norm stores the weight that it
-    computes before each.
+    Pruning computes masks from the latest forward pass's weights; torch.nn.utils.weight_norm stores the weight that it
+    computes before each pass.
     """
     allowed = "local_weights=False for the strategy"
     pruning = [c for c in trainer.callbacks if isinstance(c, ModelPruning)]  # type: ignore[attr-defined]
@@ -102,7 +101,7 @@ def check_local_weights(trainer: Trainer, module: LightningModule) -> None:
 def check_model(compressor: Compressor, module: LightningModule) -> None:
     """Raise ValueError if a parameter can't be trained, or a pattern of the compressor matches no parameter.
 
-    Not if `module` makes or freezes layers after the launch: they are checked then.
+    If `module` makes or freezes layers after the launch, they are checked then instead.
     """
     if not is_overridden("configure_model", module) and not is_overridden("setup", module):
         check_trainable(module)
@@ -117,7 +116,7 @@ def check_callbacks(strategy: Strategy, trainer: Trainer) -> None:
 
 
 def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ValueError if the compressor can't own an optimizer's momentum, or one takes several gradients a step."""
+    """Raise ValueError if the compressor can't own an optimizer's momentum, or one uses several gradients per step."""
     if compressor.needs_optimizer and len(optimizers) > 1:
         allowed = "1, a torch.optim.SGD, Adam or AdamW"
         raise refusal(f"optimizers with {type(compressor).__name__}", len(optimizers), allowed)
@@ -128,16 +127,16 @@ def check_optimizers(compressor: Compressor, optimizers: Sequence[torch.optim.Op
 
 
 def check_gradients(compressor: Compressor, optimizer: torch.optim.Optimizer, gradients: int) -> None:
-    """Raise ValueError if an optimizer takes several gradients in a step: each would be accumulated as a step's."""
+    """Raise ValueError if an optimizer uses several gradients per step: each would be accumulated as a step."""
     if gradients > 1 and isinstance(compressor, LossyCompressor):
         what = f"gradients in one step of {type(optimizer).__name__} with {type(compressor).__name__}"
-        raise refusal(what, gradients, "1; for optimizers that need more: strategy='ddp_dense'")
+        raise refusal(what, gradients, "1; strategy='ddp_dense' for optimizers that need more")
 
 
 def check_batches(trainer: Trainer, device: torch.device) -> None:
-    """Raise ValueError if ranks have different numbers of batches an epoch (infinite if it is unknown). Collective.
+    """Raise ValueError if ranks have different numbers of batches per epoch (infinite if unknown). Collective.
 
-    The ranks with more of them would wait for the others.
+    Ranks with more batches would wait for the others.
     """
     own = torch.tensor([float(trainer.num_training_batches)], dtype=torch.float32, device=device)
     everyones = own.new_empty(trainer.world_size)
@@ -145,4 +144,4 @@ def check_batches(trainer: Trainer, device: torch.device) -> None:
     counts = everyones.tolist()
     if len(set(counts)) > 1:
         got = ", ".join(f"rank {rank}: {count:g}" for rank, count in enumerate(counts))
-        raise refusal("training batches an epoch", got, "as many on every rank (DistributedSampler, or drop_last=True)")
+        raise refusal("training batches an epoch", got, "equal on every rank (DistributedSampler, or drop_last=True)")

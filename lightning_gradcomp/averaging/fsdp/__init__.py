@@ -1,1 +1,1 @@
-"""Models that FSDP2 has sharded: their shards as plain tensors, the mesh, and distributed checkpoints."""
+"""Support for FSDP2's sharded models: shards as plain tensors, the mesh, and distributed checkpoints."""

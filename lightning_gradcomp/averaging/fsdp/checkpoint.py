@@ -1,14 +1,14 @@
 """A sharded model's error feedback in distributed checkpoints (`torch.distributed.checkpoint`).
 
-Every rank writes the state of its own shards. The checkpoint has a tensor of the whole parameter for each replica, by
-the parameter's name, so that any other mesh can read its shards of it:
+Every rank writes the state of its own shards. For each replica, the checkpoint has one tensor in the shape of the whole
+parameter, under its name, so that any other mesh can read its shards from it:
 
     whole.0.velocity.layers.1.weight     replica 0's, in the parameter's shape
-    each.0.query.layers.1.weight         state of another shape: of every shard of replica 0, [shards, ...]
+    each.0.query.layers.1.weight         state with another shape, for every shard of replica 0: [shards, ...]
 
-and state.json, beside the tensors, has the rest of `GradientAverager.state_dict()`.
+The file state.json, beside the tensors, has the rest of `GradientAverager.state_dict()`.
 
-If the number of replicas changes, each starts with the mean of all states, as other ranks do (checkpoint_state.py).
+If the number of replicas changes, each starts with the mean of all states, as ranks do (checkpoint_state.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ REST = "state.json"
 
 
 def save_sharded_state(averager: GradientAverager, folder: str | Path) -> None:
-    """Write all ranks' states into `folder`, which all ranks see. Collective.
+    """Write all ranks' states into `folder`, which all ranks must see. Collective.
 
     Args:
-        averager: of a sharded model.
-        folder: for nothing else; created if it does not exist.
+        averager: the averager of a sharded model.
+        folder: a folder for this state only; created if it does not exist.
     """
     shards, replica = _shards(averager), averager.ranks.rank
     state = averager.state_dict()
@@ -55,10 +55,10 @@ def save_sharded_state(averager: GradientAverager, folder: str | Path) -> None:
 
 
 def load_sharded_state(averager: GradientAverager, folder: str | Path) -> None:
-    """Replace this rank's state by the one in `folder`, which a mesh of any shape has saved. Collective.
+    """Replace this rank's state with the one in `folder`, saved by a mesh of any shape. Collective.
 
     Raises:
-        ValueError: as `GradientAverager.load_state_dict`, or if the folder has no state.
+        ValueError: if `GradientAverager.load_state_dict` would raise it, or the folder has no state.
     """
     try:
         rest = json.loads((Path(folder) / REST).read_text())
@@ -106,9 +106,9 @@ def _memory(
 
 
 def whole_memory(averager: GradientAverager, memory: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """This replica's state in the parameters' shapes, on the CPU; state of other shapes is the first shard's.
+    """This replica's state in the parameters' shapes, on the CPU. State with other shapes is the first shard's.
 
-    Collective for the replica's ranks.
+    Collective over the replica's ranks.
     """
     shards = _shards(averager)
     everyones: list[Any] = [None] * shards.number
@@ -130,7 +130,7 @@ def whole_memory(averager: GradientAverager, memory: Mapping[str, Mapping[str, t
 
 
 def own_memory(averager: GradientAverager, memory: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """This rank's shards of a state in the parameters' shapes."""
+    """This rank's shards of a state that has the parameters' shapes."""
     shards = _shards(averager)
     return {
         kind: {

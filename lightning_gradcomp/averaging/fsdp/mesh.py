@@ -1,4 +1,4 @@
-"""The mesh (replicate, shard) of sharded models: the number of replicas, and of shards per replica."""
+"""The mesh (replicate, shard) of sharded models: number of replicas, and of shards per replica."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MESH = ("replicate", "shard")
 
 
 def mesh_shape(replicate: int | str, shard: int | str, nodes: int, per_node: int) -> tuple[int, int]:
-    """(replicas, shards per replica). "auto" follows from the other one; if both are "auto", a node is a replica.
+    """Return (replicas, shards per replica). The other size determines an "auto"; with two, each node is a replica.
 
     Raises:
         ValueError: if the product is not the number of ranks.

@@ -1,15 +1,15 @@
-"""FSDP2's sharded models as plain tensors: how a rank's shards enter a compressed step, and leave it.
+"""FSDP2's sharded models as plain tensors: how a rank's shards enter and leave a compressed step.
 
 The parameters of a module that `torch.distributed.fsdp.fully_shard` has prepared are DTensors over the ranks of a
 replica. So are their gradients after backward, and the optimizer's state. A compressed step works on plain tensors.
-`Shards` has a plain parameter for each shard of this rank, which shares its memory, and an optimizer of these:
+`Shards` holds a plain parameter for each of this rank's shards, which shares its memory, and an optimizer of these:
 
     enter    p.grad and optimizer.state[p], DTensors  ->  plain gradients and plain optimizer state
              the step: compensate, encode, exchange (with the ranks that hold the same shard of other replicas), ...
     leave    the step's gradients and state           ->  DTensors again
 
-Whole tensors are never built: every rank compresses its own shards, and keeps their residuals. Parameters of which this
-rank has an empty shard are left out.
+Whole tensors are never built: every rank compresses its own shards and keeps their residuals. A parameter whose shard
+is empty on this rank is skipped.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free whole parameters. A forward pass without a backward leaves them, and FSDP would use them again."""
+    """Free whole parameters. A forward pass without a backward leaves them, and FSDP would reuse them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, sharing its memory; any other tensor as it is."""
+    """This rank's part of a DTensor, sharing its memory; any other tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -64,13 +64,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How `fully_shard` divides a tensor: along `dim` into `number` parts, the first ones ceil(size / number) long."""
+    """How `fully_shard` divides a tensor: along `dim` into `number` parts of ceil(size / number), the last shorter."""
 
     dim: int
     number: int
 
     def shape(self, whole: Shape, shard: int) -> Shape:
-        """The shape of a shard of a tensor of shape `whole`."""
+        """The shape of shard number `shard` of a tensor of shape `whole`."""
         size = whole[self.dim]
         part = -(-size // self.number)
         own = max(0, min(size, (shard + 1) * part) - shard * part)
@@ -81,8 +81,8 @@ class Shards:
     """This rank's shards of a model's parameters, as plain parameters that share their memory.
 
     Args:
-        model: prepared by `fully_shard`, with a mesh of one dimension.
-        optimizer: of the model's parameters, if it is known.
+        model: a model prepared by `fully_shard` with a one-dimensional mesh.
+        optimizer: the optimizer of the model's parameters, if it is known.
 
     Raises:
         ValueError: if parameters are not sharded, are sharded over several dimensions, or are in CPU memory.
@@ -102,15 +102,15 @@ class Shards:
         self._empty = [(name, p) for name, p in every if not p.to_local().numel()]
         with torch.no_grad():
             self.named = [(name, nn.Parameter(p.to_local(), p.requires_grad)) for name, p in self._wholes]
-        """Name and shard of every parameter of which this rank's shard is not empty."""
+        """Name and shard of every parameter whose shard on this rank is not empty."""
         self._shard_of = {id(whole): own for (_, whole), (_, own) in self._pairs()}
         self._whole_of = {id(own): whole for (_, whole), (_, own) in self._pairs()}
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """id of a DTensor that `leave` has made -> the DTensor and its local part."""
+        """id of a DTensor that `enter` or `leave` used -> the DTensor and its local part."""
         self.use_optimizer(optimizer)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Another optimizer steps the model's parameters from now on."""
+        """Switch to another optimizer of the model's parameters."""
         self._real = optimizer
         self.optimizer: torch.optim.Optimizer | None = None
         """An optimizer of the plain parameters with the user's options."""
@@ -127,25 +127,25 @@ class Shards:
 
     @property
     def trainable(self) -> set[str]:
-        """Names of the parameters that require a gradient at present, on any rank of the replica."""
+        """Names of the parameters that require a gradient now, including empty shards."""
         return {name for name, parameter in [*self._wholes, *self._empty] if parameter.requires_grad}
 
     def shapes_on(self, shard: int) -> dict[str, Shape]:
-        """Shape of every parameter's shard on a rank of the replica. The first shards are the largest."""
+        """Shape of every parameter's shard on rank `shard` of the replica. Rank 0's are the largest."""
         return {name: self.shardings[name].shape(shape, shard) for name, shape in self.whole_shapes.items()}
 
     # Into a step and out of it
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, `named` and `optimizer` have the model's gradients and optimizer state; at the end they go back."""
+        """Inside, `named` and `optimizer` hold the model's gradients and optimizer state, which go back at the end."""
         self.enter()
         yield
         self.leave()
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Take memory, gradients and the optimizer's state from the model."""
+        """Take weights, gradients and optimizer state from the model."""
         known, self._known = self._known, {}
         for (_, whole), (_, own) in self._pairs():
             own.data = whole.to_local()  # loading a state may have moved it
@@ -160,7 +160,7 @@ class Shards:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Give gradients and the optimizer's state back to the model."""
+        """Return gradients and optimizer state to the model."""
         entered = {id(own): (whole, own) for whole, own in self._known.values()}
         for (_, whole), (_, own) in self._pairs():
             whole.grad = None if own.grad is None else self._whole(own.grad, whole, entered)
@@ -174,7 +174,7 @@ class Shards:
                     held.update(made)
 
     def _local(self, value: Any, known: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """The local part of a DTensor: the same object as long as the DTensor is the same object."""
+        """The local part of a DTensor. The same DTensor object gives the same object."""
         if not isinstance(value, DTensor):
             return value
         own = known[id(value)][1] if id(value) in known else value.to_local()
@@ -182,7 +182,7 @@ class Shards:
         return own
 
     def _whole(self, value: Any, like: DTensor, entered: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """The DTensor whose local part is `value`. A value without the shard's shape is returned as it is."""
+        """The DTensor whose local part is `value`. A value that lacks the shard's shape is returned unchanged."""
         if id(value) in entered:
             return entered[id(value)][0]
         if not isinstance(value, torch.Tensor) or value.shape != like.to_local().shape:
@@ -192,7 +192,7 @@ class Shards:
         return whole
 
     def whole(self, own: torch.Tensor, like: DTensor) -> DTensor:
-        """A DTensor sharded as `like`, with `own` as this rank's part."""
+        """A DTensor sharded like `like`, with `own` as this rank's part."""
         shape, stride = like.shape, like.stride()
         return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
@@ -200,11 +200,11 @@ class Shards:
     def whole_state(
         self, kept: Mapping[nn.Parameter, Mapping[str, torch.Tensor]], chosen: Container[str]
     ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """The state of plain parameters as that of the model's parameters.
+        """Convert state of the plain parameters to state of the model's parameters.
 
         Args:
             kept: parameter of `named` -> torch's name -> tensor.
-            chosen: names of the compressed parameters. Empty shards of these get the same keys.
+            chosen: names of the compressed parameters. Their empty shards get the same keys.
         """
         found, keys = {}, next(iter(kept.values()), {})
         for name, like in self._empty:
@@ -227,17 +227,17 @@ class Shards:
         return self.here.get(name) == tuple(part.shape)
 
     def divided(self, name: str, part: torch.Tensor) -> DTensor:
-        """A DTensor of the parameter's shape, with `part` as this rank's part."""
+        """A DTensor with the parameter's shape and `part` as this rank's part."""
         shape, placement = torch.Size(self.whole_shapes[name]), Shard(self.shardings[name].dim)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
 
     def stacked(self, part: torch.Tensor) -> DTensor:
-        """A DTensor with a row per rank of the replica: [shards, *shape of part]."""
+        """A DTensor with one row per rank of the replica: [shards, *part.shape]."""
         return DTensor.from_local(part.unsqueeze(0), self.mesh, [Shard(0)], run_check=False)
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a tensor of the parameter's shape."""
+        """This rank's shard of a tensor that has the parameter's shape."""
         sharding = self.shardings[name]
         start = self.rank * -(-whole.shape[sharding.dim] // self.number)
         return whole.narrow(sharding.dim, start, self.here[name][sharding.dim]).clone()
@@ -253,7 +253,7 @@ class Shards:
 
 
 def _checked(name: str, parameter: torch.Tensor) -> DTensor:
-    """The parameter. Raises ValueError if it is not sharded as `fully_shard` does with a mesh of one dimension."""
+    """Return the parameter. Raises ValueError unless `fully_shard` sharded it with a one-dimensional mesh."""
     what, allowed = f"parameter {name!r}", "one that fully_shard(model, mesh=mesh['shard']) has prepared"
     if not isinstance(parameter, DTensor):
         raise refusal(what, "a tensor that is not sharded, in a model that is", allowed)
@@ -270,12 +270,12 @@ def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: Topol
     """Check the process group and the topology of a sharded model.
 
     Args:
-        shards: of the model.
-        group: as it was given to the averager.
+        shards: the model's shards.
+        group: the averager's `process_group` argument.
         topology: how payloads travel.
 
     Raises:
-        ValueError: if the group is not that of the shards' replicas, or shards can't use the topology.
+        ValueError: if the group does not hold the same shards of other replicas, or shards can't use the topology.
     """
     what, allowed = "process_group with a sharded model", "that of the replicate dimension: mesh.get_group('replicate')"
     if group is None and dist.get_world_size() > shards.number:
