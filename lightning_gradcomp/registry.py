@@ -1,7 +1,7 @@
-"""One table of compressors: name -> class. Lightning, Fabric, Hydra, the docs and the law tests all read it.
+"""The table of compressors: name -> class. Lightning, Fabric, Hydra, the docs and the law tests all read it.
 
-A compressor is a keyword-only dataclass of options with `@register("name")` above it. A package elsewhere publishes its
-own by an entry point of the group "lightning_gradcomp.compressors" that names the module in which they are registered.
+A compressor is a keyword-only dataclass of options decorated with `@register("name")`. Another package publishes its
+own through an entry point in the group "lightning_gradcomp.compressors" that names the module which registers them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _TABLE: dict[str, Entry] = {}
 _LISTENERS: list[Callable[[Entry], None]] = []
 C = TypeVar("C", bound=type)
 GROUP = "lightning_gradcomp.compressors"
-"""Entry points of this group name modules that register compressors."""
+"""Entry points in this group name modules that register compressors."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One compressor: its Hydra name, the name `Trainer(strategy=...)` knows it by, its class."""
+    """One compressor: its Hydra name, its name in `Trainer(strategy=...)`, and its class."""
 
     name: str
     strategy: str
@@ -37,14 +37,14 @@ class Entry:
 
 
 def register(name: str, *, strategy: str | None = None) -> Callable[[C], C]:
-    """Class decorator that makes a compressor known as `name`, and to the Trainer as `strategy` (default: `name`).
+    """Class decorator that registers a compressor as `name`, and with the Trainer as `strategy` (default: `name`).
 
     Args:
-        name: the word on the command line, and for `GradientAverager` and the strategies.
-        strategy: the word for `Trainer(strategy=...)` and `Fabric(strategy=...)`.
+        name: its name on the command line, in `GradientAverager` and in the strategies.
+        strategy: its name in `Trainer(strategy=...)` and `Fabric(strategy=...)`.
 
     Raises:
-        ValueError: a name that is taken.
+        ValueError: if a name is taken.
     """
 
     def add(cls: C) -> C:
@@ -70,7 +70,7 @@ def load_entry_points() -> None:
     for point in entry_points(group=GROUP):
         try:
             importlib.import_module(point.module)
-        except Exception as error:  # whatever a package raises, the others go on
+        except Exception as error:  # whatever one package raises, the others still load
             package = point.dist.name if point.dist else point.value
             what = f"{point.value}: {type(error).__name__}: {error}"
             warnings.warn(f"compressors of {package} are not available: importing {what}", stacklevel=2)
@@ -82,17 +82,17 @@ def entries() -> list[Entry]:
 
 
 def notify(listener: Callable[[Entry], None]) -> None:
-    """Call `listener` for every compressor that is registered, now or later."""
+    """Call `listener` for every registered compressor, and for each one registered later."""
     _LISTENERS.append(listener)
     for entry in entries():
         listener(entry)
 
 
 def build(compressor: Any) -> Any:
-    """A compressor from its name or its Trainer name (with default options), or the instance that was given.
+    """A compressor with default options from its name or Trainer name, or the given instance.
 
     Raises:
-        ValueError: an unknown name, or an object that is not an instance of a registered class.
+        ValueError: if the name is unknown, or the object is not an instance of a registered class.
     """
     if isinstance(compressor, str):
         for entry in _TABLE.values():

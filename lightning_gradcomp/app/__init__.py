@@ -1,1 +1,1 @@
-"""The command `gradcomp`: Hydra composes and checks a run in this process; another process trains it."""
+"""The command `gradcomp`: Hydra composes and checks a run in this process; other processes train it."""

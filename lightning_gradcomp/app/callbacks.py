@@ -1,4 +1,4 @@
-"""Lightning callbacks that every training run has: reproducible random draws, and a checkpoint on SIGTERM."""
+"""Lightning callbacks of every training run: reproducible random draws, and a checkpoint on SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_gradcomp.compressors.kernels.rng import seed_of
 
 
 class SeedEachStep(Callback):
-    """Makes what a step draws, such as MixUp's shares and dropped paths, a function of (seed, rank, epoch, batch).
+    """Makes a step's random draws, such as MixUp's shares and dropped paths, a function of (seed, rank, epoch, batch).
 
-    Ranks draw different numbers, and a resumed run draws the same ones as an uninterrupted run without saved state.
+    Ranks draw different numbers. A resumed run draws the same numbers as an uninterrupted one, without saved state.
     """
 
     def __init__(self, seed: int) -> None:
@@ -26,7 +26,7 @@ class SeedEachStep(Callback):
 
 
 class SaveOnSigterm(Callback):
-    """Writes a checkpoint when a SIGTERM ends the run: after a whole step, on all ranks together."""
+    """Writes a checkpoint when a SIGTERM ends the run, after a whole step and on all ranks together."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

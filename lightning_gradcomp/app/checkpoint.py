@@ -14,16 +14,16 @@ def resolve(config: DictConfig, folder: Path, is_alone: bool) -> str | None:
     """The path of `config.ckpt`, for a run that writes to `folder`.
 
     Args:
-        is_alone: False for a job of a sweep and under torchrun or SLURM, where "last" is not the same for all.
+        is_alone: False in a sweep's job and under torchrun or SLURM, where "last" may differ between processes.
 
     Raises:
-        ValueError: there is no such checkpoint, or this run can't continue that one.
+        ValueError: if there is no such checkpoint, or this run can't resume it.
     """
     given = config.ckpt
     if config.evaluate and given is None:
         raise refusal("ckpt with evaluate=true", None, "best, last, a run's folder, or a .ckpt file")
     if config.dry_run and given is not None:
-        raise refusal("ckpt with dry_run=true", given, "null: a dry run starts from nothing")
+        raise refusal("ckpt with dry_run=true", given, "null: a dry run starts from scratch")
     if given is None:
         return None
     if given in ("last", "best"):
@@ -37,7 +37,7 @@ def resolve(config: DictConfig, folder: Path, is_alone: bool) -> str | None:
     if not path.exists():
         raise refusal("ckpt", given, "last, best, the folder of a run that has saved a checkpoint, or a .ckpt file")
     if path.name == "best.ckpt" and not config.evaluate:
-        raise refusal("ckpt", str(path), "last.ckpt, to resume from: best.ckpt holds weights alone, for evaluate=true")
+        raise refusal("ckpt", str(path), "last.ckpt, to resume from: best.ckpt holds only weights, for evaluate=true")
     if _is_distributed(path) and "HSDP" not in config.strategy._target_:
         allowed = "a file, which strategy=hsdp writes with strategy.save_distributed_checkpoint=false"
         raise refusal("ckpt without strategy=hsdp", f"{path}, a distributed checkpoint", allowed)
@@ -48,7 +48,7 @@ def resolve(config: DictConfig, folder: Path, is_alone: bool) -> str | None:
 
 
 def _newest(name: str, folder: Path) -> Path:
-    """The newest checkpoint of the runs beside `folder`."""
+    """The newest checkpoint of the runs next to `folder`."""
     file = f"checkpoints/{name}.ckpt"
     found = [*folder.parent.glob(f"*/{file}"), *folder.parent.glob(f"*/*/{file}")]  # of runs, of sweeps' jobs
     if not found:
@@ -61,10 +61,10 @@ def _is_distributed(path: Path) -> bool:
 
 
 def _check_same(earlier: Any, config: Any) -> None:
-    """ValueError if the run of a checkpoint had another model, other data or another optimizer."""
+    """Raises ValueError if the checkpoint's run had a different model, data set or optimizer."""
     for group in ("model", "data") if config.evaluate else ("model", "data", "optimizer"):
         if (got := config[group]._target_) != earlier[group]._target_:
             raise refusal(group, got, f"{earlier[group]._target_}, as in ckpt's run")
     fold = earlier.data.get("fold")
-    if (got := config.data.get("fold")) != fold:  # images to validate with that the earlier run has trained on
+    if (got := config.data.get("fold")) != fold:  # or this run would validate on images that the earlier one trained on
         raise refusal("data.fold", got, f"{'null' if fold is None else fold}, as in ckpt's run")

@@ -1,4 +1,4 @@
-"""Image classification as a LightningModule. It is independent of compression."""
+"""Image classification as a LightningModule, independent of compression."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Batch = list[torch.Tensor]
 """Images (batch, channels, height, width) and labels int64 (batch)."""
 
 POSITIONS = "relative_position_bias_table"
-"""Of Swin's attention: two-dimensional, but no weight of a linear layer."""
+"""A parameter of Swin's attention: two-dimensional, but not the weight of a linear layer."""
 
 
 class Classifier(L.LightningModule):
-    """Cross entropy; the accuracy counts each validation image of all ranks once.
+    """Cross entropy. The accuracy counts each validation image once over all ranks.
 
     Args:
         model: images -> logits.
-        classes: their number.
-        optimizer: makes a torch optimizer of parameter groups.
-        scheduler: of its learning rate.
+        classes: number of classes.
+        optimizer: makes a torch optimizer from parameter groups.
+        scheduler: schedule of its learning rate.
         augment: MixUp, CutMix and label smoothing of training batches.
         decay_all: False: no weight decay for biases, norm weights and Swin's position biases.
-        channels_last: memory format of images and weights.
-        compile: torch.compile of the network; of each block, if it is sharded.
+        channels_last: use this memory format for images and weights.
+        compile: apply torch.compile to the network, or to each block if it is sharded.
     """
 
     correct: int = 0
-    """Validation images that were classified correctly at the last validation, over all ranks."""
+    """Images that the last validation classified correctly, over all ranks."""
     images: int = 0
-    """Validation images of the last validation, over all ranks."""
+    """Images in the last validation, over all ranks."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Classifier(L.LightningModule):
             return  # Lightning calls this again for another fit
         own = list(blocks(self.model))
         if self.compiled:
-            # Blocks of one class are one function to dynamo, with a graph for each of them to train and to validate.
+            # To dynamo, blocks of one class are one function, with a graph per block for training and for validation.
             config = torch._dynamo.config
             config.recompile_limit = max(config.recompile_limit, 2 * len(own))
             for module in own or [self.model]:
@@ -88,7 +88,7 @@ class Classifier(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         # DDP copies rank 0's batch-norm statistics before a forward pass, so they differ after the last one; with FSDP2
-        # they are each rank's own. Rank 0's are the ones that a checkpoint holds, so the accuracy is theirs.
+        # each rank has its own. A checkpoint holds rank 0's, so validate with those.
         for buffer in self.buffers():
             dist.broadcast(buffer, src=0)
         self.counts = torch.zeros(3, dtype=torch.float64, device=self.device)  # correct, images, sum of the losses
@@ -104,7 +104,7 @@ class Classifier(L.LightningModule):
         dist.all_reduce(self.counts)
         correct, images, loss = self.counts.tolist()
         self.correct, self.images = int(correct), int(images)
-        # Equal on all ranks already. Lightning wants them synchronised, and the maximum of equal numbers is exact.
+        # Already equal on all ranks. Lightning wants them synchronised, and the maximum of equal numbers is exact.
         self.log_dict(
             {"val_acc": correct / images, "val_loss": loss / images}, prog_bar=True, sync_dist=True, reduce_fx="max"
         )
@@ -114,14 +114,14 @@ class Classifier(L.LightningModule):
         assert isinstance(data, SharedImages)
         make = self.optimizer
         sharded_sgd = isinstance(self.model, FSDPModule) and make.func is torch.optim.SGD
-        if self.trainer.precision == "16-mixed" or sharded_sgd:  # Lightning would not clip; torch has no such kernel
+        if self.trainer.precision == "16-mixed" or sharded_sgd:  # Lightning would not clip; torch lacks the kernel
             make = partial(make, fused=False)
         optimizer = make(self.parameter_groups())
         schedule = self.scheduler(optimizer, data.epoch_steps, self.trainer.max_epochs or 1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """All parameters; those without weight decay in a group of their own."""
+        """All parameters, with a separate group for those without weight decay."""
         groups: tuple[list[Any], list[Any]] = ([], [])
         for name, parameter in self.named_parameters():
             without = not self.decay_all and (parameter.dim() <= 1 or name.endswith(POSITIONS))

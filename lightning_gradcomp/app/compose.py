@@ -1,4 +1,4 @@
-"""From files in conf/ and recipes/ to the objects of a run."""
+"""Builds the objects of a run from the files in conf/ and recipes/."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from lightning_gradcomp.registry import entries
 PACKAGE = Path(__file__).resolve().parents[1]
 LAST = Path("checkpoints") / "last.ckpt"
 DRY_BATCH = 2
-"""Images a rank and step in a dry run."""
+"""Images per rank and step in a dry run."""
 
 
 def shipped(folder: str) -> Path:
-    """`conf` or `recipes`: beside the package in a checkout, inside it in a wheel."""
+    """Path of `conf` or `recipes`: next to the package in a checkout, inside it in a wheel."""
     return (PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").exists() else PACKAGE) / folder
 
 
 def register() -> None:
-    """Gives Hydra what is not in conf/: the recipes, the compressors of other packages, one resolver."""
+    """Register what is not in conf/ with Hydra: recipes, compressors of other packages, and a resolver."""
     store = ConfigStore.instance()
     for path in shipped("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
@@ -47,18 +47,18 @@ def register() -> None:
 
 
 def per_256(lr: float, *, _root_: DictConfig) -> float:
-    """`lr`, which is for 256 images, for those of an optimizer step (Goyal et al. 2017, arXiv 1706.02677)."""
+    """Scale `lr`, given for 256 images, to the images of an optimizer step (Goyal et al. 2017, arXiv 1706.02677)."""
     return float(lr) * _root_.data.batch_size * _root_.trainer.accumulate_grad_batches / 256
 
 
 def use_own_compressor(config: DictConfig, words: list[str]) -> None:
-    """Moves the compressor of a strategy that has its own, such as strategy=powersgd, to `config.compressor`.
+    """Move the compressor of a strategy that has its own, such as strategy=powersgd, to `config.compressor`.
 
     Args:
-        words: the overrides of the command line.
+        words: the overrides on the command line.
 
     Raises:
-        ValueError: they name a compressor, too.
+        ValueError: if they also name a compressor.
     """
     if "compressor" not in config.strategy:
         return
@@ -78,10 +78,10 @@ class Run(NamedTuple):
 
 
 def build(config: DictConfig) -> Run:
-    """Instantiates a composed config.
+    """Instantiate a composed config.
 
     Raises:
-        ValueError: an option that its class, Lightning or this machine refuses.
+        ValueError: if an option's class, Lightning or this machine does not accept it.
     """
     ranks = place(config.trainer.accelerator, config.trainer.devices, config.trainer.num_nodes)
     _check_numbers(config)
@@ -110,7 +110,7 @@ def build(config: DictConfig) -> Run:
 
 
 def _check_numbers(config: DictConfig) -> None:
-    """ValueError for numbers that Lightning takes, and of which the schedule of the learning rate can't be made."""
+    """Raises ValueError for numbers that Lightning accepts but the learning rate schedule does not."""
     if not is_whole(config.seed) or not 0 <= config.seed < 2**32:
         raise refusal("seed", config.seed, f"a whole number from 0 to {2**32 - 1}")
     for option in ("max_epochs", "accumulate_grad_batches", "limit_train_batches"):
@@ -121,7 +121,7 @@ def _check_numbers(config: DictConfig) -> None:
 
 
 def _strategy(config: DictConfig, ranks: Ranks) -> ParallelStrategy:
-    """With the devices of ranks that share GPUs."""
+    """The strategy, given the devices if ranks share GPUs."""
     options: dict[str, Any] = {}
     if shared := ranks.shared_gpus:
         if config.strategy._target_.endswith(CompressedHSDPStrategy.__name__):
@@ -140,7 +140,7 @@ def _trainer(config: DictConfig, ranks: Ranks, strategy: ParallelStrategy) -> L.
     callbacks = list(instantiate(config.callbacks, _convert_="all").values())
     callbacks += [SeedEachStep(config.seed), CommunicationMonitor()]
     if "ema" in config.callbacks and isinstance(strategy, CompressedHSDPStrategy):
-        raise refusal("callbacks with strategy=hsdp", "ema", "others: Lightning's moving average keeps whole weights")
+        raise refusal("callbacks with strategy=hsdp", "ema", "others: Lightning's moving average needs whole weights")
     if keeps:
         callbacks.append(SaveOnSigterm(Path(config.folder) / LAST))
         options["logger"] = list(instantiate(config.logger, _convert_="all").values())
@@ -152,7 +152,7 @@ def _trainer(config: DictConfig, ranks: Ranks, strategy: ParallelStrategy) -> L.
     gpus = len(set(ranks.shared_gpus))
     return instantiate(config.trainer, _partial_=True, _convert_="all")(
         accelerator=ranks.accelerator,
-        devices=gpus or ranks.per_node,  # Lightning takes no more than there are GPUs; the strategy has the ranks
+        devices=gpus or ranks.per_node,  # Lightning accepts no more than there are GPUs; the strategy has the ranks
         num_nodes=ranks.nodes,
         strategy=strategy,
         callbacks=callbacks,

@@ -20,10 +20,10 @@ from lightning_gradcomp.plugin import CommunicationMonitor
 
 
 def fit(yaml: str) -> dict[str, Any]:
-    """Trains, or validates, the composed config `yaml`. Returns the result, which rank 0 has written to its folder.
+    """Train or validate the composed config `yaml`. Returns the result, which rank 0 writes to the run's folder.
 
     Raises:
-        ValueError: an option that is refused once the ranks know each other.
+        ValueError: if an option turns out to be invalid once the ranks are connected.
     """
     hide_messages()
     config: Any = OmegaConf.create(yaml)
@@ -40,10 +40,10 @@ def fit(yaml: str) -> dict[str, Any]:
             trainer.fit(run.task, run.data, ckpt_path=config.ckpt)
         except SIGTERMException:
             if trainer.is_global_zero:
-                print(f"\nstopped after step {trainer.global_step}; to resume: the same words, and ckpt={folder}")
+                print(f"\nstopped after step {trainer.global_step}; to resume: the same command with ckpt={folder}")
             sys.exit(STOPPED)
         seconds = time.perf_counter() - start
-        if not run.task.images:  # stopped at the last step, before its validation
+        if not run.task.images:  # the checkpoint was saved at the last step, before validation
             done = f"more: {config.ckpt} has completed all steps; evaluate=true validates it"
             raise refusal("trainer.max_epochs", trainer.max_epochs, done)
         if trainer.checkpoint_callbacks:
@@ -58,7 +58,7 @@ def fit(yaml: str) -> dict[str, Any]:
 
 
 def _interrupt_is_sigterm() -> None:
-    """Treats a Ctrl-C, which a terminal sends to every process, as a SIGTERM, which ends all ranks after the same step.
+    """Treat a Ctrl-C, which a terminal sends to every process, as a SIGTERM, which ends all ranks after the same step.
 
     Lightning's handler would end each rank at once.
     """

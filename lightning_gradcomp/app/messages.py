@@ -1,4 +1,4 @@
-"""Messages of Lightning and torch that `gradcomp` leaves out; all others are shown."""
+"""Messages of Lightning and torch that `gradcomp` hides; it shows all others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARNED = (
     r".*`torch\.distributed\.\w+` is deprecated",  # the oldest supported torch lacks the new names
     r"The '\w+' does not have many workers",  # the images are in memory
     r"Experiment logs directory .* exists and is not empty",  # it holds config.yaml
-    r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips what was seen
+    r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips images already seen
     r"The dirpath has changed from",  # a resumed run has a folder of its own
     r"Be aware that when using `ckpt_path`, callbacks",  # evaluate=true needs none of them
     r"GPU available but not used",  # trainer.accelerator=cpu
@@ -34,7 +34,7 @@ WARNED = (
 
 
 def hide_messages() -> None:
-    """Leaves out `LOGGED` and `WARNED` from now on, in this process."""
+    """Hide `LOGGED` and `WARNED` from now on, in this process."""
     for message in WARNED:
         warnings.filterwarnings("ignore", message=message)
     for name in LOGGERS:

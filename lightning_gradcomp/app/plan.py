@@ -1,7 +1,7 @@
 """`gradcomp plan MODEL`: does compression pay for this model and this link?
 
-The computation of a step, the work of every method and, between ranks that a launcher has started, the link are
-measured. Bytes follow from the shapes of the gradients. docs/will_it_pay.md explains the model of a step.
+It measures the computation of a step, the work of every method and, between ranks started by a launcher, the link.
+Bytes follow from the shapes of the gradients. docs/will_it_pay.md explains the model of a step.
 
 Private: Lightning's `_configure_optimizers`, for all that `configure_optimizers` may return.
 """
@@ -46,27 +46,27 @@ from lightning_gradcomp.registry import entries
 NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
 """MODEL -> torchvision's name."""
 DELAY_MS = 0.1
-"""Delay of a link that is given by its rate alone."""
+"""Delay of a link for which only the rate is given."""
 USUAL_MBIT = (100, 1_000, 10_000, 100_000)
 HEADERS = 0.95
-"""Share of a link's rate that the headers of TCP and IP leave, in packets of 1500 bytes."""
+"""Fraction of a link's rate that TCP and IP headers leave, in packets of 1500 bytes."""
 HIDES = 0.6
-"""Share of backward behind which DDP hides its exchange, which begins when the first bucket of 25 MiB is full."""
+"""Fraction of backward that can hide DDP's exchange, which starts when the first bucket of 25 MiB is full."""
 BACKWARD = 2 / 3
-"""Share of backward in a step whose time is given: it computes two matrix products for each one of forward."""
+"""Fraction of backward in a step whose time is given: it computes two matrix products for each one of forward."""
 WORTH = 1.1
-"""The smallest speed-up that is recommended; smaller ones are within the error of the model."""
+"""The smallest speed-up to recommend; smaller ones are within the error of the model."""
 MANY = (2, 4, 8, 16, 64)
-"""Numbers of ranks for the columns of speed-ups."""
+"""Numbers of ranks in the columns of speed-ups."""
 REPEATS = 3
 LARGEST = 1 << 24
-"""Bytes of the largest message that the bandwidth is measured with."""
+"""Bytes of the largest message used to measure the bandwidth."""
 LONG_ENOUGH = 0.02
-"""Seconds that a message has to take to show the bandwidth."""
+"""Seconds that a message must take to show the bandwidth."""
 
 
 class Link(NamedTuple):
-    """What joins the ranks: seconds that a smallest message takes, and bytes a second that each rank sends."""
+    """What connects the ranks: seconds per tiny message, and bytes per second that each rank sends."""
 
     latency: float
     bandwidth: float
@@ -82,7 +82,7 @@ class Method(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A modelled step: bytes that a rank sends, seconds to encode and decode, and seconds in all."""
+    """A modelled step: bytes that a rank sends, seconds to encode and decode, and total seconds."""
 
     topology: str
     sent: int
@@ -91,14 +91,14 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The model of a step, for one network: seconds without an exchange, of them backward, and methods by name."""
+    """The model of a step for one network: seconds without an exchange, those of backward, and methods by name."""
 
     computation: float
     backward: float
     methods: dict[str, Method]
 
     def step(self, name: str, topology: str, n: int, link: Link) -> Step:
-        """A step of `n` ranks with method `name`. Uncompressed methods take any topology, and use a ring."""
+        """A step of `n` ranks with method `name`. Uncompressed methods accept any topology, but use a ring."""
         compressor, layouts, encode, decode = self.methods[name]
         if not isinstance(compressor, LossyCompressor):
             sent = dense_traffic(layouts.nbytes * compressor.wire_dtype.itemsize // 4, n)
@@ -117,34 +117,34 @@ class Plan(NamedTuple):
         return Step(topology, sent, work, self.computation + work + exchange)
 
     def best(self, name: str, n: int, link: Link) -> Step:
-        """A step with method `name` at its fastest topology."""
+        """A step with method `name` and its fastest topology."""
         compressor = self.methods[name].compressor
         sharded = isinstance(compressor, LossyCompressor) and not compressor.not_partitioned_because
         steps = [self.step(name, topology, n, link) for topology in ("all_gather", *(PARTITIONED if sharded else ()))]
         return min(steps, key=lambda step: step.seconds)
 
     def speed_up(self, name: str, n: int, link: Link) -> float:
-        """Seconds of a dense step over those of `best`."""
+        """Seconds of a dense step divided by those of `best`."""
         return self.best("none", n, link).seconds / self.best(name, n, link).seconds
 
     def ranked(self, n: int, link: Link) -> list[str]:
-        """The methods, the fastest first."""
+        """The methods, fastest first."""
         return sorted(self.methods, key=lambda name: self.best(name, n, link).seconds)
 
     def verdict(self, n: int, link: Link) -> str:
-        """Which method to pick, or that none pays."""
+        """One line that says which method to pick, or that none pays."""
         best = next(name for name in self.ranked(n, link) if name != "none")
         if (speed_up := self.speed_up(best, n, link)) < WORTH:
             return f"don't compress: no method is modelled at {WORTH}x or better"
         return f"pick {best}, modelled at {times(speed_up)} over dense"
 
     def bandwidth_to_hide(self, n: int, latency: float) -> float:
-        """Bytes a second from which on backward hides the dense exchange; infinite if latency alone is longer."""
+        """Bytes per second at which backward hides the dense exchange; infinite if latency alone is longer."""
         left = HIDES * self.backward - 2 * (n - 1) * latency
         return dense_traffic(self.methods["none"].layouts.nbytes, n) / left if left > 0 else math.inf
 
     def table(self, n: int, links: dict[str, Link]) -> str:
-        """All methods, the fastest first: over one link with speed-ups by number of ranks, over several by link."""
+        """All methods, fastest first. One link: speed-ups by number of ranks. Several: speed-ups by link."""
         link, alone = next(iter(links.values())), len(links) == 1
         cases = {words: (n, each) for words, each in links.items()}
         if alone:
@@ -160,12 +160,12 @@ class Plan(NamedTuple):
 
 
 def times(ratio: float) -> str:
-    """As in 3.1x and 42x."""
+    """Format a ratio, as in 3.1x and 42x."""
     return f"{ratio:.{1 if ratio < 9.95 else 0}f}x"
 
 
 def hops(how: str, size: float, n: int) -> int:
-    """Messages of a gather, sum ("mean") or maximum that wait for each other: a ring's, or the few of a short one."""
+    """Number of sequential messages in a gather, sum ("mean") or maximum: a ring's, or fewer for a short message."""
     if how == "gather":
         return 1 if size <= SHORT else n - 1
     return min(n - 1, 2) if how == "mean" and size <= SHORT_SUM else 2 * (n - 1)
@@ -179,7 +179,7 @@ LIMITS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with Refused for wrong options."""
+    """argparse that raises Refused for wrong options."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(message.removeprefix("argument "))
@@ -189,7 +189,7 @@ def read(words: list[str]) -> argparse.Namespace:
     """The options in `words`.
 
     Raises:
-        ValueError: what is unknown, missing, or doesn't fit.
+        ValueError: if an option is unknown, missing or out of range.
     """
     networks = ", ".join(NETWORKS)
     parser = Parser(
@@ -224,10 +224,10 @@ def read(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """Measures on all ranks, and prints the plan on the first.
+    """Measure on all ranks and print the plan on the first.
 
     Raises:
-        ValueError: options that don't fit, or a model that can't be planned.
+        ValueError: if an option is invalid, or the model can't be planned.
     """
     options = read(words)
     with warnings.catch_warnings():
@@ -244,7 +244,7 @@ def main(words: list[str]) -> int:
 
 
 def text(options: argparse.Namespace, plan: Plan, links: dict[str, Link], n: int, device: torch.device) -> str:
-    """What the command prints: what was measured, the table, and a verdict for each link."""
+    """The output of the command: what was measured, the table, and a verdict for each link."""
     size, alone = plan.methods["none"].layouts.nbytes, len(links) == 1
     hides_from = 8e-9 * plan.bandwidth_to_hide(n, next(iter(links.values())).latency)
     hides = "Backward is too short to hide a dense exchange."
@@ -291,7 +291,7 @@ def lightning_module(path: str, device: torch.device) -> Workload:
     """The user's `package.module:Class`, with its first batch, its training step and its optimizer.
 
     Raises:
-        ValueError: something is missing, or needs a Trainer.
+        ValueError: if something is missing or needs a Trainer.
     """
 
     sys.path.append("")  # the working folder, after installed modules
@@ -331,7 +331,7 @@ def lightning_module(path: str, device: torch.device) -> Workload:
 
 
 def join() -> tuple[dist.ProcessGroup | None, torch.device]:
-    """The process group of the ranks that torchrun or SLURM has started, None for a process alone; its device."""
+    """The process group of the ranks started by torchrun or SLURM, None for a single process; and the device to use."""
     if SLURMEnvironment.detect() and "RANK" not in os.environ:
         slurm = SLURMEnvironment()
         os.environ.update(RANK=str(slurm.global_rank()), LOCAL_RANK=str(slurm.local_rank()))
@@ -355,7 +355,7 @@ def measured(
     """The plan of a workload, with every method that works with its optimizer. Collective if there is a group.
 
     Args:
-        step_ms: milliseconds of a step, measured elsewhere.
+        step_ms: milliseconds of a step, if measured elsewhere.
     """
     seconds, backward = 1e-3 * (step_ms or 0.0), 1e-3 * (step_ms or 0.0) * BACKWARD
     if not step_ms:
@@ -390,7 +390,7 @@ def measure_step(workload: Workload, group: dist.ProcessGroup | None, device: to
 
 
 def measure_method(compressor: Compressor, workload: Workload, group: dist.ProcessGroup | None = None) -> Method:
-    """What compressing the model's gradients costs, on random numbers; nothing is sent. Leaves other gradients."""
+    """Measure what compressing the model's gradients costs, on random numbers. Sends nothing; overwrites gradients."""
     gradients = Gradients(workload.model, compressor)
     layouts, device = gradients.largest, gradients.device
     if isinstance(compressor, LossyCompressor) and gradients.compressed:
@@ -407,7 +407,7 @@ def measure_method(compressor: Compressor, workload: Workload, group: dist.Proce
 
 
 class EchoRanks(Ranks):
-    """Ranks that all send what this one sends, at once."""
+    """Ranks that all send what this one sends, instantly."""
 
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: message.repeat(self.world, 1)
@@ -420,7 +420,7 @@ class EchoRanks(Ranks):
 
 
 def compressed_steps(compressor: LossyCompressor, gradients: Gradients, world: int, adam: bool) -> list[float]:
-    """Seconds of a few compressed steps of `world` ranks that send the same."""
+    """Seconds of each of a few compressed steps of `world` ranks that send the same data."""
     optimizer = (torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9))(gradients.compressed, lr=1e-3)
     memory = Memory(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
     final = compressor.with_sparsity(compressor.final_sparsity)
@@ -434,7 +434,7 @@ def compressed_steps(compressor: LossyCompressor, gradients: Gradients, world: i
 
 
 def links_of(options: argparse.Namespace, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Link]:
-    """Description -> link: as given, measured between the ranks, or four usual ones for a process alone."""
+    """Description -> link: the given one, the one measured between the ranks, or four usual ones for one process."""
     if options.rate_mbit:
         delay = DELAY_MS if options.delay_ms is None else options.delay_ms
         return {f"{rate(options.rate_mbit)}, {delay:g} ms delay (given)": given_link(options.rate_mbit, delay)}
@@ -445,12 +445,12 @@ def links_of(options: argparse.Namespace, group: dist.ProcessGroup | None, devic
 
 
 def given_link(mbit: float, delay_ms: float) -> Link:
-    """A link by its rate, and its delay one way. A gloo message takes two delays: its receiver is ready first."""
+    """A link from its rate and one-way delay. A gloo message takes two delays: its receiver first says it is ready."""
     return Link(latency=2e-3 * delay_ms, bandwidth=HEADERS * mbit * 1e6 / 8)
 
 
 def rate(mbit: float) -> str:
-    """In Mbit/s, or Gbit/s from 1000."""
+    """Format a rate in Mbit/s, or in Gbit/s from 1000 Mbit/s."""
     return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
 
 
@@ -458,7 +458,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     """The link between the ranks of `group` while all send, as the slowest rank sees it. Collective.
 
     Args:
-        device: of the tensors that its backend takes.
+        device: device of the tensors that the group's backend accepts.
     """
     n = group.size()
     tiny, everyones = torch.zeros(n, device=device), torch.empty(n, device=device)
@@ -476,7 +476,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds that `call` takes, a GPU's work included."""
+    """Seconds that `call` takes, including work on a GPU."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -486,7 +486,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def typical(seconds: list[float], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """The median of what the slowest rank of `group` took each time; the same on all ranks."""
+    """The median over repeats of the time of the slowest rank in `group`; the same on all ranks."""
     most = torch.tensor(seconds, dtype=torch.float64, device=device)
     if group:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)

@@ -21,33 +21,33 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lightning_gradcomp.errors import Refused, refusal
 
 FEWEST = 2
-"""Ranks on one machine, unless told otherwise: one compresses nothing."""
+"""Default number of ranks on one machine: a single rank compresses nothing."""
 
 STOPPED = 143
-"""The shell's exit code for a SIGTERM, and that of a rank that has saved a checkpoint after one."""
+"""The shell's exit code for a SIGTERM; a rank that saved a checkpoint after one exits with it."""
 
 REFUSALS = (Refused, MisconfigurationException)
-"""What a rank raises for an option that it does not take once the ranks know each other."""
+"""What a rank raises for an option that turns out to be invalid once the ranks are connected."""
 
 
 class Ranks(NamedTuple):
-    """Where a run computes."""
+    """Where a run takes place."""
 
     accelerator: str  # "cuda" or "cpu"
     per_node: int
     nodes: int
-    launched: bool  # torchrun or SLURM has started the ranks
+    launched: bool  # torchrun or SLURM started the ranks
 
     @property
     def world(self) -> int:
-        """Their number."""
+        """Total number of ranks."""
         return self.per_node * self.nodes
 
     @property
     def shared_gpus(self) -> list[torch.device]:
-        """The GPU of each rank of a node that has fewer GPUs than ranks, in turn; otherwise empty.
+        """The GPU of each rank, assigned in turn, if a node has fewer GPUs than ranks; otherwise empty.
 
-        Such ranks exchange over gloo: NCCL allows one rank a GPU.
+        Such ranks exchange over gloo: NCCL allows one rank per GPU.
         """
         gpus = torch.cuda.device_count()
         if self.accelerator == "cpu" or self.per_node <= gpus:
@@ -56,11 +56,11 @@ class Ranks(NamedTuple):
 
 
 def place(accelerator: str, devices: int | str, num_nodes: int | str) -> Ranks:
-    """What the Trainer's options of these names come to here: "auto" is one rank for each GPU, two at least.
+    """Resolve the Trainer options of these names on this machine: "auto" is one rank per GPU, but at least two.
 
     Raises:
-        ValueError: a GPU is asked for and there is none; numbers that differ from those of torchrun or SLURM; several
-            nodes without either.
+        ValueError: if there is no GPU but one is requested, if numbers differ from those of torchrun or SLURM, or if
+            several nodes are requested without either.
     """
     if accelerator not in ("auto", "cpu", "cuda"):
         raise refusal("trainer.accelerator", accelerator, "auto, cpu, cuda")
@@ -81,7 +81,7 @@ def place(accelerator: str, devices: int | str, num_nodes: int | str) -> Ranks:
 
 
 def launched() -> tuple[int, int] | None:
-    """(ranks on this node, nodes) that torchrun or SLURM has started; None if this process has to start them."""
+    """(ranks on this node, nodes) started by torchrun or SLURM; None if this process must start the ranks."""
     if TorchElasticEnvironment.detect():
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         return local, int(os.environ["WORLD_SIZE"]) // local
@@ -92,7 +92,7 @@ def launched() -> tuple[int, int] | None:
 
 
 def is_rank_zero() -> bool:
-    """True in the process of rank 0, and in one that starts the ranks."""
+    """True in the process of rank 0 and in a process that starts the ranks."""
     return all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "SLURM_PROCID"))
 
 
@@ -101,25 +101,25 @@ class RankFailed(Exception):
 
 
 def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
-    """`run(*arguments)` in each of `ranks` fresh processes of this machine. Returns what rank 0 returned.
+    """Call `run(*arguments)` in each of `ranks` fresh processes on this machine. Returns what rank 0 returned.
 
-    If one fails, the others are ended. A SIGTERM and a Ctrl-C are passed on to all ranks, which end together; a second
-    one kills them.
+    If one fails, the others are ended. A SIGTERM or Ctrl-C is passed on to all ranks, which end together; a second one
+    kills them.
 
     Raises:
-        RankFailed: a rank failed. Its traceback was printed, unless it refused an option.
-        SystemExit: a signal asked this process or a rank to stop, and all ranks have ended.
+        RankFailed: if a rank failed. Its traceback was printed, unless it refused an option.
+        SystemExit: if a signal asked this process or a rank to stop, and all ranks have ended.
     """
     received: list[tuple[int, float]] = []  # signals, and when
 
     def stop(number: int, _: object) -> None:
         received.append((number, time.monotonic()))
-        is_second = received[-1][1] - received[0][1] > 1  # s; a wrapper such as `timeout` may pass on a first one twice
+        is_second = received[-1][1] - received[0][1] > 1  # s; a wrapper such as `timeout` may pass the first on twice
         for child in multiprocessing.active_children():
             child.kill() if is_second else child.terminate()
 
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).disabled = True  # RankFailed says it, shorter
+        logging.getLogger(name).disabled = True  # RankFailed says the same, shorter
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = threads or str(max(1, len(os.sched_getaffinity(0)) // ranks))
     config = LaunchConfig(
@@ -144,7 +144,7 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _reason(rank: int, failure: Any) -> str:
-    """What a failed rank said. Prints its traceback, if that is of any use."""
+    """Why a rank failed. Prints its traceback, if that is useful."""
     if not isinstance(failure.message, dict):  # a signal, or an exit code
         return f"rank {rank} ended with {failure.message if failure.exitcode < 0 else f'exit code {failure.exitcode}'}"
     kind, _, said = failure.message["message"].partition(": ")

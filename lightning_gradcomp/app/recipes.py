@@ -1,4 +1,4 @@
-"""`gradcomp recipes`: what is in recipes/."""
+"""`gradcomp recipes`: lists recipes/."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lightning_gradcomp.errors import refusal
 
 
 def main(words: list[str]) -> int:
-    """Prints the name and the first line of every recipe."""
+    """Print the name and the first sentence of every recipe."""
     if words:
         raise refusal("gradcomp recipes", " ".join(words), "no further words")
     for path in sorted(shipped("recipes").glob("*.yaml")):
@@ -16,6 +16,6 @@ def main(words: list[str]) -> int:
 
 
 def head(text: str) -> str:
-    """The first sentence of a recipe, in one line."""
+    """The first sentence of a recipe, on one line."""
     lines = [line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#")]
     return " ".join(lines).partition(". ")[0].partition(" Result:")[0]

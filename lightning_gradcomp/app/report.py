@@ -1,4 +1,4 @@
-"""`gradcomp report`: a page with a table and figures on one run or several, from the files in their folders."""
+"""`gradcomp report`: a page with a table and figures on one or more runs, from the files in their folders."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lightning_gradcomp.errors import refusal
 OPTIONS = "RUN..., folders of runs or of sweeps; --out FOLDER"
 STEPS, MEGABYTES, SECONDS = "optimizer steps", "MB of gradients sent by a rank", "seconds"
 FIGURES = {"accuracy": ("val_acc", "validation accuracy"), "loss": ("train_loss", "training loss")}
-"""Name of a figure -> its column of metrics.csv, and what the axis says."""
+"""Name of a figure -> its column of metrics.csv and the axis label."""
 
 IGNORED = ("seed", "folder", "ckpt", "trainer.devices", "trainer.num_nodes", "trainer.log_every_n_steps")
 IGNORED += ("trainer.enable_progress_bar",)
-"""Options that make no other group of runs, as those of the logger; the number of ranks does, however it came about."""
+"""Options that don't separate groups of runs, like those of the logger. The number of ranks does, however it is set."""
 
 HEAD = ("method", "options", "runs (seeds)", "N", "accuracy, %", "sent by a rank", "ratio", "topology", "ms a step")
 NOTES = """\
 Accuracy is that of the last validation. Groups of several runs show mean ± standard deviation; so do the bands in the
 figures. Bytes are those of the gradients that left rank 0. The ratio is what an uncompressed ring all-reduce of N ranks
-would have sent in the whole run, over what was sent. Milliseconds are the sum of each phase's median."""
+would have sent in the whole run, divided by what was sent. Milliseconds are the sum of each phase's median."""
 
 
 def main(words: list[str]) -> int:
-    """Writes the report that `words` ask for, and prints where it is.
+    """Write the report that `words` ask for and print its path.
 
     Raises:
-        ValueError: unknown words, a folder that is missing, or one without a run that has ended.
+        ValueError: if a word is unknown, or a folder is missing or contains no finished run.
     """
     parser = argparse.ArgumentParser(
         prog="gradcomp report", description="Writes report.md with figures on one run, or compares several."
@@ -55,7 +55,7 @@ def main(words: list[str]) -> int:
 
 
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes report.md, and figures/*.png beside it, on all runs in `folders` and beneath them.
+    """Write report.md, with figures/*.png next to it, on all runs in or below `folders`.
 
     Args:
         out: the report's folder. Default: that of the run, or ./report for several.
@@ -64,8 +64,8 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
         The path of report.md.
 
     Raises:
-        ValueError: a folder that is missing or without a run that has ended; a file that can't be read.
-        OSError: the report can't be written.
+        ValueError: if a folder is missing or contains no finished run, or a file can't be read.
+        OSError: if the report can't be written.
     """
     runs = find(folders)
     out = out or (runs[0].folder if len(runs) == 1 else Path("report"))
@@ -82,13 +82,13 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended.
+    """A finished run.
 
     Args:
-        earlier: the folders of the runs that it resumed, the latest first.
-        options: of config.yaml, named as on the command line.
-        summary: summary.json.
-        metrics: metrics.csv, after the rows of the runs that it resumed.
+        earlier: the folders of the runs that it resumed, latest first.
+        options: those in config.yaml, named as on the command line.
+        summary: contents of summary.json.
+        metrics: rows of metrics.csv, after those of the runs that it resumed.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def cost(self) -> dict[str, Any]:
-        """What CommunicationMonitor has counted."""
+        """What CommunicationMonitor counted."""
         return self.summary["communication"]
 
     @property
@@ -109,20 +109,20 @@ class Run:
 
     @property
     def key(self) -> str:
-        """The same for runs that differ only in the seed."""
+        """A key shared by runs that differ only in the seed."""
         options = {name: value for name, value in self.options.items() if tells(name)}
         return json.dumps([self.world, options], sort_keys=True, default=str)
 
     def name(self, part: str) -> str:
-        """The class or function of a part of the config, such as `DGC`; of torchvision's and timm's models the name."""
+        """Class or function of a part of the config, such as `DGC`; for torchvision and timm, the model's name."""
         return self.options.get(f"{part}.name") or short(self.options[f"{part}._target_"])
 
 
 def find(folders: Iterable[Path]) -> list[Run]:
-    """All runs in `folders` and beneath them that have ended; names the others on stderr.
+    """All finished runs in or below `folders`. Names unfinished ones on stderr.
 
     Raises:
-        ValueError: a folder that is missing, no run that has ended, or a file that can't be read.
+        ValueError: if a folder is missing, no run has finished, or a file can't be read.
     """
     found: dict[Path, Run | None] = {}
     for folder in folders:
@@ -135,7 +135,7 @@ def find(folders: Iterable[Path]) -> list[Run]:
         allowed = "a run that has ended: its folder has metrics.csv (logger=csv) and summary.json"
         raise refusal("RUN", ", ".join(map(str, folders)), allowed)
     for folder in found.keys() - {each for run in runs for each in (run.folder, *run.earlier)}:
-        print(f"gradcomp: left out of the report, since it has not ended: {folder}", file=sys.stderr)
+        print(f"gradcomp: left out of the report because it has not finished: {folder}", file=sys.stderr)
     return runs
 
 
@@ -144,10 +144,10 @@ def _by_number(path: Path) -> list[int | str]:
 
 
 def read(folder: Path) -> Run:
-    """The run in `folder`, which has ended.
+    """The finished run in `folder`.
 
     Raises:
-        ValueError: a file that can't be read.
+        ValueError: if a file can't be read.
     """
     try:
         options = _options(folder)
@@ -183,7 +183,7 @@ def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tells(option: str) -> bool:
-    """True for an option that may change the result."""
+    """True if the option may change the result."""
     return option not in IGNORED and not option.startswith("logger.")
 
 
@@ -192,8 +192,8 @@ class Group:
     """Runs that differ only in the seed: a row of the table, a line in the figures.
 
     Args:
-        method: the classes of compressor and strategy.
-        options: those that the other groups have otherwise, as on the command line.
+        method: class names of compressor and strategy.
+        options: those in which it differs from the other groups, as on the command line.
     """
 
     runs: list[Run]
@@ -206,14 +206,14 @@ class Group:
         return " ".join([self.method, *self.options])
 
     def curve(self, x: str, y: str) -> pd.DataFrame:
-        """Columns x, mean and sd of y, at the steps that all runs have."""
+        """Columns x, mean and sd of y, at the steps common to all runs."""
         rows = pd.concat([run.metrics.reindex(columns=["step", x, y]).dropna() for run in self.runs]).groupby("step")
         points = pd.DataFrame({x: rows[x].mean(), "mean": rows[y].mean(), "sd": rows[y].std().fillna(0)})
         return points[rows.size() == len(self.runs)]
 
 
 def grouped(runs: list[Run]) -> list[Group]:
-    """The groups, in the order of their first runs."""
+    """The groups, ordered by their first runs."""
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         by_key.setdefault(run.key, []).append(run)
@@ -229,7 +229,7 @@ def grouped(runs: list[Run]) -> list[Group]:
 
 
 def _differing(own: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[str]:
-    """The options that differ from those of runs with the same class in this place."""
+    """The options that differ from those of the runs with the same class in that place."""
     for name, value in own.items():
         place, _, leaf = name.rpartition(".")
         kind = f"{place}._target_"
@@ -238,12 +238,12 @@ def _differing(own: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[st
             continue
         if leaf != "_target_":
             yield f"{name}={json.dumps(value, separators=(',', ':'), default=str)}".replace('"', "")
-        elif place not in ("compressor", "strategy"):  # which the method names
+        elif place not in ("compressor", "strategy"):  # the method names these
             yield f"{place}={short(value)}"
 
 
 def draw(groups: list[Group], column: str, title: str) -> Figure | None:
-    """A column of metrics.csv over steps, megabytes and seconds; None if no run has it."""
+    """Plot a column of metrics.csv over steps, megabytes and seconds; None if no run has it."""
     figure = Figure(figsize=(13, 4.5), layout="constrained")
     panels = dict(zip((STEPS, MEGABYTES, SECONDS), figure.subplots(1, 3, sharey=True), strict=True))
     lines = {}
@@ -273,7 +273,7 @@ def draw(groups: list[Group], column: str, title: str) -> Figure | None:
 
 
 def page(groups: list[Group], figures: list[str]) -> str:
-    """report.md. `figures`: their names."""
+    """The text of report.md, given the names of the `figures`."""
     runs, places = [run for group in groups for run in group.runs], []
     subjects = _each(f"{run.name('model')} on {run.name('data')}" for run in runs)
     parts = [f"# {subjects}: {groups[0].method if len(groups) == 1 else f'{len(groups)} configurations'}"]
@@ -321,6 +321,6 @@ def _row(group: Group) -> list[str]:
 
 
 def _spread(values: list[float], form: str) -> str:
-    """Mean ± standard deviation, of two or more; of one, what it is."""
+    """Mean ± standard deviation of two or more values; a single value as it is."""
     series = pd.Series(values)
     return form.format(series.mean()) + (f" ± {form.format(series.std())}" if len(values) > 1 else "")

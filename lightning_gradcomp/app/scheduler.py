@@ -11,7 +11,7 @@ from lightning_gradcomp.errors import refusal
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int, end: float = 0.0) -> float:
-    """The factor of the peak learning rate at `step` (from 0): up to 1 in `warmup_steps`, then a cosine to `end`.
+    """Factor on the peak learning rate at `step` (from 0): up to 1 in `warmup_steps`, then a cosine to `end`.
 
     >>> [round(warmup_cosine(step, 2, 6), 3) for step in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
@@ -27,12 +27,12 @@ class WarmupCosine:
     """Makes the scheduler of a run.
 
     Args:
-        warmup_steps: optimizer steps of linear warm-up; None if `warmup_epochs` says it.
-        warmup_epochs: the same in epochs, which may be a fraction.
-        end: share of the peak that the cosine ends at, 0 to 1.
+        warmup_steps: optimizer steps of linear warm-up; None if `warmup_epochs` is set.
+        warmup_epochs: the same in epochs, possibly a fraction.
+        end: fraction of the peak at which the cosine ends, 0 to 1.
 
     Raises:
-        ValueError: an option out of its range; both warm-ups, or none.
+        ValueError: if an option is out of range, or not exactly one warm-up is set.
     """
 
     warmup_steps: int | None = 20
@@ -45,14 +45,14 @@ class WarmupCosine:
             raise refusal(what, self.warmup_steps, "one of the two, the other null")
         for option in ("warmup_steps", "warmup_epochs"):
             if (got := getattr(self, option)) is not None and not got >= 0:
-                raise refusal(f"scheduler.{option}", got, "null, or 0 and more")
+                raise refusal(f"scheduler.{option}", got, "null, or 0 or more")
         if not 0 <= self.end <= 1:
             raise refusal("scheduler.end", self.end, "0 to 1")
 
     def __call__(
         self, optimizer: torch.optim.Optimizer, epoch_steps: int, epochs: int
     ) -> torch.optim.lr_scheduler.LambdaLR:
-        """For a run of `epochs` of `epoch_steps` optimizer steps each."""
+        """The scheduler of a run of `epochs` epochs with `epoch_steps` optimizer steps each."""
         warmup = self.warmup_steps if self.warmup_steps is not None else round((self.warmup_epochs or 0) * epoch_steps)
         factor = lambda step: warmup_cosine(step, warmup, epochs * epoch_steps, self.end)  # noqa: E731
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -1,4 +1,4 @@
-"""strategy=hsdp: which modules of a network are sharded by themselves, and whether a compressor takes the shards."""
+"""strategy=hsdp: which modules of a network are sharded separately, and whether a compressor accepts the shards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """The blocks of a network: modules in an `nn.Sequential` or `nn.ModuleList` that have layers, and are no such list.
+    """The blocks of a network: modules with layers in an `nn.Sequential` or `nn.ModuleList`, other than such lists.
 
-    They are the transformer blocks of Swin and ViT, the residual blocks of ResNet. There may be none.
+    These are the transformer blocks of Swin and ViT and the residual blocks of ResNet. There may be none.
     """
     for child in network.children():
         if not isinstance(network, LISTS) or isinstance(child, LISTS):
@@ -31,9 +31,9 @@ def blocks(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def check(module: Classifier, compressor: Compressor, shards: int) -> None:
-    """ValueError for a model that can't be divided into so many shards, or whose shards the compressor can't take."""
+    """Raises ValueError if the model can't be divided into `shards`, or the compressor can't handle its shards."""
     if module.channels_last:
-        raise refusal("task.channels_last with strategy=hsdp", True, "false: FSDP2 does not take such weights")
+        raise refusal("task.channels_last with strategy=hsdp", True, "false: FSDP2 does not support such weights")
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     for name, shape in shapes.items():
         if not shape:

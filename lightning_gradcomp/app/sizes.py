@@ -1,4 +1,4 @@
-"""Numbers as they are printed."""
+"""Formatting of numbers for output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def human(size: float) -> str:
 
 
 def digits(number: float) -> str:
-    """A number with three digits, or all of them before the point.
+    """A number with three significant digits, or all those before the decimal point.
 
     >>> digits(2135.4), digits(8.5432)
     ('2,135', '8.54')

@@ -30,7 +30,7 @@ def processor() -> str:
 
 
 def collect(config: DictConfig, run: Run, communication: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Result, costs, options and hardware of a finished run, as plain values. `seconds`: wall time of the fit."""
+    """Result, costs, options and hardware of a finished run, as plain values. `seconds` is the wall time of the fit."""
     trainer = run.trainer
     best = [made for made in trainer.checkpoint_callbacks if isinstance(made, ModelCheckpoint) and made.monitor]
     score = best[0].best_model_score if best else None
@@ -62,14 +62,14 @@ def evaluation(config: DictConfig, run: Run) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], folder: Path) -> None:
-    """Writes summary.json, or evaluation.json, and prints it as a table."""
+    """Write summary.json or evaluation.json, and print the result as a table."""
     name = "evaluation.json" if result["config"]["evaluate"] else "summary.json"
     (folder / name).write_text(json.dumps(result, indent=2) + "\n")
     print(_evaluated(result) if result["config"]["evaluate"] else table(result, folder))
 
 
 def accuracy(result: dict[str, Any]) -> str:
-    """As in `98.06% (353 of 360 images)`."""
+    """Format the accuracy, as in `98.06% (353 of 360 images)`."""
     return f"{result['val_acc']:.2%} ({result['val_correct']} of {result['val_images']} images)"
 
 
@@ -104,7 +104,7 @@ def short(target: str) -> str:
 
 
 def _sent(communication: dict[str, Any]) -> dict[str, str]:
-    """Two rows: what a rank sent in the last step (of rounds: on average), and in all."""
+    """Two rows: what a rank sent in the last step, or per step on average with rounds, and in total."""
     world, sent, dense = (communication[key] for key in ("world_size", "bytes_sent", "dense_bytes"))
     shards = communication.get("shards")
     if world == 1:

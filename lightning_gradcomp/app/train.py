@@ -1,4 +1,4 @@
-"""The command `gradcomp`: Hydra composes a run, this process checks it, fresh processes train it."""
+"""The command `gradcomp`: Hydra composes a run, this process checks it, and fresh processes train it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WORDS = {"plan": plan.main, "recipes": recipes.main, "report": report.main}
 REFUSALS = (
     ValueError, TypeError, OSError, ImportError, MisconfigurationException, HydraException, OmegaConfBaseException,
 )  # fmt: skip
-"""What Hydra, torch, Lightning and the classes in conf/ raise for an option that they don't take."""
+"""What Hydra, torch, Lightning and the classes in conf/ raise for an option that they don't accept."""
 
 DEBUG = os.environ.get("HYDRA_FULL_ERROR") == "1"
-"""True: errors are shown with their tracebacks, as by Hydra's commands."""
+"""If True, errors are shown with tracebacks, as in Hydra's own commands."""
 
 
 def main() -> None:
-    """Runs the command line in `sys.argv`."""
+    """Run the command line in `sys.argv`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print with a traceback
     try:
         if sys.argv[1:2] and sys.argv[1] in WORDS:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def job(config: DictConfig) -> float:
-    """Trains, or validates, one composed run. Returns the validation accuracy, for Hydra's sweepers."""
+    """Train or validate one composed run. Returns the validation accuracy, for Hydra's sweepers."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         run = _checked(config, folder)
@@ -71,10 +71,10 @@ def job(config: DictConfig) -> float:
 
 
 def _checked(config: DictConfig, folder: Path) -> compose.Run:
-    """Builds the run once without starting it, so that what is wrong is said before any rank starts."""
+    """Build the run once without starting it, so that errors are reported before any rank starts."""
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if is_sweep and ranks.launched():
-        raise refusal("--multirun under torchrun or SLURM", "a sweep", "one run for each start")
+        raise refusal("--multirun under torchrun or SLURM", "a sweep", "one run per launch")
     if (folder / "config.yaml").exists():
         raise refusal("hydra.run.dir", str(folder), "a new folder: another run has written to this one")
     config.folder = str(folder)
@@ -82,12 +82,12 @@ def _checked(config: DictConfig, folder: Path) -> compose.Run:
     config.ckpt = checkpoint.resolve(config, folder, is_alone=not (is_sweep or ranks.launched()))
     run = compose.build(config)
     if ranks.is_rank_zero():
-        OmegaConf.save(config, folder / "config.yaml")  # not resolved: no secret of the environment is in it
+        OmegaConf.save(config, folder / "config.yaml")  # unresolved: it contains no secrets from the environment
     return run
 
 
 def _fail(error: object) -> NoReturn:
-    """Says why a run failed, and ends the command; in a sweep, Hydra runs the other jobs first."""
+    """Print why a run failed and exit; in a sweep, Hydra runs the other jobs first."""
     if DEBUG:
         raise  # called from an except clause
     sentence = f"gradcomp: {str(error).strip()}"
@@ -98,11 +98,11 @@ def _fail(error: object) -> NoReturn:
 
 
 def _report_on(folder: Path) -> None:
-    """Writes the report of a run that has ended, which is complete without it."""
+    """Write the report of a finished run, which is complete without it."""
     try:
         print(f"  {'report':<21}{report.write([folder])}")
     except KeyboardInterrupt:
-        print(f"\ngradcomp: the run is complete; to write its report: gradcomp report {folder}", file=sys.stderr)
+        print(f"\ngradcomp: the run is complete; write its report with: gradcomp report {folder}", file=sys.stderr)
         raise
     except Exception as error:
         print(f"gradcomp: no report was written: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
 """Local SGD with delayed averaging: ranks train locally and average their updates once per round.
 
-Uses torch.distributed through `averaging/`, and no Lightning.
+Uses torch.distributed through `averaging/`, but not Lightning.
 """

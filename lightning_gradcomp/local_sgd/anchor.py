@@ -2,13 +2,13 @@
 
 Zhu, Lin, Lu, Lin, Han: Delayed Gradient Averaging: Tolerate the Communication Latency for Federated Learning, NeurIPS
 2021. Rank j sends the sum G_j of the gradients of its last K steps and continues to train. D steps later it replaces
-its own gradients by the mean: w_j -= lr · (mean G - G_j). Here the ranks send the update U_j, what the optimizer has
-added to the weights in the round: w_j += mean U - U_j. Both are the same for SGD at a constant learning rate. With
-momentum, Adam, clipping, learning rate schedules or skipped steps only updates cancel exactly.
+its own gradients with the mean: w_j -= lr · (mean G - G_j). Here rank j sends its update U_j, the change that its
+optimizer made to the weights in the round: w_j += mean U - U_j. For SGD at a constant learning rate the two are
+equivalent. With momentum, Adam, clipping, learning rate schedules or skipped steps, only updates cancel exactly.
 
-The anchor z is bitwise the same on all ranks: the start plus every mean update that was applied. A rank takes a
-snapshot s of its weights w when it sends U = s - z. When mean U arrives, z += mean U and w = z + (w - s), the anchor
-plus the local steps since the snapshot. With D = 0 that is w = z.
+The anchor z is bit-identical on all ranks: the initial weights plus every mean update applied so far. A rank takes a
+snapshot s of its weights w when it sends U = s - z. When mean U arrives, z += mean U and w = z + (w - s): the anchor
+plus the local steps since the snapshot. With D = 0 this reduces to w = z.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def check_pending_share(share: float | None, *, stale_only: bool) -> None:
 
 
 class Anchor:
-    """z: parameters with the model's names, fp32 where they can be trained. Their gradients are pseudo-gradients -U.
+    """z: a copy of the model's parameters, in fp32 if trainable. Their gradients are the pseudo-gradients -U.
 
-    So a torch optimizer can step them, and a GradientAverager can average them.
+    A torch optimizer can therefore step them, and a GradientAverager can average them.
 
     Args:
         model: z starts as a copy of its parameters.
         stale_only: keep local steps out of the model's weights until they come back in an average.
 
     Raises:
-        ValueError: if a trainable parameter is not dense, with 16 or 32 bits.
+        ValueError: if a trainable parameter is not a dense 16- or 32-bit tensor.
     """
 
     def __init__(self, model: nn.Module, *, stale_only: bool = False) -> None:
@@ -55,14 +55,14 @@ class Anchor:
             _submodule(self.module, path).register_parameter(last, z)
         self._all_pairs = [(z, self.live[name]) for name, z in self.module.named_parameters()]
         self._snapshot: list[torch.Tensor] = []
-        """The weights at the time when the pending update was sent."""
+        """The weights when the pending update was sent."""
         self._withheld: list[torch.Tensor] = []
         """With `stale_only`: the sum of the local steps since the last update was sent."""
         self.refresh_trainable()
 
     @property
     def num_elements(self) -> int:
-        """Elements of an update: those of the trainable parameters."""
+        """Number of elements in an update: those of the trainable parameters."""
         return sum(z.numel() for z, _ in self._pairs)
 
     @property
@@ -76,9 +76,9 @@ class Anchor:
         return any(z.requires_grad != w.requires_grad for z, w in self._all_pairs)
 
     def refresh_trainable(self) -> None:
-        """Lay updates out for the parameters that train now. No update may be pending.
+        """Lay out updates for the parameters that are trainable now. No update may be pending.
 
-        Raises ValueError if one is not dense, with 16 or 32 bits.
+        Raises ValueError if one is not a dense 16- or 32-bit tensor.
         """
         check_trainable(self._model)
         for name, w in self.live.items():
@@ -130,10 +130,10 @@ class Anchor:
 
     @torch.no_grad()
     def snapshot_model(self, share: float) -> None:
-        """Keep a copy of the weights as their update is sent. Later steps belong to the next round.
+        """Save a copy of the weights when their update is sent. Later steps belong to the next round.
 
         Args:
-            share: part of the update that stays in the weights until the average arrives.
+            share: fraction of the update that stays in the weights until the average arrives.
         """
         if self.stale_only:
             for withheld in self._withheld:
@@ -146,7 +146,7 @@ class Anchor:
 
     @torch.no_grad()
     def apply_average(self) -> float:
-        """w = z + (w - snapshot): replace the rank's own pending update by the average, which is in z.
+        """w = z + (w - snapshot): replace the rank's own pending update with the average, which is in z.
 
         Returns:
             L2 distance between the snapshot and z; 0 with `stale_only`.
@@ -157,7 +157,7 @@ class Anchor:
         squares = []
         for snapshot, (z, w) in zip(self._snapshot, self._pairs, strict=True):
             squares.append((snapshot - z).square().sum())
-            w.copy_(z + (w - snapshot))  # in fp32, also for weights of 16 bits
+            w.copy_(z + (w - snapshot))  # in fp32, even for 16-bit weights
         self._snapshot = []
         return float(torch.stack(squares).sum()) ** 0.5
 

@@ -1,9 +1,9 @@
-"""DelayedAverager: ranks step on their own gradients; averages of their updates are applied later, at fixed steps.
+"""DelayedAverager: each rank steps on its own gradients and applies the averages of updates later, at fixed steps.
 
 A round is K steps. At the end of a round each rank sends its update, the sum of its optimizer's steps in the round, and
-continues to train. D steps after the end of the round the mean update replaces the rank's own. The exchange is hidden
-if it takes less than D steps; otherwise the step waits. The result does not depend on when a message arrives. D ≤ K, so
-that there is one exchange at a time. The update rule and its source are in `anchor.py`.
+continues to train. D steps later the mean update replaces the rank's own. The exchange is hidden if it takes less than
+D steps; otherwise the step waits. The result does not depend on when a message arrives. D ≤ K, so only one exchange is
+in flight at a time. The update rule and its source are in `anchor.py`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from lightning_gradcomp.registry import build
 
 @dataclass
 class RoundStats(Stats):
-    """Costs of all steps so far. Bytes are those of rounds and drains, without the buffers that rank 0 broadcasts.
+    """Costs of all steps so far. Bytes cover rounds and drains, but not the buffers that rank 0 broadcasts.
 
-    `dense_bytes` are those of a dense ring all-reduce at every step, and `seconds["exchange"]` is the time that steps
-    and drains have waited.
+    `dense_bytes` is what a dense ring all-reduce at every step would have sent. `seconds["exchange"]` is the time that
+    steps and drains have waited.
 
     Args:
-        rounds: averages applied, without those of drains.
-        late_rounds: averages whose exchange was not done when they were applied, at their step or in a drain.
+        rounds: averages applied, not counting those of drains.
+        late_rounds: averages whose exchange was still running when they were due, at their step or in a drain.
         overlapped_steps: steps that ended while the latest exchange was running.
         consensus_distance: root mean square over ranks of the L2 distance between a rank's weights and the average,
-            over the L2 norm of the weights. Measured when the weights of the last round but one were sent.
+            divided by the L2 norm of the weights. Measured on the weights sent in the last round but one.
     """
 
     rounds: int = 0
@@ -60,24 +60,24 @@ class RoundStats(Stats):
         return self.seconds["exchange"]
 
     def add_bytes(self, sent: int) -> None:
-        """Count bytes that this rank sent, and as many that it received."""
+        """Count `sent` bytes as both sent and received by this rank."""
         self.bytes_sent += sent
         self.bytes_received += sent
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """Add the time spent inside to the time that steps have waited; inside another `stalled`, only once."""
+        """Add the time spent inside to the time that steps have waited. Nested blocks count once."""
         before, begin = self.seconds["exchange"], perf_counter()
         yield
         self.seconds["exchange"] = before + perf_counter() - begin
 
 
 class RoundLoop:
-    """The loop of rounds. Its subclasses decide who takes part: `DelayedAverager` and `ElasticAverager`.
+    """The loop of rounds. Its subclasses, `DelayedAverager` and `ElasticAverager`, decide which ranks take part.
 
     Args:
         schedule: period and delay.
-        process_group: of the first rounds. None: this rank alone.
+        process_group: group of the first rounds; None for a single rank.
 
     The other arguments are those of `DelayedAverager`.
     """
@@ -85,7 +85,7 @@ class RoundLoop:
     pending_share = 1.0
     resting = measures_residual = False
     _is_single = False
-    """True if there are no other ranks, at any time."""
+    """True if there are never any other ranks."""
 
     def __init__(
         self,
@@ -122,14 +122,14 @@ class RoundLoop:
         """The flags of all ranks from the latest average or drain. They change at the same step on all ranks."""
 
     def _start(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None = None) -> None:
-        """Start from the model's weights and a state of the rounds, without a pending exchange."""
+        """Start from the model's weights and the rounds' `state`, with no exchange pending."""
         self._anchor = Anchor(self.model, stale_only=self.stale_only)
         self._use_group(group, state)
         self._steps_since_drain = self._steps_in_round = 0
         self._samples_in_round = self._samples_since_drain = 0
 
     def _use_group(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None) -> None:
-        """Average in this group from now on, starting from a state of the rounds."""
+        """Average in this group from now on, starting from the rounds' `state`."""
         self._rounds = Rounds(
             self._anchor,
             self.compressor,
@@ -163,15 +163,15 @@ class RoundLoop:
         return self.round_schedule.delay
 
     def step(self, weight: int = 1) -> None:
-        """Step the optimizer. At the end of a round send the update; apply an average that is due.
+        """Step the optimizer. Send the update at the end of a round, and apply an average that is due.
 
         Args:
-            weight: samples in this step, the weight of the update in averages. A rank without data calls `step(0)` as
-                often as the others call `step`: its optimizer does not step, and it applies the averages.
+            weight: number of samples in this step, which weights the update in averages. A rank without data calls
+                `step(0)` whenever the others call `step`: its optimizer does not step, but it applies the averages.
 
         Raises:
             ValueError: if the weight is negative, or a parameter is frozen on some ranks only.
-            ExchangeFailed: if the other ranks can't be reached, or are at another step.
+            ExchangeFailed: if the other ranks can't be reached, or are at a different step.
         """
         with self.stepping(weight):
             if weight and not self.resting:
@@ -179,9 +179,9 @@ class RoundLoop:
 
     @contextmanager
     def stepping(self, weight: int = 1) -> Iterator[None]:
-        """As `step`, for a caller that steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`.
+        """Like `step`, but the caller steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`.
 
-        The caller does not step it while the averager is `resting`.
+        Do not step it while the averager is `resting`.
         """
         if weight < 0:
             raise refusal("weight", weight, "a number of samples, 0 or more")
@@ -194,7 +194,7 @@ class RoundLoop:
             self._end_early()
             self._anchor.refresh_trainable()
         if not self._steps_since_drain:
-            self._anchor.copy_from_model()  # the caller may have changed the weights, the same on all ranks
+            self._anchor.copy_from_model()  # the caller may have changed the weights, identically on all ranks
             self._step_ended = None
         yield
         self.steps += 1
@@ -216,11 +216,11 @@ class RoundLoop:
         self._step_ended = perf_counter()
 
     def _end_early(self) -> None:
-        """End the round before layers that were frozen or unfrozen change what an update consists of."""
+        """End the round before newly frozen or unfrozen layers change the layout of updates."""
         raise NotImplementedError
 
     def _end_round(self) -> None:
-        """Send the update; without a delay apply the average."""
+        """Send the update. Without a delay, also apply the average."""
         self._send_update()
         if self.delay == 0:
             self._apply(self._receive())
@@ -261,7 +261,7 @@ class RoundLoop:
         return reports
 
     def _apply(self, reports: Sequence[RoundReport]) -> None:
-        """Apply the average that was received."""
+        """Apply the average just received."""
         self._rounds.step_outer_optimizer()
         self._distance = self._anchor.apply_average()
         spent = self.spent
@@ -276,7 +276,7 @@ class RoundLoop:
     # Log
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of rounds, and the ratio of all steps so far."""
+        """Metrics of the rounds, and the compression ratio over all steps so far."""
         names = ("overlapped_steps", "late_rounds", "consensus_distance")
         rounds = {f"dga/{name}": float(getattr(self.spent, name)) for name in names}
         return {f"comm/ratio_N{self.world}": self.spent.ratio, **rounds}
@@ -295,7 +295,7 @@ class RoundLoop:
 
 
 class DelayedAverager(RoundLoop):
-    """Local steps, and averages of the weights that are applied `delay` steps late: for links with a long delay.
+    """Local steps, with averages of the weights applied `delay` steps late: for high-latency links.
 
         averager = DelayedAverager(model, optimizer, period=8, delay=8)
         loss.backward()
@@ -308,30 +308,30 @@ class DelayedAverager(RoundLoop):
 
     Args:
         model: the bare module, not wrapped in DDP. All ranks start with rank 0's weights and buffers.
-        optimizer: any. Between drains its state is the rank's own.
+        optimizer: any torch optimizer. Between drains its state is local to the rank.
         compressor: compresses the update of each round, with error feedback over rounds.
-        period: K, the number of steps in a round, the same on all ranks. With `delay="auto"` the smallest K.
+        period: K, the number of steps in a round, the same on all ranks. With `delay="auto"`, the smallest K.
         delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. "auto" measures the
-            first rounds and chooses as many steps as hide the exchange.
+            first rounds and chooses enough steps to hide the exchange.
         process_group: default: a new group of all ranks, so that no other collective waits for the exchange. Without
             torch.distributed there is one rank, and `step` is `optimizer.step()`.
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
-        stale_only: apply averages only, not local steps. Weights are then the same on all ranks at every step, all
+        stale_only: apply only averages, no local steps. Weights are then the same on all ranks at every step, all
             gradients of a round are taken at the same weights, and every update is late.
-        pending_share: share of its own update that a rank has in its weights from the end of the round until the
-            average arrives, 0 to 1. 1 is the paper's rule. Default: half with Adam and AdamW, whose steps are mostly a
-            rank's own noise, little of which will be in the average; else 1, and 1 with a single rank.
-        participation: share of the ranks whose steps count in a round, drawn anew for each round (federated averaging's
-            C). The others rest: they make no optimizer steps and receive the average.
+        pending_share: fraction of its own update that a rank keeps in its weights from the end of the round until the
+            average arrives, 0 to 1. 1 is the paper's rule. Default: 0.5 with Adam and AdamW on several ranks, because
+            their steps are mostly the rank's own noise, little of which survives averaging; otherwise 1.
+        participation: fraction of the ranks that train in a round, drawn anew for each round (C in federated
+            averaging). The others rest: they take no optimizer steps but receive the average.
         error_decay: None: a drain sends the residuals, uncompressed. A number from 0 to 1: each rank keeps its residual
-            and multiplies it by this factor once a round. A drain then ends the round early, compressed like the
-            others, and moments are not averaged. This is SparseLoCo's error feedback, which replaces an outer momentum;
+            and multiplies it by this factor once per round. A drain then ends the round early, compressed like any
+            other, and does not average moments. This is SparseLoCo's error feedback, which replaces an outer momentum;
             with 1 nothing is lost.
-        steps_per_epoch: for a compressor whose warm-up counts epochs.
+        steps_per_epoch: needed by a compressor whose warm-up counts epochs.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 
     Raises:
-        ValueError: if an option is invalid, or the model is not supported.
+        ValueError: if an option is invalid or the model is not supported.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class DelayedAverager(RoundLoop):
         check_pending_share(pending_share, stale_only=stale_only)
         self._pending_share = pending_share
         if process_group is None and dist.is_initialized():
-            process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - of all ranks, so of this one
+            process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - includes this rank
         super().__init__(
             model,
             optimizer,
@@ -382,7 +382,7 @@ class DelayedAverager(RoundLoop):
 
     @property
     def pending_share(self) -> float:  # pyrefly: ignore[bad-override]
-        """Share of a rank's own update that its weights contain while the average is pending."""
+        """Fraction of a rank's own update that its weights contain while the average is pending."""
         if self._pending_share is not None:
             return self._pending_share
         adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
@@ -390,24 +390,24 @@ class DelayedAverager(RoundLoop):
 
     @property
     def resting(self) -> bool:  # pyrefly: ignore[bad-override]
-        """True if this rank is not drawn for the current round."""
+        """True if this rank was not drawn for the current round."""
         return self.ranks.rank not in self.participants.of_round(self._rounds_ended, self.world)
 
     def _end_early(self) -> None:
         self.drain()
 
     def drain(self) -> None:
-        """Make the weights bitwise the same on all ranks. Collective; nothing happens without a step since the last.
+        """Make the weights bit-identical on all ranks. Collective; does nothing if no step was taken since the last.
 
-        Waits for the pending exchange and applies its average. Then averages the open round in fp32 without the outer
-        optimizer, with the residuals of compressed rounds. Averages the floating-point buffers that are in the
-        `state_dict` and the optimizer's moments; copies other buffers from rank 0. The next round begins here.
+        Waits for the pending exchange and applies its average. Then averages the open round and all residuals in fp32,
+        without the outer optimizer. Averages the floating-point buffers in the `state_dict` and the optimizer's
+        moments, and copies other buffers from rank 0. The next round starts here.
 
-        With `error_decay` the open round is averaged like all others, and each rank keeps its moments and its residual.
+        With `error_decay`, the open round is averaged like any other, and each rank keeps its moments and its residual.
 
         Raises:
             ValueError: if a parameter is frozen on some ranks only.
-            ExchangeFailed: if the other ranks can't be reached, or are at another step.
+            ExchangeFailed: if the other ranks can't be reached, or are at a different step.
         """
         if not self._steps_since_drain:
             return
@@ -425,7 +425,7 @@ class DelayedAverager(RoundLoop):
         self.round_schedule.choose()
 
     def _average_open_round(self, doing: str) -> bool:
-        """Returns True unless this rank's update is not finite."""
+        """Average the open round. Returns False if this rank's update is not finite."""
         finite = True
         if self.error_decay is not None and self._steps_in_round:
             self._send_update()
@@ -441,12 +441,12 @@ class DelayedAverager(RoundLoop):
         return finite
 
     def reset_to_last_average(self) -> bool:
-        """Set the weights to the latest average, without communication. Local steps since then are lost.
+        """Set the weights to the latest average, without communication. Discards local steps since then.
 
         For the checkpoint of an interrupted run, in which the other ranks may not answer.
 
         Returns:
-            True if there were such steps.
+            True if there were any.
         """
         if self._steps_since_drain:
             self._anchor.reset_model()
@@ -457,7 +457,7 @@ class DelayedAverager(RoundLoop):
         late = "without delay" if self.delay == 0 else f"applied {self.delay} steps later"
         first = f"{start} first; " if (start := dense_start(self._rounds.averager.schedule, "round")) else ""
         return (
-            f"Averages of {self._anchor.num_elements:,} updates ({type(self.compressor).__name__}) every {self.period} "
+            f"Averages {self._anchor.num_elements:,} weights ({type(self.compressor).__name__}) every {self.period} "
             f"steps, {late}{' (the delay is being measured)' if self.round_schedule.measuring else ''}; "
             f"{first}N={self.world}."
         )
@@ -465,11 +465,11 @@ class DelayedAverager(RoundLoop):
     def state_dict(self) -> dict[str, Any]:
         """The state, the same on all ranks. Collective: it drains first.
 
-        A run that continues from it, with the model's and the optimizer's state after the drain, is bitwise equal to
-        the run that made it. It may continue with another number of ranks.
+        A run that resumes from it, with the model's and the optimizer's state after the drain, is bit-identical to the
+        original run. The number of ranks may change.
 
-        With `error_decay` the part "rounds" is each rank's own: its moments and its residual. Another number of ranks
-        continues from the mean, `averaging.mean_state` of all ranks' "rounds".
+        With `error_decay`, the entry "rounds" is local to each rank: its moments and its residual. A different number
+        of ranks resumes from the mean, `averaging.mean_state` of all ranks' "rounds".
         """
         self.drain()
         rounds, schedule = self._rounds.shared_state(), self.round_schedule.state_dict()
@@ -477,10 +477,10 @@ class DelayedAverager(RoundLoop):
         return {"steps": self.steps, "rounds_ended": ended, "rounds": rounds, "round_schedule": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. Collective. Load the model's and the optimizer's first, the same on all ranks.
+        """Resume from `state`. Collective. Load the model's and the optimizer's first, the same on all ranks.
 
         Raises:
-            ValueError: if the shape of a tensor is not its parameter's.
+            ValueError: if a tensor's shape differs from its parameter's.
         """
         if self._pending:
             self._pending.wait()  # its result is dropped

@@ -1,4 +1,4 @@
-"""An exchange in a background thread, while training continues."""
+"""An exchange in a background thread while training continues."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 class BackgroundExchange(Generic[T]):
-    """A call in a thread of its own, which starts at once.
+    """Runs a call in its own thread, which starts at once.
 
-    It may use collectives of a process group that nothing else uses until it is done. On a GPU it runs in a CUDA stream
-    of its own, after all work that is queued already.
+    The call may use collectives of a process group that nothing else uses until it is done. On a GPU it runs on its own
+    CUDA stream, after all work queued so far.
 
     Args:
         exchange: the call.
-        due: the step whose end applies the result.
+        due: the step after which the result is applied.
         device: the device of its tensors.
     """
 
@@ -54,7 +54,7 @@ class BackgroundExchange(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """True if `wait` returns, or raises, at once."""
+        """True if `wait` would return or raise at once."""
         return not self._thread.is_alive()
 
     @property
@@ -69,7 +69,7 @@ class BackgroundExchange(Generic[T]):
             Its result.
 
         Raises:
-            Exception: the one that the call has raised.
+            Exception: whatever the call raised.
         """
         self._thread.join()
         if self._error:

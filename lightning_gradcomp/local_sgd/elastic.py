@@ -1,12 +1,12 @@
 """ElasticAverager: rounds among ranks that come and go. A lost rank costs the others one round, not the run.
 
 Before each round, torchft (https://github.com/meta-pytorch/torchft) finds out which ranks are present: every rank sends
-heartbeats to a lighthouse, which names the ranks of the round and connects them anew if they have changed. A joining
-rank, or one that has missed rounds, first receives the agreed weights from another.
+heartbeats to a lighthouse, which names the ranks of the round and reconnects them if they have changed. A rank that
+joins or has missed rounds first receives the agreed weights from another.
 
-If the exchange of a round fails, its updates are averaged with those of the next: local steps stay in the rank's
-weights, and its residual stays as it was. The residual of a lost rank is lost, and so are the steps that it has made
-since it lost the others.
+If the exchange of a round fails, its updates are averaged with those of the next: each rank keeps its local steps in
+its weights, and its residual unchanged. A lost rank's residual is lost, and so are the steps that it took after losing
+contact.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class ElasticAverager(RoundLoop):
-    """Local steps, and averages among the processes that are present. They may join, leave and die at any time.
+    """Local steps, averaged among the processes that are present. Processes may join, leave and die at any time.
 
         averager = ElasticAverager(model, optimizer, lighthouse="http://10.0.0.1:29510", **SPARSELOCO)
         for batch in loader:
@@ -42,13 +42,13 @@ class ElasticAverager(RoundLoop):
         averager.shutdown()
 
     Needs torchft (`pip install -e '.[elastic]'` in a checkout) and a lighthouse: `torchft_lighthouse --min_replicas 1`.
-    There is no torchrun and no world size: you start each process separately, and it is one rank. Averages are not
-    delayed. Between rounds each rank has its own weights; at the end of a round all have the same.
+    There is no torchrun and no world size: start each process separately, as one rank. Averages are not delayed.
+    Between rounds each rank has its own weights; at the end of a round all ranks have the same.
 
     Args:
-        model: the bare module. The first process starts from its own weights; the others receive those of the ranks
-            that are present. Layers may be frozen and unfrozen, on all ranks in the same round, which ends there.
-        optimizer: any. A new rank starts with the moments of the rank from which it receives the weights.
+        model: the bare module. The first process starts from its own weights; later ones receive those of the ranks
+            present. Layers may be frozen and unfrozen, on all ranks in the same round; this ends the round.
+        optimizer: any torch optimizer. A new rank receives its moments with the weights, from the same rank.
         compressor: compresses the update of each round. Its warm-up must not count epochs.
         lighthouse: the address of torchft's lighthouse, http://HOST:PORT.
         period: K, the number of steps in a round.
@@ -56,10 +56,10 @@ class ElasticAverager(RoundLoop):
         error_decay: each rank keeps its residual and multiplies it by this factor once a round, 0 to 1.
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
         min_ranks: a round with fewer ranks is not averaged.
-        name: of this rank, for logs. A unique suffix is added.
-        host: name or address under which the other ranks reach this one. Default: this machine's host name.
-        timeout: how long a collective may take before it fails, as it does if a rank hangs. It must be longer than the
-            transfer of a round.
+        name: this rank's name in logs. A unique suffix is added.
+        host: name or address at which the other ranks reach this one. Default: this machine's host name.
+        timeout: how long a collective may take before it fails, for example because a rank hangs. It must exceed the
+            transfer time of a round.
         round_timeout: how long a rank waits for the others at the end of a round, and a new rank for their state.
 
     Raises:
@@ -109,7 +109,7 @@ class ElasticAverager(RoundLoop):
 
     @property
     def rounds(self) -> int:
-        """Averages so far, of all ranks together."""
+        """Number of averages so far in the whole run."""
         return self._manager.current_step()
 
     @property
@@ -124,14 +124,14 @@ class ElasticAverager(RoundLoop):
         self.average()
 
     def _end_early(self) -> None:
-        """End the round. If it can't be averaged, its steps are dropped: they are of other parameters than the next."""
+        """End the round. Drop its steps if it can't be averaged, since the next round has other parameters."""
         if self._samples_in_round and not self.average():
             self._anchor.reset_model()
             self._samples_in_round = 0
         self._steps_since_drain = 0
 
     def average(self) -> bool:
-        """End the round now: average with all ranks that are present. They have to end theirs, too.
+        """End the round now and average with all ranks present, which must end theirs too.
 
         Returns:
             True if the average was applied. Otherwise a warning is logged, and this round's steps are averaged with
@@ -148,10 +148,10 @@ class ElasticAverager(RoundLoop):
         except RuntimeError as error:
             failure = error
             self._group.shutdown()
-            self._change_group(None)  # now its connections are closed, so that no rank waits for this one
+            self._change_group(None)  # closes its connections, so that no rank waits for this one
             self._manager.report_error(RuntimeError(str(error)))
         if not self._manager.should_commit():
-            log.warning("round %d is not averaged, its steps are with those of the next: %s", self.rounds + 1, failure)
+            log.warning("round %d was not averaged; its steps carry over to the next: %s", self.rounds + 1, failure)
             self._samples_in_round = samples
             return False
         self._apply(reports)
@@ -181,7 +181,7 @@ class ElasticAverager(RoundLoop):
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
-        """Inside, the model has the weights that all ranks agreed on last: for validation, or to save them."""
+        """Inside, the model holds the weights that all ranks last agreed on, to validate or save them."""
         own = [parameter.detach().clone() for parameter in self.model.parameters()]
         self._anchor.copy_to_model()
         try:
@@ -192,11 +192,11 @@ class ElasticAverager(RoundLoop):
                     parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: its residual and its moments. Save the model's and the optimizer's state beside it."""
+        """This rank's state: its residual and its moments. Save the model's and the optimizer's state alongside it."""
         return {"steps": self.steps, "rounds": self._rounds.shared_state(), "manager": self._manager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, before the first step. Load the model's (agreed weights) and the optimizer's first."""
+        """Resume from `state`, before the first step. Load the model's (agreed weights) and the optimizer's first."""
         self._anchor.copy_from_model()
         self.steps = state["steps"]
         self._rounds.load_shared_state(state["rounds"])

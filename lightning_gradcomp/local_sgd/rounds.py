@@ -1,4 +1,4 @@
-"""Rounds: compressed averages of the ranks' updates, one for each round of local steps."""
+"""Rounds: compressed averages of the ranks' updates, one per round of local steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.sync import moments_of, sample_weight
 
 LOCAL = "local_"
-"""Prefix of the local optimizer's kinds of state: "local_exp_avg"."""
+"""Prefix of the local optimizer's state names, as in "local_exp_avg"."""
 NUMBERS = 6
-"""Numbers in a report, each sent as fp64, in which whole numbers are exact up to 2**53."""
+"""Count of numbers in a report. Each is sent as fp64, which is exact for integers up to 2**53."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class Rounds:
 
     Args:
         anchor: the weights that all ranks agree on.
-        compressor: of the updates.
+        compressor: compresses the updates.
         process_group: a group that nothing else uses.
         outer: options of the outer optimizer.
         epoch: the first epoch.
-        local_optimizer: of the model. With `error_decay` its moments are part of this rank's state.
-        error_decay: factor by which the residuals are multiplied once a round. None: they are not.
-        period: training steps in a round, in which the compressor's `warmup_steps` count.
+        local_optimizer: the model's optimizer. With `error_decay`, its moments are part of this rank's state.
+        error_decay: factor by which the residuals are multiplied once per round; None for no decay.
+        period: training steps in a round; converts the compressor's `warmup_steps` to rounds.
 
     Raises:
-        ValueError: if `error_decay` is not None or a number from 0 to 1.
+        ValueError: if `error_decay` is neither None nor a number from 0 to 1.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Rounds:
         self.compressor, self.ranks = self.averager.compressor, self.averager.ranks
         self.world, self.rank = self.ranks.world, self.ranks.rank
         self.bytes_sent = 0
-        """Bytes that left this rank in the latest exchange, report included."""
+        """Bytes that left this rank in the latest exchange, including the report."""
 
     @property
     def steps(self) -> int:
@@ -132,7 +132,7 @@ class Rounds:
         return reports
 
     def exchange(self, own: RoundReport, training_step: int, epoch: int | None = None) -> list[RoundReport]:
-        """Replace the anchor's gradients by their mean over all samples. Collective.
+        """Replace the anchor's gradients with their mean over all samples. Collective.
 
         Args:
             own: this rank's report.
@@ -189,13 +189,13 @@ class Rounds:
     # Checkpoints
 
     def _local_moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Kind, parameter name, tensor: the local optimizer's state of its parameters' shapes."""
+        """(kind, parameter name, tensor) for each state tensor of the local optimizer with its parameter's shape."""
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.anchor.live.items()}
         for parameter, kind, value in moments_of(self.local_optimizer):
             yield LOCAL + kind, names[parameter], value
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, as of a GradientAverager; with `error_decay` also the local optimizer's moments."""
+        """This rank's state, in GradientAverager's format; with `error_decay`, also the local optimizer's moments."""
         state = self.averager.state_dict()
         if self.error_decay is not None:
             for kind, name, value in self._local_moments():
@@ -206,7 +206,7 @@ class Rounds:
         """Replace this rank's state, and the moments that are in `state`.
 
         Raises:
-            ValueError: if the shape of a tensor is not its parameter's.
+            ValueError: if a tensor's shape differs from its parameter's.
         """
         memory = {kind: parts for kind, parts in state["memory"].items() if not kind.startswith(LOCAL)}
         self.averager.load_state_dict({**state, "memory": memory})
@@ -215,17 +215,17 @@ class Rounds:
                 value.copy_(saved[name])
 
     def shared_state(self) -> dict[str, Any]:
-        """`state_dict`, and the outer optimizer's state: the same on all ranks if there are no residuals."""
+        """`state_dict` plus the outer optimizer's state; the same on all ranks if there are no residuals."""
         velocities = {
             name: self.sgd.state[z].get("momentum_buffer") for name, z in self.anchor.module.named_parameters()
         }
         return {**self.state_dict(), "outer": {name: v.clone() for name, v in velocities.items() if v is not None}}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the `shared_state` of any rank.
+        """Resume from the `shared_state` of any rank.
 
         Raises:
-            ValueError: if the shape of a tensor is not its parameter's.
+            ValueError: if a tensor's shape differs from its parameter's.
         """
         self.load_state_dict(state)
         for name, z in self.anchor.module.named_parameters():
@@ -240,17 +240,17 @@ class Rounds:
 class RoundReport:
     """One rank's report on a round, the first message of each round and drain.
 
-    It has the same length in both, so that ranks at different steps find that out before they enter collectives of
-    different shapes, for which gloo aborts the process.
+    Both have the same length, so ranks at different steps detect this before they enter collectives with different
+    shapes, on which gloo aborts the process.
 
     Args:
         samples: the weight of its update in the average.
         flag: set by the caller, for example "no more data" or "received SIGTERM".
         distance: L2 distance of its weights from the anchor in the last round that was applied.
         step_seconds: median time of a step in this round, without waits for the network.
-        exchange_seconds: time of its last exchange.
+        exchange_seconds: duration of its last exchange.
         steps: its optimizer steps so far, if ranks must be at the same step.
-        frozen: for each parameter of the model, True if it is frozen; empty if ranks may differ in that.
+        frozen: for each parameter of the model, True if it is frozen; empty if ranks may differ.
     """
 
     samples: int
@@ -272,7 +272,7 @@ class RoundReport:
 
 
 def report_bytes(parameters: int) -> int:
-    """Bytes of a report about this many parameters."""
+    """Size in bytes of a report on a model with `parameters` parameters."""
     return 8 * (NUMBERS + (parameters + 63) // 64)
 
 
@@ -283,12 +283,12 @@ def _decode(message: torch.Tensor, parameters: int) -> RoundReport:
 
 
 def check_in_step(reports: Sequence[RoundReport], rank: int, names: Sequence[str], doing: str) -> None:
-    """Raise an error, on every rank, if ranks are at different steps or train different parameters.
+    """Raise an error on every rank if ranks are at different steps or train different parameters.
 
     Args:
-        reports: of all ranks, in rank order.
-        rank: this one.
-        names: of the parameters in `frozen`.
+        reports: those of all ranks, in rank order.
+        rank: this rank.
+        names: names of the parameters in `frozen`.
         doing: the phase, in words.
 
     Raises:

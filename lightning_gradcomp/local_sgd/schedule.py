@@ -1,4 +1,4 @@
-"""The schedule of rounds: their period and delay, fixed or chosen from measured times; and who takes part in each."""
+"""The schedule of rounds: period and delay, fixed or chosen from measured times, and the ranks that take part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEASURED_ROUNDS = 3
 
 
 def steps_to_hide(reports: Sequence[RoundReport]) -> int:
-    """Steps that hide an exchange, with the margin: the slowest exchange over the fastest rank's step time."""
+    """Number of steps that hide an exchange: slowest exchange over fastest step time, times the margin."""
     step = min((report.step_seconds for report in reports if report.step_seconds > 0), default=1.0)
     return min(max(ceil(MARGIN * max(report.exchange_seconds for report in reports) / step), 1), MAX_AUTO_DELAY)
 
@@ -28,15 +28,15 @@ def steps_to_hide(reports: Sequence[RoundReport]) -> int:
 class RoundSchedule:
     """Period K and delay D, both in steps.
 
-    With delay="auto" the first rounds are averaged without delay. D is then chosen from the times that all ranks have
-    measured, and is the same on all ranks. K is `period`, or D if that is larger. D is chosen again after each drain.
+    With delay="auto", the first rounds are averaged without delay. D is then chosen from the times measured on all
+    ranks, and is the same on all of them. K is the larger of `period` and D. D is chosen again after each drain.
 
     Args:
         period: K, steps in a round.
         delay: D, steps from the end of a round to the step that applies its average, 0 to `period`; or "auto".
 
     Raises:
-        ValueError: if either has another value.
+        ValueError: if either is out of range.
     """
 
     def __init__(self, period: int, delay: int | str) -> None:
@@ -51,7 +51,7 @@ class RoundSchedule:
         self._reports: Sequence[RoundReport] = ()
 
     def round_applied(self, reports: Sequence[RoundReport]) -> None:
-        """Record the reports of a round whose average was applied. No exchange is pending."""
+        """Record the reports of a round whose average was applied. No exchange may be pending."""
         self._reports = reports
         if self._rounds_to_measure:
             self._rounds_to_measure -= 1
@@ -64,7 +64,7 @@ class RoundSchedule:
         return self._rounds_to_measure > 0
 
     def choose(self) -> None:
-        """With "auto", once all rounds to measure are done: set D and K from the latest reports."""
+        """Set D and K from the latest reports if "auto" has finished measuring."""
         if self._auto and not self._rounds_to_measure and self._reports:
             self.delay = steps_to_hide(self._reports)
             self.period = max(self.shortest, self.delay)
@@ -74,7 +74,7 @@ class RoundSchedule:
         return {"period": self.period, "delay": self.delay, "rounds_to_measure": self._rounds_to_measure}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With "auto", continue from a state. A fixed period and delay stay as they are."""
+        """Resume from `state` if "auto"; keep a fixed period and delay."""
         if self._auto:
             self.period, self.delay = state["period"], state["delay"]
             self._rounds_to_measure = state["rounds_to_measure"]
@@ -83,16 +83,16 @@ class RoundSchedule:
 
 @dataclass(frozen=True)
 class Participants:
-    """A share of the ranks, drawn by the number of the round, so that all ranks know it without communication.
+    """A fraction of the ranks, drawn from the round number so that all ranks agree without communication.
 
     McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from
     Decentralized Data, AISTATS 2017, arXiv 1602.05629, Algorithm 1: a fraction C of the clients, at least one.
 
     Args:
-        share: C, above 0 and up to 1.
+        share: C, above 0 and at most 1.
 
     Raises:
-        ValueError: if the share is outside that range.
+        ValueError: if the share is out of range.
     """
 
     share: float = 1.0
@@ -102,7 +102,7 @@ class Participants:
             raise refusal("participation", self.share, "a number above 0, up to 1")
 
     def of_round(self, number: int, world: int) -> list[int]:
-        """The ranks of a round.
+        """The ranks that take part in round `number`.
 
         >>> Participants(0.5).of_round(0, 4), Participants(0.01).of_round(1, 4), Participants().of_round(7, 3)
         ([1, 3], [1], [0, 1, 2])

@@ -1,7 +1,7 @@
 """Synchronisation of buffers and optimizer moments in a drain.
 
-Between drains the batch norm statistics and the optimizer moments of each rank follow its own data. A drain averages
-them, weighted by samples. What can't be averaged (counters, masks with infinities) is copied from rank 0.
+Between drains each rank's batch norm statistics and optimizer moments follow its own data. A drain averages them,
+weighted by samples. What can't be averaged (counters, masks with infinities) is copied from rank 0.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ def sample_weight(own: int, counts: Sequence[int]) -> float:
     """The factor for this rank's tensor that turns a plain mean over ranks into a mean over samples.
 
     Args:
-        own: samples of this rank.
-        counts: samples of each rank.
+        own: number of samples of this rank.
+        counts: number of samples of each rank.
     """
     return own * len(counts) / max(sum(counts), 1)
 
 
 def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor | None], int]:
-    """The means of flat tensors over the samples of all ranks, by one sum. Collective.
+    """Average flat tensors over the samples of all ranks, with a single sum. Collective.
 
     Args:
-        ranks: each has the same number of parts, with the same lengths.
-        parts: (fp32 [n], samples of this rank). A tensor that is not finite has weight 0.
+        ranks: the ranks. All pass the same number of parts, with the same lengths.
+        parts: (fp32 [n], samples of this rank). A non-finite tensor has weight 0.
 
     Returns:
-        The means, None if no rank has samples; and the bytes that this rank sent.
+        The means, each None if no rank has samples for it, and the bytes that this rank sent.
     """
     counts = [n if bool(flat.isfinite().all()) else 0 for flat, n in parts]
     own = torch.tensor(counts, device=parts[0][0].device)
@@ -52,8 +52,8 @@ def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple
 class Buffers:
     """The model's buffers that are in its `state_dict`. All ranks must hold the same ones at construction.
 
-    Finite floating-point buffers are averaged: the change since the last drain, so that a buffer that does not change
-    keeps its bits. The others are copied from rank 0.
+    For finite floating-point buffers, the change since the last drain is averaged, so an unchanged buffer keeps its
+    bits. Other buffers are copied from rank 0.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,7 +85,7 @@ class Buffers:
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-    """Parameter, torch's name, value: state of the parameter's shape, such as SGD's momentum and Adam's moments."""
+    """(parameter, torch's name, value) for each state tensor of its parameter's shape, such as Adam's moments."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         for kind, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
@@ -93,7 +93,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor,
 
 
 def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
-    """The concatenated elements of fp32 `tensors`; a tensor of length 0 where there are none."""
+    """The concatenated elements of fp32 `tensors`; a tensor of length 0 if there are none."""
     empty = torch.zeros(0, dtype=torch.float32, device=next(model.parameters()).device)
     return torch.cat([empty, *(tensor.reshape(-1) for tensor in tensors)])
 
@@ -104,18 +104,18 @@ def sync_buffers_and_moments(
 ) -> int:
     """Make buffers and optimizer moments the same on all ranks. Collective.
 
-    Moments are averaged over the ranks whose optimizer has the same kinds of state as the rank with most elements. The
-    other ranks keep theirs.
+    Moments are averaged over the ranks whose optimizer has the same state entries as that of the rank with the most
+    elements. The other ranks keep theirs.
 
     Args:
         ranks: all ranks.
-        buffers: of the model.
+        buffers: the model's buffers.
         optimizer: its moments are averaged. None: each rank keeps its moments.
-        samples: of this rank since the last drain.
+        samples: number of samples of this rank since the last drain.
         moments_valid: True if this rank's moments count in the average.
 
     Returns:
-        Bytes that this rank sent, without the buffers that rank 0 broadcasts.
+        Bytes that this rank sent, not counting the buffers that rank 0 broadcasts.
     """
     numbers: dict[torch.Tensor, int] = {}
     moments = {
@@ -142,7 +142,7 @@ def sync_buffers_and_moments(
 
 
 def zero_nonfinite_state(optimizer: torch.optim.Optimizer) -> None:
-    """Replace NaN and infinities in the optimizer's state by 0: a NaN in a momentum would spoil every later step."""
+    """Replace NaN and infinities in the optimizer's state with 0: a NaN in a momentum would spoil every later step."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -16,7 +16,7 @@ class StateTransport(HTTPTransport):
     torchft's own transport announces this machine's host name, which other machines may not be able to resolve.
 
     Args:
-        host: name or address under which the others reach this rank.
+        host: name or address at which the others reach this rank.
         timeout: how long sending the state may take.
     """
 
@@ -25,19 +25,19 @@ class StateTransport(HTTPTransport):
         super().__init__(timeout, num_chunks=0)
 
     def address(self) -> str:
-        """URL of the states, to which the number of the round is appended."""
+        """Base URL of the states, to which torchft appends the round number."""
         return f"http://{self._host}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
 
 def start_manager(
     lighthouse: str, host: str, *, round_timeout: timedelta, **options: Any
 ) -> tuple[Manager, dist.TCPStore]:
-    """The manager, and its store, which must live as long.
+    """Start the manager. Returns it and its store, which must live as long.
 
     Args:
-        lighthouse: its address, http://HOST:PORT.
-        host: name or address under which the others reach this rank.
-        round_timeout: how long a rank waits for the others, and for the state of one of them.
+        lighthouse: the lighthouse's address, http://HOST:PORT.
+        host: name or address at which the others reach this rank.
+        round_timeout: how long a rank waits for the others, and for the state from one of them.
         options: other options of `torchft.Manager`.
     """
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)

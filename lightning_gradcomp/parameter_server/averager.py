@@ -1,4 +1,4 @@
-"""AsyncAverager: a worker. It pushes compressed gradients to the servers, and pulls weights, at its own pace."""
+"""AsyncAverager: a worker that pushes compressed gradients to the servers and pulls weights at its own pace."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lightning_gradcomp.parameter_server.worker import Worker
 class AsyncStats(Stats):
     """One step of one worker.
 
-    `bytes_sent` and `bytes_received` are both the sum of its push and its pull: the average traffic of a rank that also
+    `bytes_sent` and `bytes_received` are each the sum of its push and its pull: the average traffic of a rank that also
     runs a server.
 
     Args:
-        staleness: pushes that other workers have made since this worker's last pull, on the first server.
-        dropped: number of servers that have dropped this push.
+        staleness: number of pushes by other workers since this worker's last pull, on the first server.
+        dropped: number of servers that dropped this push.
     """
 
     staleness: int = 0
@@ -47,24 +47,24 @@ class AsyncAverager(Worker):
         averager.step()              # pushes the gradient, pulls the weights
 
     The unsent part of a push stays in the residual, and so does a push that a server drops. The weights are the
-    servers'. Learning rates are read from `optimizer` at each step, so schedulers work; those that change other options
-    raise an error.
+    servers'. Learning rates are read from `optimizer` at each step, so schedulers work; changing any other option
+    raises an error.
 
     Args:
         model: the bare module.
-        optimizer: over its parameters. It is not stepped: each server has one of the same class and options.
-        compressor: of the pushes, or its name. The same as the servers'.
-        servers: their addresses, HOST:PORT, in the order of their partitions.
+        optimizer: the optimizer of its parameters. It never steps: each server has one of the same class and options.
+        compressor: compressor of the pushes, or its name. Must match the servers'.
+        servers: server addresses, HOST:PORT, in partition order.
         secret: the servers' secret.
-        pull: compressor of the pulls, the same as the servers'.
+        pull: compressor of the pulls. Must match the servers'.
         world: number of workers, by which learning rates are divided: that many pushes then count as much as one step
             on the mean of their gradients.
         rank: number of this worker, from 0, in checkpoints of all workers.
-        job: text that must be the same as the servers', such as the options of a run.
+        job: text that must match the servers', such as the options of a run.
         timeout: how long a server may take to answer.
 
     Raises:
-        ValueError: if an option can't be honoured, or the secret, model or compressor is not the servers'.
+        ValueError: if an option is invalid, or the secret, model or compressor differs from the servers'.
         ConnectionLost: if a server does not answer.
     """
 
@@ -98,7 +98,7 @@ class AsyncAverager(Worker):
         self.flag = False
         """A flag that asks all workers to stop, sent with the next push."""
         self.flagged = False
-        """True if a worker's flag ends the training here: after the same number of pushes on every worker."""
+        """True if a worker's flag ends training here, after the same number of pushes on every worker."""
         self._connections: list[Connection] = []
         self._versions = [0] * len(servers)
         self.worker, clock = -1, 0
@@ -120,17 +120,17 @@ class AsyncAverager(Worker):
 
     @torch.no_grad()
     def step(self, *, grad_scale: float = 1.0) -> None:
-        """Push the gradients in `p.grad`, wait until the slowest worker is near enough, and pull the weights.
+        """Push the gradients in `p.grad`, wait until the slowest worker is close enough, and pull the weights.
 
-        A gradient that is not finite is not pushed, and leaves all state as it was.
+        A non-finite gradient is not pushed and leaves all state unchanged.
 
         Args:
-            grad_scale: the loss scale that is in the gradients.
+            grad_scale: the loss scale by which the gradients are multiplied.
 
         Raises:
             ValueError: if a layer was frozen or unfrozen, or an option of the optimizer other than the learning rates
                 has changed.
-            ConnectionLost: if a server does not answer. This worker's residual is as it was before the step.
+            ConnectionLost: if a server does not answer. This worker's residual is then unchanged.
             RuntimeError: after `close`.
         """
         self._check_connected("step")
@@ -148,7 +148,7 @@ class AsyncAverager(Worker):
         for number in range(len(self._connections)):
             answer = self._receive(number, whole=False, stats=stats)
             accepted.append(bool(answer.accepted))
-            if number == 0:  # each server counts by itself: the first decides
+            if number == 0:  # each server counts separately; the first decides
                 self.flagged = answer.stop
         stats.bytes_sent = stats.bytes_received = stats.bytes_sent + stats.bytes_received
         stats.staleness = self._versions[0] - before - 1
@@ -162,13 +162,13 @@ class AsyncAverager(Worker):
     # Weights
 
     def _receive(self, number: int, *, whole: bool, stats: Stats | None = None) -> Answer:
-        """Receive a server's answer, and write the weights of its pull into the model."""
+        """Receive a server's answer and write the weights of its pull into the model."""
         connection, stats = self._connections[number], stats or Stats()
         with stats.phase("exchange"):
             answer = Answer.receive(connection)
             if answer.accepted == REFUSED:
                 what = f"model, optimizer's groups, compressor, pull, job, servers, partition {number} or version"
-                raise refusal(what, "another than the server's", "the same on workers and servers")
+                raise refusal(what, "one that differs from the server's", "the same on workers and servers")
             body = connection.receive(torch.empty(self.pull_bytes(number, whole), dtype=torch.uint8))
         with stats.phase("decompress"):
             self.assign(number, body, whole)
@@ -180,9 +180,9 @@ class AsyncAverager(Worker):
         Request(kind, self.worker, self.steps, 0, len(self._groups) * (0.0,)).send(connection)
 
     def pull(self, timeout: timedelta = TIMEOUT) -> None:
-        """Copy the servers' weights into the model, all after the same pushes.
+        """Copy the servers' weights, all after the same pushes, into the model.
 
-        Raises RuntimeError if other workers push without a pause for so long, or after `close`.
+        Raises RuntimeError if other workers push without a pause until `timeout`, or after `close`.
         """
         self._check_connected("pull")
         begin = time.monotonic()
@@ -194,12 +194,12 @@ class AsyncAverager(Worker):
             if len(prints) == 1:
                 return
             if time.monotonic() - begin > timeout.total_seconds():
-                raise RuntimeError("pull: the servers never had the same pushes while it lasted")
+                raise RuntimeError("pull timed out: the servers never had the same pushes")
             time.sleep(POLL_SECONDS)
 
     @property
     def version(self) -> int:
-        """Version of the first server's weights in this worker's last pull: the number of all workers' pushes."""
+        """Version of the first server's weights in this worker's last pull: the number of pushes by all workers."""
         return self._versions[0]
 
     @property
@@ -208,7 +208,7 @@ class AsyncAverager(Worker):
         return bool(self._connections)
 
     def close(self) -> None:
-        """Leave: the other workers no longer wait for this one. Its state stays, for `state_dict`."""
+        """Leave, so that other workers no longer wait for this one. Its state remains available to `state_dict`."""
         for connection in self._connections:
             with suppress(ConnectionLost):
                 self._ask(LEAVE, connection)
@@ -217,7 +217,7 @@ class AsyncAverager(Worker):
 
     def _check_connected(self, doing: str) -> None:
         if not self.connected:
-            raise RuntimeError(f"AsyncAverager: {doing}() after close(): this worker has left; make another")
+            raise RuntimeError(f"AsyncAverager: {doing}() after close(): this worker has left; create another")
 
     # Log
 
@@ -227,7 +227,7 @@ class AsyncAverager(Worker):
         return {f"async/{name}": float(count) for name, count in counts.items()}
 
     def summary(self) -> dict[str, Any]:
-        """How often each staleness was seen."""
+        """How often each staleness occurred."""
         seen = {str(staleness): steps for staleness, steps in sorted(self.staleness.items())}
         return {"topology": "dist_async", "auto": "", "async": {"staleness": seen}}
 

@@ -8,7 +8,7 @@ import threading
 
 
 class Clocks:
-    """The clock of every live worker: the number of steps that it has pushed. Thread-safe.
+    """The clock of every live worker: the number of steps it has pushed. Thread-safe.
 
     Args:
         staleness: S. A worker starts the step that brings its clock to c + 1 only if c - min over live workers <= S. 0
@@ -24,14 +24,14 @@ class Clocks:
         """Largest difference between two live workers' clocks so far."""
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """A worker joins, at this clock or at the slowest one's. Returns its clock."""
+        """Add a worker at this clock, or at the slowest worker's. Returns its clock."""
         with self._changed:
             start = min(self._clocks.values(), default=0) if clock is None else clock
             self._clocks[worker] = start
             return start
 
     def leave(self, worker: int) -> None:
-        """A worker leaves. The others no longer wait for it."""
+        """Remove a worker. The others no longer wait for it."""
         with self._changed:
             self._clocks.pop(worker, None)
             self._changed.notify_all()
@@ -40,8 +40,8 @@ class Clocks:
         """Count a push.
 
         Args:
-            worker: that pushed.
-            flag: True asks all workers to stop, after the step that the furthest of them has begun.
+            worker: the worker that pushed.
+            flag: True asks all workers to stop after the step that the furthest one has begun.
 
         Returns:
             True if this was the worker's last step.
@@ -55,17 +55,17 @@ class Clocks:
             return self._clocks[worker] >= self._last
 
     def wait(self, worker: int, timeout: float | None = None) -> bool:
-        """Wait until the worker may start its next step, at most `timeout` seconds. Returns True if it may."""
+        """Wait up to `timeout` seconds until the worker may start its next step. Returns True if it may."""
         with self._changed:
             return self._changed.wait_for(lambda: self._may_start(worker), timeout)
 
     def _may_start(self, worker: int) -> bool:
-        # A worker whose connection has broken has left: nobody waits for the answer.
+        # A worker whose connection broke has left: nobody waits for the answer.
         ahead = self._clocks.get(worker, -math.inf) - min(self._clocks.values(), default=0)
         return ahead <= self.staleness
 
     @property
     def live(self) -> dict[int, int]:
-        """Worker -> clock, of the workers that have not left."""
+        """Worker -> clock, for the workers that have not left."""
         with self._changed:
             return dict(self._clocks)

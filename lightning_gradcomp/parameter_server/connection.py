@@ -1,9 +1,9 @@
-"""Connections between workers and a server: a TCP connection each, so that a failure is that connection's alone.
+"""Connections between workers and a server: one TCP connection per worker, so that failures stay isolated.
 
-A connection begins with a handshake. The server sends a nonce; the worker answers with a nonce of its own and a keyed
-digest of both, and the server with another digest of both. This proves that each end knows the secret; a digest is
-valid for one connection. All further messages are numbers and tensors, which can't run code. They are neither encrypted
-nor signed: use a network that you trust.
+A connection begins with a handshake. The server sends a nonce; the worker answers with its own nonce and a keyed digest
+of both, and the server with another digest of both. This proves that each end knows the secret; a digest is valid for
+one connection. All further messages are numbers and tensors, which can't run code. They are neither encrypted nor
+signed: use a trusted network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 HANDSHAKE = timedelta(seconds=10)
 """How long each end waits for the other's part of the handshake."""
 MOST_WAITING = 64
-"""Limit of concurrent handshakes. One more ends the oldest; a worker's takes one round trip."""
+"""Limit on concurrent handshakes. One more ends the oldest. A worker's handshake takes one round trip."""
 POLL_SECONDS = 0.02
 DIGEST = "sha256"
 DIGEST_BYTES = NONCE_BYTES = 32
@@ -48,7 +48,7 @@ def cause(error: OSError) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Splits HOST:PORT. Raises ValueError if the address has another form."""
+    """Split HOST:PORT. Raises ValueError if the address is malformed."""
     found = ADDRESS.fullmatch(address)
     if not found or int(found["port"]) > 65535:
         raise refusal("address of a server", address, "HOST:PORT, with an IPv6 host in brackets: [::1]:29600")
@@ -56,23 +56,23 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 class Connection:
-    """Sends tensors to another process, and receives its. Blocking; for one thread at a time.
+    """Sends tensors to another process and receives tensors from it. Blocking; use from one thread at a time.
 
     Args:
-        end: this end of a TCP connection.
-        peer: name of the other end in errors.
+        end: the socket at this end of a TCP connection.
+        peer: name of the other end in error messages.
     """
 
     def __init__(self, end: socket.socket, peer: str) -> None:
         self._socket, self.peer = end, peer
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a header does not wait for its body
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices a machine that is gone
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a dead machine
         self.set_timeout(HANDSHAKE)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Limit the time in which the other end neither takes nor sends a byte.
+        """Limit how long the other end may neither accept nor send a byte.
 
-        The kernel measures it, so that a whole tensor travels in one call, without the interpreter's lock.
+        The kernel enforces it, so a whole tensor travels in one call, without the GIL.
         """
         self._socket.settimeout(None)
         self._timeout = timeout
@@ -91,12 +91,12 @@ class Connection:
             raise ConnectionLost(f"{doing}: lost {self.peer}: {cause(error)}") from error
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Sends a CPU tensor [n]. The other end knows its shape and dtype."""
+        """Send a CPU tensor [n]. The other end knows its shape and dtype."""
         with self._or_lost("sending"):
             self._socket.sendall(_bytes_of(tensor.contiguous()))
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fills a contiguous CPU tensor [n], and returns it."""
+        """Fill a contiguous CPU tensor [n] and return it."""
         rest = _bytes_of(tensor)
         with self._or_lost("receiving"):
             while rest:
@@ -107,12 +107,12 @@ class Connection:
         return tensor
 
     def send_bytes(self, said: bytes) -> None:
-        """Sends a part of the handshake."""
+        """Send a part of the handshake."""
         with self._or_lost("handshake"):
             self._socket.sendall(said)
 
     def receive_bytes(self, count: int) -> bytes:
-        """Receives a part of the handshake. The timeout is for all its bytes together."""
+        """Receive a part of the handshake. The timeout covers all its bytes together."""
         with self._or_lost("handshake"):
             said = self._socket.recv(count, socket.MSG_WAITALL)
             if len(said) < count:
@@ -120,12 +120,12 @@ class Connection:
         return said
 
     def shut_down(self) -> None:
-        """Ends a call of `send` or `receive` in another thread."""
+        """Interrupt a call of `send` or `receive` in another thread."""
         with suppress(OSError):  # the other end may have closed it
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection, also where a forked process has a copy of the socket."""
+        """End the connection, even if a forked process has a copy of the socket."""
         self.shut_down()
         self._socket.close()
 
@@ -143,19 +143,19 @@ class Listener:
     """Accepts the connections of workers.
 
     Args:
-        host: the address of the interface to listen on, which workers can reach, or a name for it.
-        port: 0 is any free one.
+        host: address or name of the interface to listen on; workers must be able to reach it.
+        port: port to listen on; 0 picks a free one.
         secret: a word that workers must know.
-        timeout: of connections.
+        timeout: timeout of the connections.
 
     Raises:
-        ValueError: if the secret is empty, or the address is not this machine's.
+        ValueError: if the secret is empty, or the address is not one of this machine's.
         OSError: if the port is in use.
     """
 
     def __init__(self, host: str, port: int, secret: str, timeout: timedelta) -> None:
         if not secret:
-            raise refusal("secret", secret, "a word that workers have to know")
+            raise refusal("secret", secret, "a word that workers must know")
         self._secret, self._timeout = secret, timeout
         self._socket = listening(host, port)
         self._socket.settimeout(POLL_SECONDS)
@@ -166,13 +166,13 @@ class Listener:
         self._lock = threading.Lock()
 
     def accept(self) -> Connection | None:
-        """A new connection, of a worker or a stranger; None if there is none now. Call it in one thread only."""
+        """A new connection, from a worker or a stranger; None if there is none now. Call from one thread only."""
         try:
             end, (host, port, *_) = self._socket.accept()
             connection = Connection(end, f"the worker at {host} port {port}")
         except TimeoutError:
             return None
-        except OSError as error:  # too many open files, or the other end has left already
+        except OSError as error:  # too many open files, or the other end has already left
             log.warning(f"parameter server {self.address}: accepting: {cause(error)}")
             time.sleep(POLL_SECONDS)
             return None
@@ -183,7 +183,7 @@ class Listener:
         return connection
 
     def admit(self, connection: Connection) -> None:
-        """Make the handshake. Blocking; in any thread.
+        """Perform the handshake. Blocking; call from any thread.
 
         Raises ConnectionLost if the other end does not know the secret, or does not answer in time.
         """
@@ -208,7 +208,7 @@ class Listener:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address of this machine, IPv4 or IPv6."""
+    """A socket that listens on this address of this machine, IPv4 or IPv6."""
     allowed = "that of one of this machine's interfaces"
     try:
         family, _, _, _, (found, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -225,7 +225,7 @@ def connect(address: str, secret: str, timeout: timedelta) -> Connection:
     """Connect to the server at HOST:PORT.
 
     Raises:
-        ValueError: if the address has another form, or the secret is not the server's.
+        ValueError: if the address is malformed, or the secret is not the server's.
         ConnectionLost: if nobody answers.
     """
     place = host_and_port(address)

@@ -11,7 +11,7 @@ from lightning_gradcomp.parameter_server.connection import Connection
 
 PROTOCOL = 3
 HELLO, PUSH, SKIP, PULL, LEAVE = range(5)
-"""Kinds of requests. A skip is a push of a gradient that is not finite: nothing is applied."""
+"""Kinds of requests. A skip stands for a push of a non-finite gradient; nothing is applied."""
 ACCEPTED, REFUSED = 1, -1
 
 
@@ -29,8 +29,8 @@ class Request:
         kind: one of the kinds above.
         worker: its number; -1 in the first hello, which asks for one.
         clock: its steps so far.
-        version: of the partition when the worker pulled the weights of this gradient; in a hello, the fingerprint.
-        rates: learning rate of each of the optimizer's groups; none in a hello.
+        version: version of the weights that the gradient was computed at; in a hello, the fingerprint.
+        rates: learning rate of each of the optimizer's groups; empty in a hello.
         flag: True if the worker asks all workers to stop.
     """
 
@@ -42,7 +42,7 @@ class Request:
     flag: bool = False
 
     def send(self, connection: Connection, *body: torch.Tensor) -> int:
-        """Sends the header and the parts of the body (uint8). Returns the number of bytes."""
+        """Send the header and the parts of the body (uint8). Returns the number of bytes."""
         numbers = torch.tensor([self.kind, self.worker, self.clock, self.version, self.flag], dtype=torch.int64)
         header = torch.cat([numbers.view(torch.uint8), torch.tensor(self.rates, dtype=torch.float64).view(torch.uint8)])
         for part in (header, *body):
@@ -51,11 +51,11 @@ class Request:
 
     @classmethod
     def receive(cls, connection: Connection, groups: int) -> Request:
-        """Receives a header; its body comes next.
+        """Receive a header; its body comes next.
 
         Args:
-            connection: to the worker.
-            groups: number of the optimizer's groups.
+            connection: connection to the worker.
+            groups: number of optimizer groups.
         """
         header = connection.receive(torch.empty(8 * (5 + groups), dtype=torch.uint8))
         kind, worker, clock, version, flag = header[:40].view(torch.int64).tolist()
@@ -68,8 +68,8 @@ class Answer:
 
     Args:
         accepted: 1 if a push was accepted, 0 if not; in the answer to a hello, the worker's number or `REFUSED`.
-        clock: the worker's.
-        version, fingerprint: of the weights in the body.
+        clock: the worker's clock.
+        version, fingerprint: those of the weights in the body.
         stop: True if this push was the last, because a worker has asked all workers to stop.
     """
 
@@ -82,13 +82,13 @@ class Answer:
     BYTES = 40
 
     def send(self, connection: Connection, body: torch.Tensor) -> None:
-        """Sends the header and the body (uint8)."""
+        """Send the header and the body (uint8)."""
         numbers = [self.accepted, self.clock, self.version, self.fingerprint, self.stop]
         connection.send(torch.tensor(numbers, dtype=torch.int64))
         connection.send(body)
 
     @classmethod
     def receive(cls, connection: Connection) -> Answer:
-        """Receives a header; its body comes next."""
+        """Receive a header; its body comes next."""
         accepted, clock, version, weights, stop = connection.receive(torch.empty(5, dtype=torch.int64)).tolist()
         return cls(accepted, clock, version, weights, bool(stop))

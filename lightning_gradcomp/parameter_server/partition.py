@@ -1,7 +1,7 @@
-"""What a server does with pushes and pulls, without a network.
+"""How a server handles pushes and pulls, without networking.
 
-A server holds a partition of the weights. At each push it applies torch's own optimizer to it. A method with momentum
-correction (DGC) sends a velocity, which is applied with the learning rate alone. A pull has the weights, or their
+A server holds a partition of the weights and steps it with torch's own optimizer at each push. A method with momentum
+correction (DGC) sends a velocity, which is applied with the learning rate alone. A pull carries the weights, or their
 change since the worker's last pull, compressed with error feedback: the server tracks each worker's weights and
 compresses the difference.
 """
@@ -37,11 +37,11 @@ class Pull:
 
 @dataclass(frozen=True)
 class Part:
-    """The parameters of one server: those that are compressed, and the others.
+    """The parameters of one server, compressed and uncompressed.
 
     Args:
-        start, layout: of the compressed ones, in the buffer of all servers.
-        dense_start, dense_layout: likewise of the others.
+        start, layout: those of the compressed ones, in the buffer of all servers.
+        dense_start, dense_layout: likewise for the uncompressed ones.
     """
 
     start: int
@@ -62,14 +62,14 @@ class Part:
         )
 
     def body_bytes(self, codec: Payloads) -> int:
-        """Bytes of the uncompressed parameters in fp32, and of the payload."""
+        """Bytes of the uncompressed parameters in fp32 plus those of the payload."""
         return 4 * self.dense_layout.n + (codec.payload_bytes(self.layout) if self.layout.n else 0)
 
 
 def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
-    """Divide the parameters among servers. A server has none if there are too few.
+    """Divide the parameters among servers. Some servers get none if there are too few.
 
-    Parameters without elements, which are never compressed, are the first server's.
+    Parameters without elements, which are never compressed, go to the first server.
     """
     found = []
     for each in (layout, dense_layout):
@@ -99,12 +99,12 @@ class ServerPartition:
     """A partition of the weights, and the optimizer that steps it. Thread-safe: one push or pull at a time.
 
     Args:
-        parameters: name -> parameter, of the whole model; those of the partition are copied.
+        parameters: name -> parameter, for the whole model; those of the partition are copied.
         part: the partition.
         optimizer: its class, groups and options are used.
-        compressor: of the pushes.
+        compressor: compressor of the pushes.
         max_staleness: drop a push whose weights are more than this many versions old; its worker keeps the update.
-            None: no push is dropped.
+            None: never drop a push.
         rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1 (Zhang et al., IJCAI
             2016, "Staleness-aware async-SGD").
         pull: compressor of the pulls.
@@ -130,14 +130,14 @@ class ServerPartition:
         self.version = 0
         """Pushes so far, including dropped ones and skips."""
         self._latest: dict[int, int] = {}
-        """Live worker -> clock of its latest push. A worker's pushes are consecutive, so that partitions with equal
-        entries have applied the same pushes."""
+        """Live worker -> clock of its latest push. A worker's pushes are consecutive, so partitions with equal entries
+        have applied the same pushes."""
         self._views: dict[int, torch.Tensor] = {}
-        """Worker -> its weights of the compressed parameters, if pulls are compressed."""
+        """Worker -> its weights for the compressed parameters, if pulls are compressed."""
         self._lock = threading.Lock()
 
     def _optimizer(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Any:
-        """An optimizer of the same class, with the groups that have a parameter of this partition."""
+        """An optimizer of the same class, with the groups that contain a parameter of this partition."""
         by_id = {id(parameter): name for name, parameter in parameters.items()}
         groups = []
         for number, group in enumerate(optimizer.param_groups):
@@ -156,7 +156,7 @@ class ServerPartition:
         Args:
             request: its header.
             body: the uncompressed gradients in fp32, then the payload: uint8.
-            present: for each of the partition's parameters, 1 if the push has its gradient: uint8. The optimizer skips
+            present: uint8, for each of the partition's parameters 1 if the push has its gradient. The optimizer skips
                 the others. None: it has all.
 
         Returns:
@@ -215,7 +215,7 @@ class ServerPartition:
 
         Args:
             worker: its number.
-            whole: True: all weights in fp32, as always without a compressor of pulls. False: the uncompressed
+            whole: True: all weights in fp32, as is always the case without a pull compressor. False: the uncompressed
                 parameters, and the compressed change of the others.
         """
         with self._lock:
@@ -247,7 +247,7 @@ class ServerPartition:
     # Checkpoints
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> copy of its weights, all after the same pushes."""
+        """Parameter name -> a copy of its weights, all after the same pushes."""
         with self._lock:
             return {name: p.detach().clone() for name, p in self.weights.items()}
 
@@ -258,7 +258,7 @@ class ServerPartition:
             return {name: deepcopy(state[p]) for name, p in self.weights.items() if p in state}
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the optimizer's state by one as `optimizer_state` returns it, on any device."""
+        """Replace the optimizer's state with one from `optimizer_state`, on any device."""
         with self._lock:
             for name, weight in self.weights.items():
                 self.optimizer.state.pop(weight, None)
@@ -269,7 +269,7 @@ class ServerPartition:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights. The next pull of every worker is whole."""
+        """Replace the weights. Every worker's next pull is whole."""
         with self._lock:
             self._views.clear()
             for name, parameter in self.weights.items():

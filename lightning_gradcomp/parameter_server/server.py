@@ -1,4 +1,4 @@
-"""ParameterServer: serves a partition of the weights; each worker has a thread and a connection of its own."""
+"""ParameterServer: serves a partition of the weights, with one thread and one connection per worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Compressor:
     """The compressor of this name, or the one given.
 
-    Raises ValueError if pushes can't be compressed by it with this optimizer.
+    Raises ValueError if it can't compress pushes with this optimizer.
     """
     made = build(compressor)
     check_compressor(made)
@@ -51,7 +51,7 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
 
 
 def check_compressor(compressor: Compressor) -> None:
-    """Raises ValueError if a server can't decode a push of this compressor alone, or if it has a warm-up."""
+    """Raises ValueError if a server can't decode a single push of this compressor, or if it has a warm-up."""
     codec_of(compressor, 0, 0)
     name = type(compressor).__name__
     for option in ("warmup_steps", "warmup_epochs", "dense_epochs"):
@@ -85,24 +85,24 @@ class ParameterServer:
 
     Args:
         model: holds the initial weights, which are copied.
-        optimizer: over its parameters. Its class and options are used; learning rates come from the workers.
-        compressor: of the pushes, or its name. The same on all workers.
+        optimizer: the optimizer of its parameters. Its class and options are used; workers send learning rates.
+        compressor: compressor of the pushes, or its name. The same on all workers.
         secret: a word that every worker must present.
-        host: the address of the interface to listen on, IPv4 or IPv6, or a name for it. Default: loopback.
-        port: the port to listen on. 0: any free one; it is in `address`.
+        host: address or name of the interface to listen on, IPv4 or IPv6. Default: loopback.
+        port: port to listen on; 0 picks a free one, shown in `address`.
         partition: the number of this server, from 0. The parameters are divided among the servers.
         servers: number of servers.
-        staleness: S, how many steps a worker may be ahead of the slowest live one before it waits; `math.inf`: it never
-            waits.
+        staleness: S, how many steps a worker may be ahead of the slowest live one before it waits; with `math.inf` it
+            never waits.
         max_staleness: drop a push whose weights are more than this many pushes old; its worker keeps the update for a
-            later one. None: no push is dropped.
+            later one. None: never drop a push.
         rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1.
         pull: compressor of the pulls. None: whole weights in fp32.
         job: text that must be the same on all workers, such as the options of a run.
-        timeout: how long to wait for a worker's next message until the worker counts as lost.
+        timeout: how long to wait for a worker's next message before the worker counts as lost.
 
     Raises:
-        ValueError: if an option can't be honoured.
+        ValueError: if an option is invalid.
     """
 
     def __init__(
@@ -154,23 +154,23 @@ class ParameterServer:
         """A thread for each connected worker."""
 
     def start(self) -> None:
-        """Serve in threads, from now on. Call it once.
+        """Start serving, in threads. Call once.
 
         Raises RuntimeError after `stop`.
         """
         if self._stopped.is_set():
-            raise RuntimeError(f"parameter server {self.address}: start() after stop(); make another ParameterServer")
+            raise RuntimeError(f"parameter server {self.address}: start() after stop(); create another ParameterServer")
         self._thread.start()
 
     def stop(self) -> None:
-        """Accept no more workers. Connected ones are served until they leave."""
+        """Stop accepting workers. Connected ones are served until they leave."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
         self._listener.close()
 
     def join(self) -> None:
-        """After `stop`: wait until all connected workers have left, or are lost."""
+        """After `stop`, wait until all connected workers have left or are lost."""
         for connection in self._connections:
             connection.join()
 
@@ -183,7 +183,7 @@ class ParameterServer:
                 thread.start()
 
     def _serve(self, connection: Connection) -> None:
-        """Serve one worker until it leaves or is lost. Other workers only notice that they no longer wait for it."""
+        """Serve one worker until it leaves or is lost. The only effect on others: they no longer wait for it."""
         worker = None
         with closing(connection):
             try:
@@ -203,12 +203,12 @@ class ParameterServer:
     def _hello(self, connection: Connection) -> tuple[int, int]:
         """Let a worker join. Returns its number and its clock.
 
-        Raises ConnectionLost if its settings are not the server's.
+        Raises ConnectionLost if its settings differ from the server's.
         """
         request = Request.receive(connection, groups=0)
         if request.kind != HELLO or request.version != self._agreed:
             Answer(REFUSED, 0, 0, 0).send(connection, torch.empty(0, dtype=torch.uint8))
-            raise ConnectionLost("a worker with another model, compressor or version was refused")
+            raise ConnectionLost("refused a worker with a different model, compressor or version")
         worker = next(self._numbers) if request.worker < 0 else request.worker
         return worker, self.clocks.join(worker, None if request.worker < 0 else request.clock)
 
@@ -234,7 +234,7 @@ class ParameterServer:
 
 
 def check_staleness(staleness: float, max_staleness: int | None) -> None:
-    """Raises ValueError if either is not a bound."""
+    """Raises ValueError if either is invalid."""
     if staleness != math.inf and not (is_whole(staleness) and staleness >= 0):
         raise refusal("staleness", staleness, "a whole number from 0, or math.inf")
     if max_staleness is not None and not (is_whole(max_staleness) and max_staleness >= 0):

@@ -1,6 +1,6 @@
-"""What a worker does with gradients and pulls, without a network.
+"""How a worker handles gradients and pulls, without networking.
 
-The counterpart of `partition.py`: gradients become the bodies of pushes, one for each server, with error feedback; the
+The counterpart of `partition.py`: gradients become the bodies of pushes, one per server, with error feedback; the
 bodies of pulls become weights.
 """
 
@@ -29,8 +29,8 @@ class Worker:
 
     Args:
         model: the bare module.
-        optimizer: over its parameters; learning rates are read from it.
-        compressor: of the pushes.
+        optimizer: the optimizer of its parameters; learning rates are read from it.
+        compressor: compressor of the pushes.
         pull: compressor of the pulls; None: whole weights in fp32.
         servers: number of servers that share the weights.
         world: number of workers by which learning rates are divided.
@@ -53,7 +53,7 @@ class Worker:
         self.world, self.steps = world, 0
         """Steps so far: this worker's clock."""
         self.present: list[torch.Tensor] = []
-        """For each server, 1 for every parameter in the latest push that has a gradient or a residual: uint8."""
+        """For each server, uint8: 1 for every parameter in the latest push that has a gradient or a residual."""
         self._sent: list[Decoded] = []
         self._groups = self._options()
 
@@ -70,26 +70,26 @@ class Worker:
         ]
 
     def check_unchanged(self) -> None:
-        """Raises ValueError if something has changed that servers are not told of."""
+        """Raises ValueError if anything has changed that servers are not told about."""
         if self.gradients.is_stale:
-            allowed = "the same from start to end: the servers hold what trained at the start"
-            raise refusal("layers that train with dist_async", "one that was frozen or unfrozen", allowed)
+            allowed = "the same throughout: the servers hold what was trainable at the start"
+            raise refusal("trainable layers with dist_async", "one that was frozen or unfrozen", allowed)
         if (options := self._options()) != self._groups:
             pairs = zip(self._groups, options, strict=False)
-            others = {f"another {name}" for old, new in pairs for name in old if old[name] != new[name]}
-            allowed = "as at the start: learning rates alone may change (OneCycleLR: cycle_momentum=False)"
+            others = {f"a different {name}" for old, new in pairs for name in old if old[name] != new[name]}
+            allowed = "those at the start: only learning rates may change (OneCycleLR: cycle_momentum=False)"
             got = ", ".join(sorted(others)) or "one that was added"
-            raise refusal("groups of the optimizer with dist_async", got, allowed)
+            raise refusal("optimizer groups with dist_async", got, allowed)
 
     # Pushes
 
     @torch.no_grad()
     def encode(self, worker: int, grad_scale: float = 1.0) -> list[torch.Tensor] | None:
-        """The bodies (uint8) of a push of the gradients in `p.grad`, one for each server; None if one is not finite.
+        """Encode the gradients in `p.grad` as bodies (uint8) of a push, one per server; None if one is not finite.
 
         Args:
             worker: this worker's number.
-            grad_scale: the loss scale that is in the gradients.
+            grad_scale: the loss scale by which the gradients are multiplied.
         """
         gradients = self.gradients
         gradients.scale = grad_scale
@@ -110,10 +110,10 @@ class Worker:
         return bodies
 
     def commit(self, accepted: list[bool]) -> None:
-        """Take out of the residual what a server has accepted; the rest of the push stays.
+        """Subtract what the servers accepted from the residual; the rest of the push stays.
 
         Args:
-            accepted: for each server, True if it has accepted the push.
+            accepted: for each server, True if it accepted the push.
         """
         gradients = self.gradients
         taken = [
@@ -126,7 +126,7 @@ class Worker:
             if not counts:
                 part.of(gradients.compressed_flat, dense_sent)[1].zero_()
         empty = torch.empty(0, dtype=torch.float32, device=gradients.device)
-        nothing = Sparse(empty.long(), empty)  # not a dense payload, for which the momentum would be cleared
+        nothing = Sparse(empty.long(), empty)  # not a dense payload, which would clear the momentum
         sent = concatenate([sent for _, sent in taken], [start for start, _ in taken]) if taken else nothing
         self.memory.subtract(sent, dense_sent)
         self.memory.commit(gradients.marked(gradients.present) | self.memory.started)
@@ -134,7 +134,7 @@ class Worker:
     # Pulls
 
     def pull_bytes(self, number: int, whole: bool) -> int:
-        """Length of the body of a pull from a server."""
+        """Length in bytes of the body of a pull from a server."""
         part = self.parts[number]
         if whole or self.pull_compressor is None:
             return 4 * (part.layout.n + part.dense_layout.n)
@@ -167,7 +167,7 @@ class Worker:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's error feedback and clock, in the form of `GradientAverager.state_dict`."""
+        """This worker's error feedback and clock, in the format of `GradientAverager.state_dict`."""
         return {
             "steps": self.steps,
             "memory": self.memory.state_dict(),
@@ -180,11 +180,11 @@ class Worker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of this worker, or of another one that has left."""
+        """Resume from a `state_dict` of this worker, or of one that has left."""
         self.memory.load_state_dict(state["memory"])
         self.steps = state["steps"]
 
 
 def _encode(codec: Payloads, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
-    """As `codec.pack`; a server without compressed parameters gets an empty payload."""
+    """Like `codec.pack`, but a server without compressed parameters gets an empty payload."""
     return codec.pack(flat, layout) if layout.n else (torch.empty(0, dtype=torch.uint8), Dense(flat))

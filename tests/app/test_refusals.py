@@ -81,7 +81,7 @@ def test_no_sweep_under_torchrun(command, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     code, said, started = command("-m", "seed=0,1")
-    assert code == 1 and "allowed: one run for each start" in said and not started
+    assert code == 1 and "allowed: one run per launch" in said and not started
 
 
 def test_the_users_own_recipes_are_found(command, tmp_path):

@@ -120,7 +120,7 @@ def test_a_run_that_has_not_ended_is_left_out(tmp_path, capsys):
     for number in range(11):
         write_run(tmp_path / str(number), ended=number != 1, seed=number)
     assert [run.options["seed"] for run in find([tmp_path])] == [0, *range(2, 11)]
-    assert capsys.readouterr().err.endswith(f"it has not ended: {tmp_path / '1'}\n")
+    assert capsys.readouterr().err.endswith(f"it has not finished: {tmp_path / '1'}\n")
 
 
 def test_one_process_sends_nothing_and_an_option_may_hold_any_sign(tmp_path):

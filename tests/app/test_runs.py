@@ -144,7 +144,7 @@ def test_no_secret_of_the_environment_is_in_a_file(runs):
 def test_a_ctrl_c_ends_all_ranks_after_the_same_step(runs):
     where, done = runs["part"]
     assert done.returncode == 130
-    assert f"stopped after step {STOPPED_AT + 1}; to resume: the same words, and ckpt={where}" in done.stdout
+    assert f"stopped after step {STOPPED_AT + 1}; to resume: the same command with ckpt={where}" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     part, _, _ = folders(runs, "eval")
     checkpoint = torch.load(part / "checkpoints" / "last.ckpt")
@@ -186,7 +186,7 @@ def test_a_sweep_over_strategies_goes_on_after_a_job_that_fails(runs):
 
 def test_a_sigterm_to_the_command_reaches_all_ranks(runs):
     where, done = runs["term"]
-    assert done.returncode == 143 and "; to resume: the same words, and ckpt=" in done.stdout
+    assert done.returncode == 143 and "; to resume: the same command with ckpt=" in done.stdout
     [folder] = (where / "runs").iterdir()
     assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] in (3, 4)
 

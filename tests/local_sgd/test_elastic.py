@@ -106,7 +106,7 @@ def alone():
 
 def test_a_round_with_too_few_ranks_is_not_averaged(alone, caplog):
     assert not alone(Table(), min_ranks=2).average()
-    assert "round 1 is not averaged, its steps are with those of the next: 1 of 2 ranks" in caplog.text
+    assert "round 1 was not averaged; its steps carry over to the next: 1 of 2 ranks" in caplog.text
 
 
 def test_layers_may_be_unfrozen_and_frozen(alone):

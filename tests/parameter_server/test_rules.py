@@ -224,7 +224,7 @@ CHANGES = {
     "a group": (lambda _, optimizer: optimizer.add_param_group({"params": torch.ones(1)}), "got 'one that was added'"),
     "momentum": (
         lambda _, optimizer: optimizer.param_groups[0].update(momentum=0.5),
-        "got 'another momentum', allowed",
+        "got 'a different momentum', allowed",
     ),
 }
 
@@ -437,7 +437,7 @@ OTHERS = {
 def test_a_worker_that_does_not_fit_is_refused(job, model, make, servers):
     running = job(dgc())
     other, addresses = model(), servers * [running.servers[0].address]
-    with pytest.raises(ValueError, match="another than the server's"):
+    with pytest.raises(ValueError, match="one that differs from the server's"):
         AsyncAverager(other, sgd(other), make(), servers=addresses, secret=SECRET, timeout=TIMEOUT)
     train(*running.worker(), 0, 1)  # the others don't notice
 

@@ -12,7 +12,7 @@ from torchvision.transforms import InterpolationMode, v2
 from lightning_gradcomp.errors import refusal
 
 SMALL = 64
-"""Images of up to this many pixels a side are small: networks have other stems, and crops come from a padded copy."""
+"""Images of up to this many pixels per side are small: networks use other stems, and crops come from a padded copy."""
 
 Mix = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Images (batch, channels, height, width) and labels int64 (batch) -> images, and float labels (batch, classes)."""
@@ -20,22 +20,22 @@ Mix = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Augment:
-    """How training images are augmented, and what that makes of their labels.
+    """How training images and their labels are augmented.
 
     Args:
-        interpolation: "bilinear" or "bicubic", of resized images.
-        resize: pixels of the shorter side before the center crop of images to validate with; None: 8/7 of the size.
-        repeats: repeated augmentation (Hoffer et al. 2020, arXiv 1901.09335; Touvron et al. 2021, arXiv 2012.12877): an
-            image is so many times among the batches of all ranks, augmented anew; an epoch has a part of the images.
+        interpolation: "bilinear" or "bicubic", for resizing images.
+        resize: pixels of the shorter side before the center crop of validation images; None: 8/7 of the size.
+        repeats: repeated augmentation (Hoffer et al. 2020, arXiv 1901.09335; Touvron et al. 2021, arXiv 2012.12877):
+            the batches of all ranks contain each image this often, augmented anew; an epoch covers part of the images.
         crop_and_flip: a random crop, flipped with probability 0.5, instead of the center crop.
         trivial_augment: TrivialAugmentWide (Müller and Hutter 2021, arXiv 2103.10158).
         random_erase: the probability that a rectangle is erased (Zhong et al. 2017, arXiv 1708.04896).
         mixup: alpha of MixUp (Zhang et al. 2017, arXiv 1710.09412); 0 for none.
         cutmix: alpha of CutMix (Yun et al. 2019, arXiv 1905.04899); 0 for none. With both, each batch gets one of them.
-        label_smoothing: the share of a label that is distributed over all classes.
+        label_smoothing: the fraction of a label that is distributed over all classes.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of range.
     """
 
     interpolation: str = "bilinear"
@@ -55,20 +55,20 @@ class Augment:
             raise refusal("augment.repeats", self.repeats, "a whole number from 1")
         for option in ("mixup", "cutmix"):
             if not 0 <= (got := getattr(self, option)) < math.inf:
-                raise refusal(f"augment.{option}", got, "0 and more")
+                raise refusal(f"augment.{option}", got, "0 or more")
         for option in ("random_erase", "label_smoothing"):
             if not 0 <= (got := getattr(self, option)) <= 1:
                 raise refusal(f"augment.{option}", got, "0 to 1")
 
     def check_size(self, size: int) -> None:
-        """ValueError if `resize` doesn't fit images of `size` pixels."""
+        """Raises ValueError if `resize` doesn't fit images of `size` pixels."""
         if self.resize is not None and not SMALL < size <= self.resize:
             small = f"null: images of up to {SMALL} pixels are not cropped"
             allowed = small if size <= SMALL else f"null, or a whole number from data.size={size}"
             raise refusal("augment.resize", self.resize, allowed)
 
     def check_in_memory(self, data: str) -> None:
-        """ValueError if images that are not in files would be transformed."""
+        """Raises ValueError if images that are not in files would be transformed."""
         for option in ("resize", "crop_and_flip", "trivial_augment", "random_erase"):
             if got := getattr(self, option):
                 raise refusal(f"augment.{option} with {data}", got, "augment=none: its images are not augmented")
@@ -93,17 +93,17 @@ class Augment:
         return v2.Compose(steps)
 
     def to_validate(self, size: int, mean: Sequence[float], std: Sequence[float]) -> v2.Transform:
-        """The same without augmentation."""
+        """Image -> normalised float tensor (channels, size, size), without augmentation."""
         return v2.Compose([*self._center(size), *_to_tensor(mean, std)])
 
     def mixer(self, classes: int) -> Mix | None:
-        """MixUp or CutMix, one of the two at random for each batch; None for neither."""
+        """MixUp or CutMix, chosen at random for each batch if both are on; None for neither."""
         wanted = [(v2.MixUp, self.mixup), (v2.CutMix, self.cutmix)]
         mixes = [cls(alpha=alpha, num_classes=classes) for cls, alpha in wanted if alpha]
         return v2.RandomChoice(mixes) if mixes else None
 
     def _center(self, size: int) -> list[v2.Transform]:
-        """The center crop of 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels); all of a small image."""
+        """Center crop of 7/8 of the shorter side (He et al. 2015: 224 of 256 pixels), or the whole of a small image."""
         mode = InterpolationMode(self.interpolation)
         if size <= SMALL:
             return [v2.Resize((size, size), mode)]

@@ -11,22 +11,22 @@ from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.files import Files
 from lightning_gradcomp.app.data.shared import Pair
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images, by channel
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images, per channel
 FOLDER = "cifar-10-batches-py"
-"""torchvision's, and the archive's."""
+"""The folder's name in torchvision and in the archive."""
 
 
 class CIFAR10(Files):
-    """50,000 images to train with, and the 10,000 of the test set to validate with; 3x32x32.
+    """50,000 training images, and the 10,000 test images for validation; 3x32x32.
 
     Args:
-        batch_size: images a step, over all ranks together.
+        batch_size: images per step, over all ranks together.
         dir: holds, or will hold, cifar-10-batches-py/.
-        workers: decoding processes a rank.
+        workers: decoding processes per rank.
         prefetch: batches that each of them decodes ahead.
         download: rank 0 downloads the files if they are missing.
-        augment: of the training images.
-        seed: of the order of the images.
+        augment: augmentation of the training images.
+        seed: seed for the order of the images.
     """
 
     name, classes = "CIFAR-10", 10
@@ -50,7 +50,7 @@ class CIFAR10(Files):
             raise self.missing(f"there is no folder {FOLDER}")
 
     def prepare_data(self) -> None:
-        """Runs on rank 0 alone, while the others wait."""
+        """Runs on rank 0 only, while the others wait."""
         if self.download:
             try:
                 with redirect_stdout(sys.stderr):  # the text of the progress bar

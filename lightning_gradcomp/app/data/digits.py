@@ -19,13 +19,13 @@ SPLIT_SEED = 0  # a constant: runs with different seeds are validated on the sam
 
 
 def digits(fold: int | None = None) -> tuple[TensorDataset, TensorDataset]:
-    """1,437 images to train with and 360 to validate with, stratified: float (n, 1, 8, 8) and labels int64 (n).
+    """1,437 training and 360 validation images, stratified: float (n, 1, 8, 8) and labels int64 (n).
 
     The images have mean 0 and variance 1 over all pixels of the training part.
 
     Args:
-        fold: 0 to 4: that part of a five-fold cross-validation, in which every image is one to validate with once. The
-            last three have 359, and 1,438 to train with.
+        fold: 0 to 4: this fold of a five-fold cross-validation, which validates on every image once. The last three
+            have 359 validation images and 1,438 training images.
     """
     pixels, labels = load_digits(return_X_y=True)
     if fold is None:
@@ -41,17 +41,18 @@ def digits(fold: int | None = None) -> tuple[TensorDataset, TensorDataset]:
 
 
 class Digits(SharedImages):
-    """The digits.
+    """The digits as a data module.
 
     Args:
-        batch_size: images a step, over all ranks together.
-        fold: 0 to 4: of a cross-validation. None: one fixed split.
-        dirichlet: each rank has its own images, unequal by class; the smaller the more. None: all have all.
+        batch_size: images per step, over all ranks together.
+        fold: 0 to 4: fold of a cross-validation. None: one fixed split.
+        dirichlet: each rank has its own images, with unequal classes; the smaller, the more unequal. None: all share
+            all images.
         augment: MixUp, CutMix and label smoothing; the images are not transformed.
-        seed: of the order of the images.
+        seed: seed for the order of the images.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of range.
     """
 
     name, channels, classes, size = "digits", CHANNELS, CLASSES, 8

@@ -1,4 +1,4 @@
-"""Ranks without equal data: each has its own images, and of some classes many more than of others."""
+"""Ranks with unequal data: each has its own images, with many more of some classes than of others."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch.utils.data import Sampler
 from lightning_gradcomp.errors import refusal
 
 ATTEMPTS = 1000
-"""Draws after which a split that leaves a rank without a batch is given up."""
+"""Number of draws that may leave a rank without a batch before the split fails."""
 
 
 def dirichlet_split(labels: torch.Tensor, ranks: int, alpha: float, least: int, seed: int) -> list[np.ndarray]:
-    """The images of each rank: of every class, shares that are drawn from a Dirichlet distribution.
+    """Divide the images of every class among the ranks, in shares drawn from a Dirichlet distribution.
 
-    The smaller `alpha`, the more unequal. Drawn again until every rank has `least` images, as is usual (Yurochkin et
-    al. 2019, arXiv 1905.12022; Li et al. 2022, arXiv 2102.02079).
+    The smaller `alpha`, the more unequal. Draws are repeated until every rank has `least` images, as is usual
+    (Yurochkin et al. 2019, arXiv 1905.12022; Li et al. 2022, arXiv 2102.02079).
 
     Args:
         labels: int64 [n].
-        ranks: their number.
+        ranks: number of ranks.
         alpha: concentration, the same for all ranks, above 0.
-        least: images that each rank must have.
-        seed: of the draws.
+        least: minimum number of images per rank.
+        seed: seed of the draws.
 
     Returns:
-        For each rank ascending indices, int64. Every image is in one of them.
+        Ascending indices for each rank, int64. Every image belongs to exactly one rank.
 
     Raises:
-        ValueError: no draw of many has given every rank `least` images.
+        ValueError: if none of `ATTEMPTS` draws gives every rank `least` images.
     """
     random = np.random.default_rng(seed)
     for _ in range(ATTEMPTS):
@@ -44,7 +44,7 @@ def dirichlet_split(labels: torch.Tensor, ranks: int, alpha: float, least: int, 
         split = [np.sort(np.concatenate(part)) for part in parts]
         if min(map(len, split)) >= least:
             return split
-    raise refusal("data.dirichlet", alpha, f"a larger number: a rank would have less than a batch of {least} images")
+    raise refusal("data.dirichlet", alpha, f"a larger number: a rank would have fewer than {least} images, one batch")
 
 
 def _cuts(shares: np.ndarray, images: int) -> np.ndarray:
@@ -52,22 +52,22 @@ def _cuts(shares: np.ndarray, images: int) -> np.ndarray:
 
 
 class OwnImages(Sampler[int]):
-    """A rank's own images, in another order every epoch: as many indices as asked for, whatever it has.
+    """A rank's own images, in a new order every epoch, with a fixed number of indices per epoch.
 
-    Where it has fewer it begins again; where it has more, an epoch has a part of them.
+    A rank with fewer images repeats them; one with more uses some of them in each epoch.
 
     Args:
-        own: its images.
-        length: indices of an epoch.
-        seed: of the orders.
-        skip: indices that the next epoch lacks at its begin.
+        own: the rank's images.
+        length: indices per epoch.
+        seed: seed of the orders.
+        skip: number of indices to skip at the start of the next epoch.
     """
 
     def __init__(self, own: np.ndarray, length: int, *, seed: int, skip: int) -> None:
         self.own, self.length, self.seed, self.skip, self.epoch = own, length, seed, skip, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order comes next."""
+        """Set the epoch, and so the order of the images."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -9,24 +9,24 @@ from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.errors import Refused
 
-MEANWHILE = "Meanwhile: gradcomp recipe=digits needs none, and dry_run=true checks everything but the data"
+MEANWHILE = "Meanwhile, gradcomp recipe=digits needs none, and dry_run=true checks everything but the data"
 
 
 class MissingData(Refused):
-    """Files that are missing, or can't be used."""
+    """Files that are missing or can't be used."""
 
 
 class Files(SharedImages):
-    """Images in files beneath a folder.
+    """Images in files below a folder.
 
     Args:
-        batch_size: images a step, over all ranks together.
+        batch_size: images per step, over all ranks together.
         dir: the folder.
-        size: pixels a side of what the network gets.
-        workers: decoding processes a rank, 0 to decode in the rank itself.
+        size: pixels per side of the network's input.
+        workers: decoding processes per rank; 0 decodes in the rank itself.
         prefetch: batches that each of them decodes ahead.
-        augment: of the training images.
-        seed: of the order of the images.
+        augment: augmentation of the training images.
+        seed: seed for the order of the images.
     """
 
     channels = 3

@@ -1,4 +1,4 @@
-"""Images in a folder for each class: ImageNet, or your own."""
+"""Images in one folder per class: ImageNet, or your own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.files import Files, MissingData
 from lightning_gradcomp.app.data.shared import Pair
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, by channel, as in torchvision's recipes
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, per channel, as in torchvision's recipes
 
 
 class ImageFolder(Files):
-    """dir/train/<class>/* and dir/val/<class>/*, of any size, as 3 x size x size pixels; classes by folder name."""
+    """dir/train/<class>/* and dir/val/<class>/*, of any size, as 3 x size x size pixels; folder names are classes."""
 
     name = "images"
     how_to_get = (
@@ -35,7 +35,7 @@ class ImageFolder(Files):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, dir, size, workers, prefetch, augment, seed)
-        self.classes = len(class_folders(self.root / "train")) or 1000  # of a dry run without the images
+        self.classes = len(class_folders(self.root / "train")) or 1000  # for a dry run without the images
 
     def check(self) -> None:
         train, val = (class_folders(self.root / part) for part in ("train", "val"))
@@ -75,22 +75,22 @@ class ImageNet(ImageFolder):
 
 
 def class_folders(root: Path) -> list[str]:
-    """Names of the folders in `root`, which are classes; none if there is no `root`."""
+    """Names of the folders in `root`, one per class; empty if `root` does not exist."""
     return sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
 
 
 def read(path: str) -> Image.Image:
-    """A picture of 8 bits in each of three channels. Of 16-bit grey, which Pillow would clip, the upper 8 are taken.
+    """A picture with three channels of 8 bits. 16-bit grey, which Pillow would clip, keeps its upper 8 bits.
 
     Raises:
-        MissingData: it can't be read, or has pixels of 32 bits.
+        MissingData: if it can't be read, or has 32-bit pixels.
     """
     try:
         with Image.open(path) as picture:
             if picture.mode.startswith("I;16") or (picture.mode, picture.format) == ("I", "PNG"):
                 return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
             if picture.mode in ("I", "F"):
-                raise MissingData(f"{path}: pixels of 32 bits, whose white is not known; convert it to 8 or 16")
+                raise MissingData(f"{path}: pixels of 32 bits, whose value for white is unknown; convert it to 8 or 16")
             return picture.convert("RGB")
     except OSError as error:
         raise MissingData(f"{path}: {error}") from error

@@ -1,4 +1,4 @@
-"""A data set distributed over the ranks: shuffled and evenly to train; every image exactly once to validate."""
+"""A data set distributed over the ranks: shuffled and even for training, every image exactly once for validation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_gradcomp.compressors.kernels.rng import seed_of
 from lightning_gradcomp.errors import refusal
 
 MOST_IMAGES = 128
-"""In a batch of a rank, to validate."""
+"""Maximum number of images in a rank's validation batch."""
 
 
 class RankSampler(DistributedSampler[int]):
-    """A rank's images of an epoch, in another order every epoch; the next epoch lacks its first `skip` images.
+    """A rank's images of an epoch, in a new order every epoch. The next epoch skips its first `skip` images.
 
-    With `repeats` above 1 each image is so many times in a row among the images of all ranks together, and the epoch
-    ends after as many images as without: repeated augmentation (Touvron et al. 2021, arXiv 2012.12877).
+    With `repeats` above 1, each image occurs that often in a row among the images of all ranks together, and the epoch
+    has the same length as without: repeated augmentation (Touvron et al. 2021, arXiv 2012.12877).
     """
 
     def __init__(self, images: Dataset[Any], ranks: int, rank: int, *, seed: int, skip: int, repeats: int = 1) -> None:
@@ -43,23 +43,24 @@ class RankSampler(DistributedSampler[int]):
 
 
 Pair = tuple[Dataset[Any], Dataset[Any]]
-"""Images to train with, and to validate with: float (channels, height, width) and an int each."""
+"""Training and validation images: each a float (channels, height, width) and an int label."""
 
 
 class SharedImages(L.LightningDataModule):
-    """Images by class, `batch_size` a training step over all ranks together. Subclasses say which.
+    """Images by class, `batch_size` per training step over all ranks together. Subclasses define which.
 
     Args:
-        batch_size: images a step, over all ranks together, before accumulation.
-        augment: of the training images.
-        seed: of the order of the images.
-        workers: decoding processes a rank.
+        batch_size: images per step, over all ranks together, before accumulation.
+        augment: augmentation of the training images.
+        seed: seed for the order of the images.
+        workers: decoding processes per rank.
         prefetch: batches that each of them decodes ahead.
-        dirichlet: concentration; each rank has its own images, the smaller the more unequal. None: all have all.
+        dirichlet: concentration; each rank has its own images, the smaller, the more unequal. None: all share all
+            images.
 
     Raises:
-        ValueError: an option out of its range; in `setup`, a batch size that the ranks can't share, or a Dirichlet
-            split that leaves a rank without a batch.
+        ValueError: if an option is out of range; in `setup`, if the ranks can't share the batch size, or a Dirichlet
+            split leaves a rank without a batch.
     """
 
     name: str | None
@@ -69,7 +70,7 @@ class SharedImages(L.LightningDataModule):
     """Height and width of an image in pixels."""
     train: Dataset[Any]
     val: Dataset[Any]
-    own: list[np.ndarray]  # the images of each rank, with `dirichlet`
+    own: list[np.ndarray]  # images of each rank, with `dirichlet`
 
     def __init__(
         self,
@@ -81,24 +82,24 @@ class SharedImages(L.LightningDataModule):
         dirichlet: float | None = None,
     ) -> None:
         super().__init__()
-        self.prepare_data_per_node = False  # nodes may share a disk, which two must not write to at once
+        self.prepare_data_per_node = False  # nodes may share a disk; two must not write to it at once
         for option, got, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("prefetch", prefetch, 1)):
             if type(got) is not int or got < least:
                 raise refusal(f"data.{option}", got, f"a whole number from {least}")
         if dirichlet is not None and not dirichlet >= 0.01:
-            raise refusal("data.dirichlet", dirichlet, "null, or 0.01 and more")
+            raise refusal("data.dirichlet", dirichlet, "null, or 0.01 or more")
         self.batch_size, self.augment, self.seed = batch_size, augment, seed
         self.workers, self.prefetch, self.dirichlet = workers, prefetch, dirichlet
 
     def load(self) -> Pair:
-        """Reads the images, or finds their files; on every rank."""
+        """Read the images or find their files, on every rank."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """ValueError if files are missing, before any rank starts."""
+        """Raises ValueError if files are missing, before any rank starts."""
 
     def check_batch(self, ranks: int, images: int | None = None) -> None:
-        """ValueError for a batch that so many ranks can't share, or that `images` don't fill."""
+        """Raises ValueError if `ranks` can't share the batch, or `images` don't fill it."""
         least = 2 * ranks  # batch norm needs two images
         if self.batch_size % ranks or not least <= self.batch_size <= (images or self.batch_size):
             most = f"{least} to {images}" if images else f"{least} or more"
@@ -119,7 +120,7 @@ class SharedImages(L.LightningDataModule):
 
     @property
     def epoch_steps(self) -> int:
-        """Optimizer steps of an epoch. Lightning's `estimated_stepping_batches` would build the loader before the
+        """Optimizer steps per epoch. Lightning's `estimated_stepping_batches` would build the loader before the
         checkpoint's position is known."""
         assert self.trainer is not None
         batches = len(self.train) // self.batch_size  # pyrefly: ignore[bad-argument-type]
@@ -129,15 +130,15 @@ class SharedImages(L.LightningDataModule):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps in the whole run."""
         assert self.trainer is not None
         return self.epoch_steps * (self.trainer.max_epochs or 1)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Without the last images of an epoch, which don't fill a batch on every rank."""
+        """The training loader. It drops an epoch's last images, which don't fill a batch on every rank."""
         rank, ranks = self._rank_and_world()
         assert self.trainer is not None
-        # After a checkpoint from amid an epoch Lightning goes on counting batches, but doesn't skip those before.
+        # After a mid-epoch checkpoint, Lightning continues to count batches but doesn't skip the earlier ones.
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
         done = 0 if progress.is_last_batch else progress.current.processed
         skip = done * self.rank_batch
@@ -153,7 +154,7 @@ class SharedImages(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         """Every N-th image, without the copies that a DistributedSampler adds to make ranks equal.
 
-        All ranks have as many batches, some of them an image smaller: a forward pass of shards is a collective.
+        All ranks have the same number of batches, some one image smaller: a forward pass with shards is a collective.
         """
         rank, ranks = self._rank_and_world()
         images = len(self.val)  # pyrefly: ignore[bad-argument-type]
@@ -168,7 +169,7 @@ class SharedImages(L.LightningDataModule):
             persistent_workers=workers > 0,
             prefetch_factor=self.prefetch if workers else None,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(seed_of(self.seed, rank)),  # of the workers' augmentation
+            generator=torch.Generator().manual_seed(seed_of(self.seed, rank)),  # for the workers' augmentation
             **options,
         )
 

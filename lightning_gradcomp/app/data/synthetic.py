@@ -1,4 +1,4 @@
-"""Random images in memory, of any shape: for throughput, and for dry runs."""
+"""Random images in memory, of any shape, for throughput measurements and dry runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_gradcomp.app.data.shared import Pair, SharedImages
 from lightning_gradcomp.errors import refusal
 
 DIFFERENT = 64
-"""Images that are drawn; the others are copies of them, so that any number fits into memory."""
+"""Number of distinct images; the others are copies of them, so that any number fits into memory."""
 
 
 class Repeated(TensorDataset):
-    """The same images repeatedly, `images` in all."""
+    """The same images repeated, `images` in total."""
 
     def __init__(self, images: int, *tensors: torch.Tensor) -> None:
         super().__init__(*tensors)
@@ -28,19 +28,19 @@ class Repeated(TensorDataset):
 
 
 class Synthetic(SharedImages):
-    """Normal pixels with labels at random, equal on all ranks.
+    """Normally distributed pixels with random labels, the same on all ranks.
 
     Args:
-        batch_size: images a step, over all ranks together; and images to validate with.
-        size: pixels a side.
+        batch_size: images per step, over all ranks together; also the number of validation images.
+        size: pixels per side.
         classes: number of classes.
-        images: in an epoch.
-        channels: of an image.
+        images: images per epoch.
+        channels: channels of an image.
         augment: MixUp, CutMix and label smoothing; the images are not transformed.
-        seed: of the order of the images.
+        seed: seed for the order of the images.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: if an option is out of range.
     """
 
     name = "synthetic"

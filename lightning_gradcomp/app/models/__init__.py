@@ -1,6 +1,6 @@
-"""Image networks: stems for small images where the package has its own, and those of torchvision and timm as they are.
+"""Image networks: some with the package's own stems for small images, and those of torchvision and timm unchanged.
 
-Every function takes what the data say (channels, classes and the side of an image in pixels) and returns a module:
+Every function takes the data's channels, classes and image size in pixels, and returns a module:
 (batch, channels, size, size) -> logits (batch, classes).
 """
 
@@ -22,29 +22,29 @@ resnet50 = partial(resnet, "resnet50")
 NETWORKS = {"resnet18": resnet18, "resnet50": resnet50, "swin_mini": swin_mini, "swin_t": swin_t}
 
 WITH_AUXILIARY = ("googlenet", "inception_v3")
-"""torchvision's models with auxiliary classifiers, which are left out here."""
+"""torchvision's models with auxiliary classifiers, which are disabled here."""
 
 
 def of_torchvision(name: str, *, channels: int, classes: int, size: int, **options: Any) -> nn.Module:
-    """A classifier of torchvision, without weights.
+    """A torchvision classifier, without pretrained weights.
 
     Raises:
-        ValueError: torchvision has no such model, or the images don't have three channels.
+        ValueError: if torchvision has no such model, or the images don't have three channels.
     """
     if name not in (names := torchvision.models.list_models(module=torchvision.models)):
         raise refusal("model.name with model=torchvision", name, ", ".join(names))
     if channels != 3:
-        allowed = "images of 3 channels, such as data=cifar10; model=resnet18 and swin_mini take others"
+        allowed = "images of 3 channels, such as data=cifar10; model=resnet18 and swin_mini accept others"
         raise refusal(f"model=torchvision with images of {channels} channel", name, allowed)
     one_loss: dict[str, Any] = {"aux_logits": False, "init_weights": True} if name in WITH_AUXILIARY else {}
     return torchvision.models.get_model(name, weights=None, num_classes=classes, **one_loss, **options)
 
 
 def of_timm(name: str, *, channels: int, classes: int, size: int, **options: Any) -> nn.Module:
-    """A model of timm, without weights.
+    """A timm model, without pretrained weights.
 
     Raises:
-        ValueError: timm has no such model.
+        ValueError: if timm has no such model.
     """
     import timm  # pyrefly: ignore[missing-import] - not a dependency
 
