@@ -1,6 +1,6 @@
 """The strategy under Lightning's launcher, and what is refused before it starts a process.
 
-torchrun's launcher is in test_faults.py, multiprocessing's in test_checkpoints.py.
+torchrun's launcher is in test_faults.py, and what the main process has after forked ranks is in test_checkpoints.py.
 """
 
 import warnings
@@ -20,8 +20,15 @@ SCRIPT = str(Path(__file__).with_name("user_script.py"))
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-def test_a_users_script_trains():
-    done = Forked(SCRIPT, "dgc").end()
+@pytest.fixture(scope="module")
+def launched():
+    """Launcher -> the script under it. Both at once, since the processes of each start one by one."""
+    return {launcher: Forked(SCRIPT, "dgc", *words) for launcher, words in (("popen", []), ("spawn", ["spawn"]))}
+
+
+@pytest.mark.parametrize("launcher", ["popen", "spawn"])
+def test_a_users_script_trains(launched, launcher):
+    done = launched[launcher].end()
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert [line.split()[3] for line in lines] == 4 * ["sparsity=0.938"] + 3 * ["sparsity=0.984"]  # of 4 steps each

@@ -1,4 +1,4 @@
-"""A training script of the kind any Lightning user has. usage: user_script.py STRATEGY"""
+"""A training script of the kind any Lightning user has. usage: user_script.py [strategy] [start_method]"""
 
 import sys
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     images = torch.randn(256, 1, 8, 8)
     labels = (images.mean((1, 2, 3)) * 30 + 5).long().clamp(0, 9)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 16, shuffle=True)
-    strategy = forced(sys.argv[1])
+    strategy = forced(sys.argv[1], **({"start_method": sys.argv[2]} if len(sys.argv) > 2 else {}))
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=7, accumulate_grad_batches=2, **options
