@@ -1,21 +1,21 @@
-"""Accuracy on five folds of the digits, of what `gradcomp` can't train: DGC's parts, late averages, unequal workers.
+"""Accuracy on five folds of the digits for what `gradcomp` can't train: DGC's parts, late averages, unequal workers.
 
-    python -m benchmarks.accuracy ablation    # from plain dropping to DGC; runs that docs/data/ablation.csv lacks
+    python -m benchmarks.accuracy ablation    # from plain dropping to DGC; runs missing in docs/data/ablation.csv
     python -m benchmarks.accuracy late --cases ddp,10,10:stale,8:onebit --folds 0,1,2
     python -m benchmarks.accuracy speeds      # dist_async with workers of unequal speed, on a virtual clock
-    python -m benchmarks.accuracy staleness   # dist_async with gradients of weights that are so many pushes old
+    python -m benchmarks.accuracy staleness   # dist_async with gradients at weights a fixed number of pushes old
 
-A run takes two to five minutes of two cores. It is recipe=digits in plain PyTorch: ten epochs of 22 steps of 64 images.
-The fold is the seed of weights and order, as in the dense runs of docs/data/results.csv. Ranks are processes, which
-this script starts, and are validated with rank 0's batch-norm statistics, as in the recipes.
+A run takes two to five minutes on two cores. It is recipe=digits in plain PyTorch: ten epochs of 22 steps of 64 images.
+The fold seeds weights and order, as in the dense runs of docs/data/results.csv. Ranks are processes started by this
+script. They are validated with rank 0's batch-norm statistics, as in the recipes.
 
-- ablation: the same compressed phase with one part of DGC more in each case, with and without clipping. Two ranks.
-- late: a case is a delay D, with a period K of as many steps (1 for 0, which is synchronous training). After a colon,
-  "stale" for stale-only averages, "K=4" for another period, or a compressor as in benchmarks/methods.py. "ddp" is
-  dense. Two ranks; nothing is drained before the only validation, at the end.
-- speeds, staleness: a server and four workers in one process, which take turns in the order of a virtual clock. So the
-  figures are the same on every machine and under any load. A step's computation takes the seconds that a worker's speed
-  says; encoding and the network take none. Batch-norm statistics are those of one pass over the training images.
+- ablation: the same compressed phase, adding one part of DGC in each case, with and without clipping. Two ranks.
+- late: a case is a delay D, with a period K of the same length (1 for D = 0, which is synchronous training). After a
+  colon, "stale" for stale-only averages, "K=4" for another period, or a compressor as in benchmarks/methods.py. "ddp"
+  is dense. Two ranks; nothing is drained before the only validation, at the end.
+- speeds, staleness: a server and four workers in one process, which take turns on a virtual clock. Results are
+  therefore the same on every machine and under any load. A step takes as many seconds as the worker's speed sets;
+  encoding and the network take none. Batch-norm statistics come from one pass over the training images.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ GOAL = 0.98
 
 
 class Outcome(NamedTuple):
-    """A run.
+    """The outcome of a run.
 
     Args:
-        correct: images classified correctly after each epoch that was validated; the last is the end's.
-        images: to validate.
-        ratio: dense bytes of the run over those sent.
-        staleness: mean number of pushes by which a gradient's weights were old.
-        seconds: of the virtual clock; NaN without one.
+        correct: images classified correctly after each validated epoch; the last entry is the end of the run.
+        images: number of validation images.
+        ratio: dense bytes of the run divided by bytes sent.
+        staleness: mean age of a gradient's weights, in pushes.
+        seconds: time on the virtual clock; NaN without one.
     """
 
     correct: list[int]
@@ -78,31 +78,31 @@ class Outcome(NamedTuple):
 
 
 class Fold:
-    """What the ranks or workers of a run share: images, first weights, optimizer, learning rates."""
+    """What the ranks or workers of a run share: images, initial weights, optimizer, learning rates."""
 
     def __init__(self, fold: int, ranks: int) -> None:
         self.fold, self.ranks = fold, ranks
         self.train, self.val = digits(fold)
         self.steps = len(self.train) // BATCH
-        """Of an epoch."""
+        """Steps per epoch."""
         torch.manual_seed(fold)  # the same weights everywhere
         self.model = resnet18(channels=CHANNELS, classes=CLASSES, size=8)
 
     def batches(self, rank: int) -> Iterator[list[torch.Tensor]]:
-        """A rank's, epoch after epoch."""
+        """A rank's batches, epoch after epoch."""
         sampler = RankSampler(self.train, self.ranks, rank, seed=self.fold, skip=0)
         for epoch in count():
             sampler.set_epoch(epoch)
             yield from DataLoader(self.train, BATCH // self.ranks, sampler=sampler, drop_last=True)
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        """The recipe's, and its schedule."""
+        """The recipe's optimizer and its schedule."""
         optimizer = RECIPE(model.parameters())
         return optimizer, WarmupCosine()(optimizer, self.steps, EPOCHS)
 
     @torch.no_grad()
     def validate(self, model: nn.Module) -> int:
-        """Images that are classified correctly."""
+        """Number of validation images classified correctly."""
         images, labels = self.val.tensors
         right = int((model.eval()(images).argmax(1) == labels).sum())
         model.train()
@@ -129,13 +129,13 @@ TITLES = {
 }
 CLIPPED = tuple(ABLATION)[:4]
 CLIP_NORM = 5.0
-"""About half of the norms of a dense run's average gradients, which fall from 35 to 5 in the first two epochs."""
+"""About half the norm of a dense run's average gradients, which falls from 35 to 5 in the first two epochs."""
 
 Averager = lgc.GradientAverager | lgc.DelayedAverager
 
 
 def averager(case: str, clip_norm: float | None, fold: Fold, optimizer: torch.optim.Optimizer) -> Averager:
-    """What averages in a case: one of ABLATION, one of `late`, "ddp", or a compressor."""
+    """The averager of a case: one of ABLATION, one of `late`, "ddp", or a compressor."""
     words = case.split(":", 1)
     if words[0].isdigit():
         more = words[1].split(":") if len(words) > 1 else []
@@ -174,7 +174,7 @@ def train(case: str, clip_norm: float | None, number: int) -> Outcome:
 
 
 def by_ranks(ranks: int, case: str, fold: int, clip_norm: float | None = None) -> Outcome:
-    """A run on ranks that are started for it."""
+    """Run a case on ranks started for it."""
     words = ["--rank", case, "--folds", str(fold), *(["--clip-norm", str(clip_norm)] if clip_norm else [])]
     return Outcome(*result(local(ranks), __spec__.name, *words)[0])
 
@@ -194,7 +194,7 @@ class Run:
     fold: int
     correct: int
     images: int
-    ratio: float  # of the bytes of a dense run to those sent
+    ratio: float  # bytes of a dense run divided by bytes sent
     machine: str
 
     @property
@@ -204,7 +204,7 @@ class Run:
 
 
 def ablation(folds: list[int]) -> str:
-    """The table, after the runs that the CSV lacks."""
+    """Run what the CSV lacks and return the table."""
     wanted = [(case, None, fold) for fold in folds for case in ABLATION]
     wanted += [(case, CLIP_NORM, fold) for fold in folds for case in CLIPPED]
     known = {(run.case, run.clip_norm, run.fold) for run in report.read(CSV, Run)}
@@ -235,7 +235,7 @@ def ablation(folds: list[int]) -> str:
 
 WORKERS = 4
 EQUAL, UNEQUAL = (1.0, 1.0, 1.0, 1.0), (0.25, 1.0, 1.0, 1.0)
-"""Seconds of a step of 16 images. With either a synchronous step takes one second."""
+"""Seconds per step of 16 images, by worker. With either, a synchronous step takes one second."""
 DENSITIES = {"100 %": "none", "10 %": "dgc:sparsity=0.9", "1 %": "dgc:sparsity=0.99", "0.1 %": "dgc:sparsity=0.999"}
 
 
@@ -244,10 +244,10 @@ class Workers:
     """Training with a parameter server.
 
     Args:
-        push: compressor, as in benchmarks/methods.py.
-        pull: of the pulls; None: whole weights.
-        seconds: of a step's computation, for each worker.
-        age: how many pushes old the weights of every gradient are, workers taking turns; None: as the clock has it.
+        push: compressor of the pushes, as in benchmarks/methods.py.
+        pull: compressor of the pulls; None: whole weights.
+        seconds: computation time of a step, for each worker.
+        age: age of every gradient's weights in pushes, with workers taking turns; None: determined by the clock.
     """
 
     push: str = "dgc"
@@ -257,7 +257,7 @@ class Workers:
 
 
 def turns(seconds: tuple[float, ...]) -> Iterator[tuple[float, int]]:
-    """(time, worker) of each end of a step, in their order; workers never wait for each other."""
+    """(time, worker) for each end of a step, in order. Workers never wait for each other."""
     computing = [(each, worker) for worker, each in enumerate(seconds)]
     heapq.heapify(computing)
     while True:
@@ -267,7 +267,7 @@ def turns(seconds: tuple[float, ...]) -> Iterator[tuple[float, int]]:
 
 
 def asynchronous(case: Workers, number: int) -> Outcome:
-    """A run. A worker pulls at the end of its step, so its next gradient is of these weights."""
+    """An asynchronous run. A worker pulls at the end of its step and computes its next gradient at these weights."""
     fold = Fold(number, WORKERS)
     push, pull = compressor(case.push), case.pull and compressor(case.pull)
     secret: dict[str, Any] = {"secret": "word", "pull": pull}
@@ -314,7 +314,7 @@ def asynchronous(case: Workers, number: int) -> Outcome:
 
 
 def synchronous(case: str, number: int) -> Outcome:
-    """A run of as many ranks as there are workers; every step waits for the slowest."""
+    """A synchronous run with WORKERS ranks; every step waits for the slowest."""
     return by_ranks(WORKERS, case, number)._replace(seconds=EPOCHS * (len(digits(number)[0]) // BATCH) * max(EQUAL))
 
 
@@ -323,7 +323,7 @@ Case = Callable[[int], Outcome]
 
 
 def cases(table: str, late: str) -> dict[str, Case]:
-    """Name of a line -> what runs it. The first is what the others are compared with."""
+    """Name of a line -> its case. The others are compared with the first."""
     if table == "late":
         return {case: partial(by_ranks, 2, case) for case in late.split(",")}
     if table == "staleness":
@@ -340,7 +340,7 @@ def cases(table: str, late: str) -> dict[str, Case]:
 
 
 def row(name: str, found: list[Outcome], first: list[Outcome]) -> list[str]:
-    """Of the table of all cases but the ablation's."""
+    """A row of the table, for all cases but the ablation's."""
     apart = [each.percent - other.percent for each, other in zip(found, first, strict=True)]
     words = [
         name,
@@ -359,7 +359,7 @@ def row(name: str, found: list[Outcome], first: list[Outcome]) -> list[str]:
 
 
 def seconds_to_goal(outcome: Outcome) -> float:
-    """Of the virtual clock, at the end of an epoch; infinite where it was never reached."""
+    """Seconds on the virtual clock at the end of the first epoch that reached GOAL; infinite if none did."""
     epochs = (epoch for epoch, right in enumerate(outcome.correct, 1) if right >= GOAL * outcome.images)
     return next(epochs, math.inf) / EPOCHS * outcome.seconds
 
@@ -368,7 +368,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", choices=("ablation", "late", "speeds", "staleness"), default="ablation")
     parser.add_argument("--folds", default="0,1,2,3,4")
-    parser.add_argument("--cases", default="ddp,0,5,10,20,5:stale,10:stale,20:stale", help="of late")
+    parser.add_argument("--cases", default="ddp,0,5,10,20,5:stale,10:stale,20:stale", help="cases of late")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--clip-norm", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
