@@ -218,7 +218,7 @@ def legs(cell):
 
 @on(LOSSLESS)
 def test_nothing_is_lost_from_world_to_world(cell):
-    """Applied + mean of the workers' states + owners' residuals = mean of all gradients. A dense step sends them all."""
+    """Applied + mean of the workers' states + owners' residuals = mean of all gradients. A dense step sends all."""
     steps, there_was, applied, states, journey = 3, 0, 0, None, legs(cell)
 
     def work(rank, group, leg, number, states):
