@@ -63,7 +63,7 @@ def use_own_compressor(config: DictConfig, words: list[str]) -> None:
     if "compressor" not in config.strategy:
         return
     if given := [word for word in words if word.startswith("compressor")]:
-        raise refusal("compressor with a strategy that has its own", given[0], "strategy.compressor.OPTION, or strategy=ddp")
+        raise refusal("compressor with a strategy of its own", given[0], "strategy.compressor.OPTION, or strategy=ddp")
     with open_dict(config):
         config.compressor = config.strategy.pop("compressor")
 

@@ -30,7 +30,7 @@ WRONG = {
     "nothing saved yet": (["ckpt=last"], "ckpt: got 'last', allowed: the path of a checkpoint: no run in "),
     "nothing to evaluate": (["evaluate=true"], "ckpt with evaluate=true: got None, allowed: best, last, a run"),
     "a dry run that resumes": (["dry_run=true", "ckpt=last"], "ckpt with dry_run=true: got 'last', allowed: null"),
-    "two compressors": (["strategy=dgc", "compressor=onebit"], "compressor with a strategy that has its own: got"),
+    "two compressors": (["strategy=dgc", "compressor=onebit"], "compressor with a strategy of its own: got"),
     "two warm-ups": (["scheduler.warmup_epochs=2"], "scheduler.warmup_steps with warmup_epochs=2: got 20"),
     "no crops of digits": (["augment=basic"], "augment.crop_and_flip with data=digits: got True, allowed: "),
     "a fold": (["data.fold=5"], "data.fold: got 5, allowed: null, or a whole number from 0 to 4"),
