@@ -1,8 +1,8 @@
-"""One-way delay for packets between network namespaces, where the kernel has no netem: a TUN device in each.
+"""One-way packet delay between network namespaces, by a TUN device in each, for kernels without netem.
 
-What a node sends into its TUN device arrives here as IP packets; each is written into the destination's device when its
-time has come. Large packets (the device's MTU) keep this loop from being the limit; it takes processor time all the
-same, so delays are for questions about delays.
+What a node sends into its TUN device arrives here as IP packets. Each is written into the destination's device when it
+is due. Large packets (the device's MTU) keep this loop from being the bottleneck, but it still takes processor time, so
+use delays only to study delays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def open_tun(namespace: str, device: str) -> int:
-    """A file descriptor of a new TUN device in `namespace`."""
+    """Create a TUN device in `namespace` and return its file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as here, open(f"/run/netns/{namespace}") as there:
         if libc.setns(there.fileno(), CLONE_NEWNET):
@@ -38,7 +38,7 @@ def open_tun(namespace: str, device: str) -> int:
 
 
 class Forwarder(threading.Thread):
-    """Carries packets between devices, each `seconds` after it was sent, until `stop` is set.
+    """Forwards packets between devices, each `seconds` after it was sent, until `stop` is set.
 
     Args:
         devices: IPv4 address -> file descriptor of its TUN device.
@@ -62,7 +62,7 @@ class Forwarder(threading.Thread):
                     with suppress(BlockingIOError):
                         while True:
                             packet = os.read(key.fd, MTU + 64)
-                            if packet[0] >> 4 == 4 and packet[16:20] in self.devices:  # IPv6 says hello to nobody
+                            if packet[0] >> 4 == 4 and packet[16:20] in self.devices:  # ignore IPv6 neighbour discovery
                                 number += 1  # keeps the order of packets that are due at the same time
                                 to = self.devices[packet[16:20]]
                                 heapq.heappush(waiting, (time.monotonic() + self.seconds, number, to, packet))

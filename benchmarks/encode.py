@@ -1,14 +1,14 @@
-"""Milliseconds to compress and decompress gradients by size and method, beside plain passes over the same memory.
+"""Milliseconds to compress and decompress gradients by size and method, compared with plain passes over the memory.
 
     python -m benchmarks.encode --elements 1000000,11200000 --threads 1    # about two minutes
 
-One process, whose message comes back to itself, so that nothing waits for a link. "compress" is everything before the
-exchange: error feedback, selection or quantisation, packing; "decompress" everything after it, the gradients' places
-included. Gradients are normal with a scale of its own for each of 20 tensors, new at every step; methods take turns.
-The passes: `copy` reads and writes the gradient once; `momentum` is DGC's arithmetic without any selection
-(u = m u + g, v = v + u); `topk` is torch.topk on magnitudes, 0.1 %.
+A single process exchanges messages with itself, so nothing waits for a link. "compress" is everything before the
+exchange: error feedback, selection or quantisation, packing. "decompress" is everything after it, including writing the
+gradients back. Gradients are normally distributed, with a different scale for each of 20 tensors, and new at every
+step; methods take turns. The passes: `copy` reads and writes the gradient once; `momentum` is DGC's arithmetic without
+selection (u = m u + g, v = v + u); `topk` is torch.topk on magnitudes, 0.1 %.
 
-Private: `average_compressed` and what it needs, since a `GradientAverager` alone compresses nothing.
+Private: `average_compressed` and what it needs, since a `GradientAverager` on one rank compresses nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PASSES = {"copy": "u.copy_(g)", "momentum": "u.mul_(0.9).add_(g); v.add_(u)", "t
 
 
 class Matrices(torch.nn.Module):
-    """TENSORS equal matrices with `elements` in all, and room for gradients."""
+    """TENSORS equal matrices with `elements` in total, and room for gradients."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Timed(lgc.Stats):
 
 
 def passes(elements: int, device: torch.device, threads: int) -> dict[str, tuple[float, float]]:
-    """Name -> median milliseconds, and 0 to decompress."""
+    """Name -> (median milliseconds, 0 to decompress)."""
     g, u, v = (torch.randn(elements, device=device) for _ in range(3))
     known = {"g": g, "u": u, "v": v, "k": max(1, elements // 1000)}
     timers = {name: Timer(code, globals=known, num_threads=threads) for name, code in PASSES.items()}
@@ -88,7 +88,7 @@ def compressed(elements: int, names: list[str], device: torch.device, steps: int
             average = average_compressed(memory, final, "all_gather", step, Flags(), stats)
             assert average.commit is not None
             average.commit(average.names)
-    return {  # the first two steps find their buffers
+    return {  # the first two steps allocate buffers
         name: tuple(1e3 * median(each.seconds[phase] for each in stats[2:]) for phase in ("compress", "decompress"))
         for name, stats in found.items()
     }

@@ -1,18 +1,18 @@
-"""What becomes of the others when a rank, a worker or a server is lost: when they notice, and how they go on.
+"""What happens to the others when a rank, worker or server is lost: when they notice, and how they continue.
 
     python -m benchmarks.faults ranks      # strategies: 112 cases, about 45 minutes of two cores
     python -m benchmarks.faults ranks --faults stopped --phases round
     python -m benchmarks.faults async      # dist_async: 9 cases and a killed server, about eight minutes
     python -m benchmarks.faults elastic    # ElasticAverager: 4 cases, about five minutes
 
-- ranks: one of two ranks of a Trainer is killed, stopped, raises or is cut off in a phase of the run. Printed are the
-  seconds until the other has ended, and what it said. The strategy's timeout is 8 s once both have started; a case is
-  ended after `--limit` seconds. Cut off are ranks on two emulated nodes (benchmarks/link.py, needs root): one of these
-  stops sending any packet, acknowledgements included.
-- async, elastic: four processes train a small network on the digits, each step with a pause that stands for
-  computation. One of them fails amid its steps, amid a push or a pull, or in an exchange; later a fifth joins. Printed
-  are steps a second of the other three before and after, their longest pause between two steps, and the accuracy at the
-  end. With dist_async they wait for a silent worker no longer than the server's timeout of 2 s; the staleness is 4.
+- ranks: one of a Trainer's two ranks is killed, stopped, raises or is cut off in a phase of the run. The output is the
+  seconds until the other ended, and its message. The strategy's timeout is 8 s once both have started; a case is ended
+  after `--limit` seconds. Only ranks on two emulated nodes (benchmarks/link.py, needs root) are cut off: one stops
+  sending packets, including acknowledgements.
+- async, elastic: four processes train a small network on the digits, with a pause in each step that stands for
+  computation. One fails between steps, during a push or a pull, or in an exchange; later a fifth joins. The output is
+  the other three's steps per second before and after, their longest pause between two steps, and the final accuracy.
+  With dist_async they wait at most the server's timeout of 2 s for a silent worker; the staleness is 4.
 
 Private: `ElasticAverager._exchange`, torch's `_set_pg_timeout` and Lightning's `_timeout`.
 """
@@ -68,7 +68,7 @@ PHASES = {
 
 
 def fail(how: str) -> None:
-    """This process, now."""
+    """Make this process fail now."""
     if how == "raises":
         raise ArithmeticError("a mistake")
     if how == "cut off":  # no packet fits into a burst of 10 bytes
@@ -148,7 +148,7 @@ def rank(how: str, failing: str, phase: str, folder: str) -> None:
 
 
 def ended(pid: int) -> bool:
-    """True if a process is gone, or only waits for its parent to notice."""
+    """True if a process is gone or a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -163,7 +163,7 @@ LAUNCHERS = {
 
 
 def ranks_case(launcher: str, how: str, failing: int, phase: str, limit: float) -> tuple[str, str]:
-    """The seconds until the other rank has ended, and what it said."""
+    """The seconds until the other rank ended, and its message."""
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/output", "w+") as file:
         script = LAUNCHERS[launcher] or ["-m"]
@@ -182,7 +182,7 @@ def ranks_case(launcher: str, how: str, failing: int, phase: str, limit: float) 
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)  # benchmarks.link takes its nodes away
+            process.wait(10)  # benchmarks.link removes its nodes
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -193,7 +193,7 @@ def ranks_case(launcher: str, how: str, failing: int, phase: str, limit: float) 
 
 
 def ranks(options: argparse.Namespace) -> None:
-    """Prints the table, line by line."""
+    """Print the table, line by line."""
     head = ["launcher", "fault", "on rank", "at", "seconds until the other has ended", "the other's message"]
     print(report.table(head, []))
     for case in itertools.product(options.launchers, options.faults, (0, 1), options.phases):
@@ -207,7 +207,7 @@ def ranks(options: argparse.Namespace) -> None:
 SECRET = "word"
 SILENCE, STALENESS, PERIOD = timedelta(seconds=2), 4, 15
 PROCESSES = multiprocessing.get_context("forkserver")
-"""Importing torch in each process would take longer than the runs."""
+"""Forked, because importing torch in each process would take longer than the runs."""
 
 
 def network() -> nn.Module:
@@ -217,7 +217,7 @@ def network() -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Of servers, workers and ranks."""
+    """The optimizer of servers, workers and ranks."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -225,7 +225,7 @@ PUSHES = lgc.DGC(sparsity=0.9, min_elements=256)
 
 
 def serve(address: Any) -> None:
-    """A server in a process of its own; it sends its address."""
+    """Run a server in this process and send its address."""
     model = network()
     server = lgc.ParameterServer(model, sgd(model), PUSHES, secret=SECRET, staleness=STALENESS, timeout=SILENCE)
     server.start()
@@ -235,16 +235,16 @@ def serve(address: Any) -> None:
 
 @dataclass(frozen=True)
 class Orders:
-    """What a member is to do.
+    """A member's instructions.
 
     Args:
         system: "async" or "elastic".
-        address: of the server or lighthouse.
-        out: a file for a line of JSON a step.
-        seed: of the images that it draws.
-        compute: seconds of a step's pause.
-        times: shared by all: when to end, and when to fail.
-        fault, phase: how and where to fail; "": not at all.
+        address: address of the server or lighthouse.
+        out: file that receives a line of JSON per step.
+        seed: seed for drawing images.
+        compute: pause in a step, in seconds.
+        times: shared by all: when to end and when to fail.
+        fault, phase: how and where to fail; "" for not at all.
     """
 
     system: str
@@ -258,7 +258,7 @@ class Orders:
 
 
 class FailingAverager(lgc.ElasticAverager):
-    """Fails when the ranks of a round know each other, and the others wait for this one's bytes."""
+    """Fails once the ranks of a round are connected and the others wait for this one's bytes."""
 
     orders: Orders | None = None
 
@@ -269,7 +269,7 @@ class FailingAverager(lgc.ElasticAverager):
 
 
 def fail_amid_message(orders: Orders) -> None:
-    """From here on: half of a push is sent, or half of a pull is read, when this process fails."""
+    """From now on, this process fails after it has sent half of a push or read half of a pull."""
     send, receive = socket.socket.sendall, socket.socket.recv_into
 
     def sendall(self, data, *flags):
@@ -296,13 +296,13 @@ def fail_and_say(orders: Orders) -> None:
 
 
 def say(orders: Orders, **words: Any) -> None:
-    """Adds a line."""
+    """Append a line to the member's file."""
     with orders.out.open("a") as file:
         print(json.dumps(words), file=file)
 
 
 def member(orders: Orders) -> None:
-    """A process: trains until the time is up, and ends with a round, so with the others."""
+    """Train until the time is up. With rounds, end after a round, together with the others."""
     sys.stderr = orders.out.with_suffix(".log").open("w")
     torch.set_num_threads(1)
     (images, labels), model = digits()[0].tensors, network()
@@ -348,18 +348,18 @@ def member(orders: Orders) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """On the images to validate, in %."""
+    """Accuracy on the validation images, in %."""
     images, labels = digits()[1].tensors
     return 100 * float((model(images).argmax(1) == labels).float().mean())
 
 
 class Crowd:
-    """Members in processes of their own, and a server or a lighthouse.
+    """Members, each in its own process, and a server or a lighthouse.
 
     Args:
         system: "async" or "elastic".
-        folder: for what members write.
-        compute: seconds of a step's pause.
+        folder: folder for the members' files.
+        compute: pause in a step, in seconds.
     """
 
     def __init__(self, system: str, folder: Path, compute: float) -> None:
@@ -379,20 +379,20 @@ class Crowd:
             self.address = f"http://127.0.0.1:{self._lighthouse.address().rpartition(':')[2]}"
 
     def start(self, name: str, **more: str) -> None:
-        """A member."""
+        """Start a member."""
         place, seed = self.folder / name, len(self.processes)
         orders = Orders(self.system, self.address, place, seed, self.compute, self.times, **more)
         self.processes[name] = PROCESSES.Process(target=member, args=(orders,))
         self.processes[name].start()
 
     def said(self, name: str, key: str) -> list[Any]:
-        """What a member has written under a key."""
+        """Everything that a member has written under a key."""
         file = self.folder / name
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [line[key] for line in lines if key in line]
 
     def wait_for(self, names: Sequence[str], key: str) -> float:
-        """When all of them have written something under a key, within two minutes."""
+        """Wait, up to two minutes, until all of them have written something under a key. Returns the time."""
         limit = time.monotonic() + 120
         while not all(self.said(name, key) for name in names):
             if time.monotonic() > limit:
@@ -401,7 +401,7 @@ class Crowd:
         return time.time()
 
     def end(self) -> None:
-        """No process is left."""
+        """Kill all processes."""
         for process in self.processes.values():
             process.kill()
             process.join()
@@ -446,17 +446,17 @@ def crowd_case(system: str, phase: str, fault: str, options: argparse.Namespace)
 
 
 def rate(steps: list[list[float]], begin: float, end: float) -> float:
-    """Steps a second of a member."""
+    """Mean steps per second of a member."""
     return mean(sum(begin <= at < end for at in each) / (end - begin) for each in steps)
 
 
 def pause(steps: list[float], begin: float, end: float) -> float:
-    """The longest between two steps, of which the later is in this time; all of it if none is."""
+    """The longest pause between two steps of which the later is in this interval; the whole interval if none is."""
     return max((b - a for a, b in itertools.pairwise(steps) if begin <= b < end), default=end - begin)
 
 
 def server_killed(options: argparse.Namespace) -> str:
-    """How long its workers take to notice."""
+    """Kill the server. Returns a sentence on how long its workers take to notice."""
     with tempfile.TemporaryDirectory() as folder:
         crowd, names = Crowd("async", Path(folder), options.compute_ms / 1e3), [f"worker {n}" for n in range(4)]
         try:
@@ -478,9 +478,9 @@ def main() -> None:
     parser.add_argument("system", choices=PHASES)
     parser.add_argument("--faults", nargs="+", help="killed, stopped, raises, cut off")
     parser.add_argument("--phases", nargs="+", help="such as step, push, exchange, checkpoint")
-    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS, help="of ranks")
-    parser.add_argument("--limit", type=float, default=90.0, help="of a case of ranks, in seconds")
-    parser.add_argument("--compute-ms", type=float, default=100.0, help="of a step of async and elastic")
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS, help="for ranks")
+    parser.add_argument("--limit", type=float, default=90.0, help="limit for a case of ranks, in seconds")
+    parser.add_argument("--compute-ms", type=float, default=100.0, help="pause in a step of async and elastic")
     parser.add_argument("--seconds", type=float, default=15.0, help="before a fault, after it, and with a fifth")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()

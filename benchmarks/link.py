@@ -1,12 +1,12 @@
-"""Runs a command on emulated nodes of this machine, joined by a link of a given rate and delay. Linux, root.
+"""Runs a command on emulated nodes of this machine, connected by a link of a given rate and delay. Linux, root.
 
     python -m benchmarks.link --nodes 2 --rate-mbit 1000 --delay-ms 20 -- python train.py
 
-Every node is a network namespace with one interface, `eth0`. Its process, or with --ranks-per-node its processes, are
-pinned to a core each (or to their share of them) and get the variables that torchrun sets. The rate holds for what a
-node sends, and for what it receives where there is no delay to emulate, by the kernel's token bucket (tc-tbf). A delay
-is netem's, or a TUN device's where the kernel has no netem. What each node sent, headers and all, is printed at the
-end. Without root, or without `ip` and `tc`, it says so, and the processes talk over loopback at its full speed.
+Every node is a network namespace with one interface, `eth0`. Each of its processes (one, or --ranks-per-node) is pinned
+to a share of the cores and gets the variables that torchrun sets. The kernel's token bucket (tc-tbf) limits the rate at
+which a node sends and, if no delay is emulated, receives. Delays come from netem, or from a TUN device if the kernel
+has no netem. At the end, the script prints what each node sent, including headers. Without root, `ip` or `tc`, it says
+so, and the processes communicate over loopback at full speed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def ip(*words: str, check: bool = True) -> str:
 
 
 def shape(namespace: str, device: str, rate_mbit: float) -> None:
-    """Let `device` send no faster than the rate."""
+    """Limit the rate at which `device` sends."""
     burst = max(2 * MTU, round(rate_mbit * 1e6 / 8 / 1000))  # a millisecond's worth, and never less than a packet
     words = ["tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{rate_mbit}mbit"]
     ip("netns", "exec", namespace, *words, "burst", str(burst), "latency", QUEUE)
 
 
 def has_netem(namespace: str) -> bool:
-    """Whether the kernel can delay packets by itself."""
+    """True if the kernel can delay packets."""
     words = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
     return not subprocess.run(["ip", "netns", "exec", namespace, *words], capture_output=True).returncode
 
@@ -57,7 +57,7 @@ def address(node: int) -> str:
 
 @contextmanager
 def nodes(count: int, rate_mbit: float | None, delay_ms: float) -> Iterator[list[str]]:
-    """The namespaces of `count` nodes, joined by a switch or by a forwarder with delay."""
+    """The namespaces of `count` nodes, connected by a switch or by a forwarder with delay."""
     name = f"link{os.getpid()}"
     switch, names = f"{name}s", [f"{name}n{node}" for node in range(count)]
     with ExitStack() as undo:
@@ -97,13 +97,13 @@ def nodes(count: int, rate_mbit: float | None, delay_ms: float) -> Iterator[list
 
 
 def sent(namespace: str) -> int:
-    """Bytes that a node has sent, headers included."""
+    """Bytes that a node has sent, including headers."""
     [link] = json.loads(ip("-n", namespace, "-s", "-j", "link", "show", "dev", "eth0"))
     return link["stats64"]["tx"]["bytes"]
 
 
 def start(command: list[str], rank: int, per_node: int, world: int, namespace: str | None) -> subprocess.Popen:
-    """The command as `rank`, one of `per_node` on its node, on its share of the cores."""
+    """Start the command as `rank`, one of `per_node` on its node, on its share of the cores."""
     cores = sorted(os.sched_getaffinity(0))
     share = {core for place, core in enumerate(cores) if place % world == rank} or {cores[rank % len(cores)]}
     node, local_rank = divmod(rank, per_node)
@@ -125,7 +125,7 @@ def start(command: list[str], rank: int, per_node: int, world: int, namespace: s
 
 
 def wait(processes: list[subprocess.Popen]) -> int:
-    """The first exit code that is not 0, or 0; the others are ended then."""
+    """Wait for the first non-zero exit code, then end the others. Returns it, or 0."""
     waiting, code = list(processes), 0
     try:
         while waiting and not code:
@@ -143,25 +143,25 @@ def wait(processes: list[subprocess.Popen]) -> int:
 
 
 def local(ranks: int) -> list[str]:
-    """What follows `python -m` to start ranks on this machine, without a link."""
+    """Arguments of `python -m` that start ranks on this machine, without a link."""
     return ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def emulated(ranks: int, per_node: int = 1, rate_mbit: float | None = None, delay_ms: float = 0.0) -> list[str]:
-    """What follows `python -m` to start ranks on emulated nodes."""
+    """Arguments of `python -m` that start ranks on emulated nodes."""
     words = [f"--nodes={ranks // per_node}", f"--ranks-per-node={per_node}", f"--delay-ms={delay_ms}"]
     words += [f"--rate-mbit={rate_mbit}"] if rate_mbit else []
     return ["benchmarks.link", *words, "--", sys.executable]
 
 
 def result(launcher: Sequence[str], module: str, *words: str) -> tuple[Any, str]:
-    """What rank 0 of `python -m MODULE WORDS --place FILE` writes to FILE as JSON, and what the ranks print.
+    """Run `python -m MODULE WORDS --place FILE`. Returns what rank 0 writes to FILE as JSON, and what the ranks print.
 
     Args:
         launcher: `local` or `emulated`.
 
     Raises:
-        CalledProcessError: a rank failed.
+        CalledProcessError: if a rank fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "result.json")
@@ -175,15 +175,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--rate-mbit", type=float, help="of each node's link; default: as fast as the machine")
+    parser.add_argument("--rate-mbit", type=float, help="rate of each node's link; default: unlimited")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
     parser.add_argument("command", nargs="+", help="after --")
     arguments = parser.parse_args()
     per_node, world = arguments.ranks_per_node, arguments.nodes * arguments.ranks_per_node
     if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        print("benchmarks.link: no link can be emulated (that needs Linux, root, ip and tc): running on loopback")
+        print("benchmarks.link: can't emulate a link (needs Linux, root, ip and tc); running on loopback")
         return wait([start(arguments.command, rank, per_node, world, None) for rank in range(world)])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its nodes are taken away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its nodes are removed
     with nodes(arguments.nodes, arguments.rate_mbit, arguments.delay_ms) as names:
         hosts = [name for name in names for _ in range(per_node)]
         processes = [start(arguments.command, rank, per_node, world, name) for rank, name in enumerate(hosts)]

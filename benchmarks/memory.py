@@ -1,12 +1,12 @@
-"""Peak memory of a rank by method, beside that of plain DDP.
+"""Peak memory of a rank by method, compared with plain DDP.
 
     python -m benchmarks.memory --methods ddp,dgc,powersgd
     python -m benchmarks.memory --nodes 2 --ranks 4 --model torchvision.swin_t --optimizer adamw --size 64 --batch 4 \
 --methods hsdp,hsdp+dgc,hsdp+powersgd,ddp
 
-Each method trains in ranks of its own, for about 20 seconds. Counted is the highest that a rank had beyond what it had
-before the model was made: resident memory on a CPU, allocated memory on a GPU. Warm-ups are left out. With several
-nodes, the ranks are on emulated ones (`benchmarks.link`).
+Each method trains in its own ranks for about 20 seconds. The figure is the peak over ranks of memory used beyond what
+a rank had before the model was built: resident memory on a CPU, allocated memory on a GPU. Warm-ups are skipped. With
+several nodes, the nodes are emulated (`benchmarks.link`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 def train(arguments: argparse.Namespace) -> float:
-    """Bytes that a few steps needed on this rank at most."""
+    """Peak memory of a few steps on this rank, in bytes."""
     device, before = methods.device(), resident()
     torch.manual_seed(0)
     model = methods.network(arguments.model).to(device)
@@ -63,8 +63,8 @@ def main() -> None:
     parser.add_argument("--methods", default=names, help="as in benchmarks/methods.py")
     parser.add_argument("--model", default="torchvision.resnet18")
     parser.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="sgd")
-    parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
-    parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
+    parser.add_argument("--size", type=int, default=32, help="pixels per side of an image")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--nodes", type=int, default=1)

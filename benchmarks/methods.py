@@ -1,11 +1,11 @@
-"""What benchmarks train, and how: a network by its name, and one step of it with a method by its name.
+"""What benchmarks train, and how: networks by name, and one training step by method name.
 
-- `compute` exchanges nothing; `ddp` is torch's, and `fp16_hook` and `powersgd_hook` are torch's hooks of it.
-- A compressor, with options after a colon and a topology after an @: `dgc:sparsity=0.99@two_phase`. Its steps are then
-  those of the strategies; without a topology, those of a `GradientAverager` alone.
-- Rounds of K steps: `local` waits for the average, `dga` applies it K steps late, `auto` chooses K and D; with a
+- `compute` exchanges nothing; `ddp` is torch's, and `fp16_hook` and `powersgd_hook` are torch's hooks for it.
+- A compressor, with options after a colon and a topology after an @: `dgc:sparsity=0.99@two_phase`. With a topology,
+  its steps are those of the strategies; without one, those of a plain `GradientAverager`.
+- Rounds of K steps: `local` waits for the average, `dga` applies it K steps late, `auto` chooses K and D; all accept a
   compressor after a colon (`dga:onebit`). `sparseloco` waits, `sparseloco-late` is K steps late.
-- `hsdp` is FSDP2 with a node as the replica, `hsdp+dgc` the same with a `GradientAverager` between replicas.
+- `hsdp` is FSDP2 with one replica per node, `hsdp+dgc` the same with a `GradientAverager` between replicas.
 
 Private: `Switched` uses DDPHook and spare_buffers of `plugin`, as the Trainer's strategy does.
 """
@@ -34,7 +34,7 @@ WHOLE = 1_000_000
 """MB of a DDP bucket that holds everything: torch's PowerSGD hook hangs on gloo with two."""
 
 FINAL = {"warmup_epochs": 0, "dense_epochs": 0, "start_sparsity": 0.9999}
-"""Options without which a compressor begins with other steps than those that most of a run consists of."""
+"""Options that make a compressor skip its warm-up, so that all steps are like most of a run."""
 
 ROUNDS = ("local", "dga", "auto", "sparseloco", "sparseloco-late")
 
@@ -44,32 +44,32 @@ Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Method:
-    """How a model is trained: a step, and the averager in it, if it is one of lightning_gradcomp's."""
+    """How a model is trained: a step, and its averager if that is one of lightning_gradcomp's."""
 
     step: Step
     averager: lgc.GradientAverager | lgc.DelayedAverager | None = None
 
     @property
     def period(self) -> int:
-        """K, the steps of a round; 1 for a method that averages at each step."""
+        """K, the number of steps in a round; 1 for a method that averages at each step."""
         return self.averager.period if isinstance(self.averager, lgc.DelayedAverager) else 1
 
 
 def device() -> torch.device:
-    """This rank's: a GPU where there is one. Where a node has fewer GPUs than ranks, ranks share them."""
+    """This rank's device: a GPU if there is one. Ranks share GPUs if a node has too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done all that it was told to do."""
+    """Wait until a GPU has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def network(name: str) -> nn.Module:
-    """`torchvision.resnet18`, with ImageNet's stem; `resnet18`, the recipes', with one for small images; or `small`."""
+    """`torchvision.resnet18` with ImageNet's stem, the recipes' `resnet18` with one for small images, or `small`."""
     source, _, model = name.rpartition(".")
     if source:
         return torchvision.models.get_model(model, num_classes=10)
@@ -77,7 +77,7 @@ def network(name: str) -> nn.Module:
 
 
 def small() -> nn.Module:
-    """A net of 85,000 parameters, for questions about delay alone: its 340 kB need no rate to speak of."""
+    """A network of 85,000 parameters, to study delay alone: its 340 kB take little bandwidth."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(256, 204), nn.ReLU(),
@@ -86,12 +86,12 @@ def small() -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """With momentum, fused as in the command."""
+    """SGD with momentum, fused as in the command."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With torch's defaults, fused as in the command."""
+    """AdamW with torch's defaults, fused as in the command."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
@@ -107,7 +107,7 @@ def forward_backward(model: nn.Module, images: torch.Tensor, labels: torch.Tenso
 
 
 def compressor(method: str) -> lgc.Compressor:
-    """`dgc`, or with options `dgc:values=bf16;dense_values=bf16`; without warm-up."""
+    """The compressor for `dgc`, or with options `dgc:values=bf16;dense_values=bf16`; without warm-up."""
     name, _, options = method.partition(":")
     [cls] = [entry.cls for entry in lgc.entries() if entry.name == name]
     known = {field.name for field in fields(cls)}
@@ -117,10 +117,10 @@ def compressor(method: str) -> lgc.Compressor:
 
 
 def method(name: str, optimizer: str, model: nn.Module, period: int = 8) -> Method:
-    """How `name` trains `model` from here on, by one of OPTIMIZERS.
+    """How `name` trains `model` from now on, with one of OPTIMIZERS.
 
     Args:
-        period: K of rounds; of `auto`, the least.
+        period: K for rounds; the smallest K for `auto`.
     """
     if name.partition("+")[0] == "hsdp":
         return hsdp(name, optimizer, model)
@@ -155,7 +155,7 @@ def _stepping(model: nn.Module, steps: torch.optim.Optimizer | lgc.GradientAvera
 def rounds(
     kind: str, codec: str, model: nn.Module, optimizer: torch.optim.Optimizer, period: int
 ) -> lgc.DelayedAverager:
-    """One of ROUNDS."""
+    """The averager of one of ROUNDS."""
     if kind.startswith("sparseloco"):
         pace = {"period": period, "delay": period if kind == "sparseloco-late" else 0}
         return lgc.DelayedAverager(model, optimizer, **{**lgc.SPARSELOCO, **pace})
@@ -164,13 +164,13 @@ def rounds(
 
 
 def hsdp(name: str, optimizer: str, model: nn.Module) -> Method:
-    """FSDP2's own, which all-reduces every gradient between replicas, or with a compressor between them."""
+    """HSDP: FSDP2, which all-reduces every gradient between replicas, or FSDP2 with a compressor between them."""
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // per_node
     mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
     _, _, between = name.partition("+")
     inside = mesh["shard"] if between else mesh
-    for module in reversed(list(model.modules())):  # larger modules by themselves, as a model of many blocks would be
+    for module in reversed(list(model.modules())):  # larger modules separately, as in a model of many blocks
         own = sum(parameter.numel() for parameter in module.parameters())
         if module is not model and own > 2_000_000 and not isinstance(module, nn.Sequential):
             fully_shard(module, mesh=inside)
@@ -184,7 +184,7 @@ def hsdp(name: str, optimizer: str, model: nn.Module) -> Method:
 
 
 class Switched:
-    """A step as the strategies make it: DDP wraps the model, and does dense steps itself."""
+    """A step as in the strategies: DDP wraps the model and does dense steps itself."""
 
     def __init__(self, model: nn.Module, averager: lgc.GradientAverager, optimizer: torch.optim.Optimizer) -> None:
         self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -205,15 +205,15 @@ class Switched:
 
 
 def with_hook(method: str, model: nn.Module, dense_steps: int = 2) -> DistributedDataParallel:
-    """DDP as it is, with one of torch's compressing hooks, or with one that exchanges nothing.
+    """Plain DDP, DDP with one of torch's compression hooks, or with a hook that exchanges nothing.
 
     Args:
-        dense_steps: torch's PowerSGD hook starts after them; it takes no fewer than 2.
+        dense_steps: torch's PowerSGD hook starts after this many steps, at least 2.
     """
     ddp = DistributedDataParallel(model, **({"bucket_cap_mb": WHOLE} if method == "powersgd_hook" else {}))
     if method == "fp16_hook":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if method == "powersgd_hook":  # of the rank that lgc.PowerSGD has by default
+    if method == "powersgd_hook":  # with the default rank of lgc.PowerSGD
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=dense_steps)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     if method == "no_exchange":
@@ -221,7 +221,7 @@ def with_hook(method: str, model: nn.Module, dense_steps: int = 2) -> Distribute
     return ddp
 
 
-def _keep(state, bucket):  # torch refuses annotations that are strings
+def _keep(state, bucket):  # torch rejects string annotations
     done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

@@ -1,11 +1,11 @@
-"""docs/data/results.csv, a line for every run for accuracy; and docs/results.md's table of five-fold cross-validations.
+"""docs/data/results.csv, one line per accuracy run, and the table of five-fold cross-validations in docs/results.md.
 
     gradcomp -m recipe=digits compressor=none,dgc data.fold=0,1,2,3,4 hydra.sweep.dir=runs/resnet18    # and so on
     python -m benchmarks.results runs && python -m docs.tables && python -m docs.pictures
 
-The CSV keeps the lines of earlier runs: all of them together take some ten hours. A run replaces an earlier one of the
-same network, method, data, ranks, steps, fold, seed and machine. Options of the compressor, warm-up or optimizer that
-are not the recipe's are part of the method: "twobit warmup_epochs=3", "dgc optimizer.lr=0.005".
+The CSV keeps the lines of earlier runs, which together take some ten hours. A run replaces an earlier one with the same
+network, method, data, ranks, steps, fold, seed and machine. Options of the compressor, warm-up or optimizer that differ
+from the recipe's are part of the method: "twobit warmup_epochs=3", "dgc optimizer.lr=0.005".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key = tuple[str, str]
 """Network and method."""
 
 Pair = tuple[float, float]
-"""Accuracy of a run, and of the dense run that it is compared with, in %."""
+"""Accuracy of a run and of the dense run that it is compared with, in %."""
 
 ORDER = ("none", "fp16", "bf16", "dgc", "gradient_dropping", "powersgd", "onebit", "terngrad", "twobit", "dga")
 ORDER += ("sparseloco",)
@@ -41,13 +41,13 @@ TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini
 RECIPES = {"resnet18": "digits", "resnet50": "digits_resnet50", "swin_mini": "digits_swin"}
 """Network -> its recipe. SparseLoCo's compressor has the options of recipe=digits_sparseloco with all of them."""
 LABELLED = ("compressor", "optimizer")
-"""Groups of the config whose options a method's label names where they are not the recipe's."""
+"""Groups of the config whose options a method's label includes if they differ from the recipe's."""
 CSV = report.DATA / "results.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A run that ended; a line of the CSV."""
+    """A finished run; a line of the CSV."""
 
     model: str
     method: str
@@ -58,10 +58,10 @@ class Result:
     images: int
     bytes_sent: int
     dense_bytes: int
-    last_ratio: float  # of dense bytes to those sent, in the last step
+    last_ratio: float  # dense bytes divided by bytes sent, in the last step
     steps: int
     machine: str
-    dirichlet: float | None = None  # concentration, where ranks had images of their own
+    dirichlet: float | None = None  # concentration, if each rank had its own images
 
     @property
     def percent(self) -> float:
@@ -70,7 +70,7 @@ class Result:
 
 
 class Setting(NamedTuple):
-    """What is the same for all methods of a cross-validation."""
+    """What all methods of a cross-validation have in common."""
 
     model: str
     dirichlet: float | None
@@ -83,12 +83,12 @@ class Setting(NamedTuple):
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    """Of all runs beneath `folder` that ended."""
+    """The summaries of all finished runs below `folder`."""
     return [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
 
 
 def key(summary: dict[str, Any]) -> Key:
-    """Of a run. Rounds are methods of their own: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0"."""
+    """Key of a run. Rounds are separate methods: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0"."""
     config = summary["config"]
     model, compressor, strategy = short(config["model"]["_target_"]), compressor_of(config), config["strategy"]
     recipe = usual(RECIPES[model], compressor)
@@ -103,20 +103,20 @@ def key(summary: dict[str, Any]) -> Key:
 
 
 def compressor_of(config: dict[str, Any]) -> str:
-    """Its name, such as "dgc"."""
+    """The name of the compressor, such as "dgc"."""
     [name] = [entry.name for entry in lgc.entries() if entry.cls.__name__ == short(config["compressor"]["_target_"])]
     return name
 
 
 @cache
 def usual(recipe: str, compressor: str) -> dict[str, Any]:
-    """The config of a recipe as it stands in a run's summary; with this compressor, unless the recipe has one."""
+    """The config of a recipe as it appears in a run's summary; with this compressor, unless the recipe has it."""
     config = composed(f"recipe={recipe}")
     return config if compressor_of(config) == compressor else composed(f"recipe={recipe}", f"compressor={compressor}")
 
 
 def composed(*words: str) -> dict[str, Any]:
-    """The config of a run, as it stands in its summary."""
+    """The config of a run, as it appears in its summary."""
     register()
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
         found: Any = OmegaConf.to_container(compose("train", list(words)))
@@ -124,7 +124,7 @@ def composed(*words: str) -> dict[str, Any]:
 
 
 def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
-    """The options of a run that are not the recipe's, as they stand on a command line; `compressor.` is left out."""
+    """The options of a run that differ from the recipe's, as on a command line but without `compressor.`."""
     for group in LABELLED:
         for option, value in config[group].items():
             if value != recipe[group].get(option, value):
@@ -135,7 +135,7 @@ def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
 
 
 def place(method: str) -> tuple[int, int, str]:
-    """Where it stands in a table."""
+    """Sort key of a method in a table."""
     return ORDER.index(method.partition(" ")[0].partition(":")[0]), len(method), method
 
 
@@ -168,7 +168,7 @@ def read_csv() -> list[Result]:
 
 
 def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
-    """Network and method -> the runs of all seeds with the fixed split, on two ranks."""
+    """Network and method -> the runs of all seeds on two ranks, with the fixed split."""
     found: dict[Key, list[Result]] = defaultdict(list)
     for each in results:
         if each.fold is None and each.ranks == 2 and each.dirichlet is None:
@@ -186,9 +186,9 @@ def cross_validated(results: Iterable[Result]) -> dict[Setting, dict[str, list[R
 
 
 def pairs(results: Sequence[Result], dense: Sequence[Result]) -> list[Pair]:
-    """Runs with the dense ones of the same fold and seed, and of the same machine where there is one.
+    """Pair runs with the dense ones of the same fold and seed, and of the same machine if there is one.
 
-    A fold that was run on several machines is one pair, of the means: its images are the same on all of them.
+    A fold run on several machines makes one pair, of the means, because its images are the same on all of them.
     """
     beside: dict[tuple[int | None, int], list[Result]] = defaultdict(list)
     for each in dense:
@@ -202,18 +202,18 @@ def pairs(results: Sequence[Result], dense: Sequence[Result]) -> list[Pair]:
 
 
 def differences(results: Sequence[Result], dense: Sequence[Result]) -> list[float]:
-    """To dense, in percentage points, of each of `pairs`."""
+    """The difference to dense of each of `pairs`, in percentage points."""
     return [own - other for own, other in pairs(results, dense)]
 
 
 def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
-    """Difference to dense: mean ± half of its 95 % interval (number of pairs); none with fewer than two."""
+    """Difference to dense: mean ± half its 95 % confidence interval (number of pairs); a dash for fewer than two."""
     found = differences(results, dense)
     return f"{report.interval(found)} ({len(found)})" if len(found) > 1 else "—"
 
 
 def folds(results: Sequence[Result]) -> str:
-    """Every cross-validation with every method, for the screen."""
+    """A table of every cross-validation with every method, for the screen."""
     found = cross_validated(results)
     rows = [
         [
@@ -235,7 +235,7 @@ def _row(setting: Setting) -> tuple[int, bool, int, int]:
 
 
 def ratio(results: Sequence[Result]) -> str:
-    """Dense bytes of a run to those that were sent, in three digits or all before the point."""
+    """Dense bytes of a run divided by bytes sent, with three digits, or all those before the decimal point."""
     mean_ratio = mean(each.dense_bytes / each.bytes_sent for each in results)
     return f"{mean_ratio:.3g}" if mean_ratio < 1000 else f"{mean_ratio:,.0f}"
 
@@ -255,11 +255,11 @@ SHOWN = {
     "resnet50": ("dgc", "powersgd"),
     "swin_mini": ("dgc", "powersgd", "sparseloco K=8 D=0"),
 }
-"""Network -> the methods in the table. The picture has all of them."""
+"""Network -> the methods in the table. The picture shows all methods."""
 
 
 def accuracy() -> str:
-    """The table: a row a setting and method, beside the dense runs that it is paired with."""
+    """The table: one row per setting and method, with the dense runs that it is paired with."""
     found, rows = cross_validated(read_csv()), []
     for setting in SETTINGS:
         for method in SHOWN[setting.model]:
@@ -274,14 +274,14 @@ def accuracy() -> str:
 
 
 def _identity(each: Result) -> tuple[str, str, int, int, float, int, int, str]:
-    """Runs of which one takes the other's line have it in common."""
+    """The identity of a run: a run replaces the line with the same one."""
     fold = -1 if each.fold is None else each.fold
     return each.model, each.method, each.ranks, each.steps, each.dirichlet or 0, fold, each.seed, each.machine
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="*", help="folders; runs are found however deep they lie in them")
+    parser.add_argument("runs", type=Path, nargs="*", help="folders, searched recursively for runs")
     new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
     print(folds(report.record(CSV, new, _identity) if new else read_csv()))
 

@@ -1,4 +1,4 @@
-"""What a training step costs by method, in milliseconds and as a ratio to computation alone: on any device, any link.
+"""Cost of a training step by method, in milliseconds and relative to computation alone, on any device and link.
 
     torchrun --nproc-per-node=2 -m benchmarks.step_time --methods compute,ddp,dgc,powersgd
     python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000  # step_times.csv
@@ -7,14 +7,14 @@ python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model smal
     python -m benchmarks.link --ranks-per-node 2 --rate-mbit 1000 -- python -m benchmarks.step_time \
 --methods hsdp,hsdp+dgc,hsdp+powersgd,ddp --model torchvision.swin_t --optimizer adamw --size 64 --batch 4
     python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --plan \
---methods compute,ddp,dgc@all_gather,powersgd@all_gather  # how true `gradcomp plan` is
+--methods compute,ddp,dgc@all_gather,powersgd@all_gather  # how accurate `gradcomp plan` is
 
-Each takes one to five minutes, and longer over slow links. Methods (benchmarks/methods.py) train a copy of the model
-each, and take turns, a few steps each, so that the machine's noise meets all of them alike. Figures are medians over
-all turns, of the slower rank. Images are random, weights are trained, and warm-ups are left out. With rounds of K
-steps a wait falls on one step of many, so whole rounds are timed, after one to warm up; `--span` times as many steps of
-the other methods together. Bytes of a node are those that the kernel has counted on its interface. One thread a
-process. A GPU is used where there is one; ranks exchange by gloo all the same, since NCCL refuses two on one GPU.
+Each takes one to five minutes, longer over slow links. Each method (benchmarks/methods.py) trains its own copy of the
+model. Methods take turns of a few steps, so that the machine's noise affects all of them alike. Results are medians
+over all turns, for the slower rank. Images are random, weights are trained, and warm-ups are skipped. With rounds of K
+steps only one step in many waits, so whole rounds are timed, after one to warm up; `--span` times that many steps of
+the other methods together. A node's bytes are those that the kernel counts on its interface. Each process has one
+thread. Ranks use a GPU if there is one, but exchange over gloo, since NCCL refuses two ranks on one GPU.
 
 Private: `Autotune.outcome` and `RoundSchedule.measuring`, to wait for the end of a trial.
 """
@@ -44,7 +44,7 @@ METHODS = "compute,ddp,fp16_hook,powersgd_hook," + ",".join(
 PHASES = ("compress", "exchange", "decompress")
 COLUMNS = ("method", "ms a step (lowest to highest turn)", "to computation", "of it " + ", ".join(PHASES), "K, D")
 COLUMNS += ("bytes sent a step", "bytes a node sends a step", "modelled ms", "error")
-"""Those without words are left out."""
+"""Columns without entries are left out."""
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 CPU = torch.device("cpu")
 
@@ -60,13 +60,13 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A line of the CSV: medians of a method over a link of one rate, of the slower rank, in milliseconds."""
+    """A line of the CSV: medians of a method over a link of one rate, for the slower rank, in milliseconds."""
 
     rate_mbit: int
     method: str
     ms: float
     compute_ms: float  # of computation alone, in the same run
-    bytes_sent: int | None  # None where nobody counts them: computation, DDP, torch's hooks
+    bytes_sent: int | None  # None if not counted: computation, DDP, torch's hooks
     compress_ms: float | None
     exchange_ms: float | None
     decompress_ms: float | None
@@ -79,7 +79,7 @@ def read_csv() -> list[StepTime]:
 
 
 def table() -> str:
-    """The page's: milliseconds by link and method, the quickest over 1 Gbit/s first."""
+    """The page's table: milliseconds by link and method, fastest over 1 Gbit/s first."""
     found = {(each.rate_mbit, each.method): each.ms for each in read_csv()}
     rates = sorted({rate for rate, _ in found})
     names = sorted({method for _, method in found}, key=lambda method: found[1000, method])
@@ -88,23 +88,23 @@ def table() -> str:
 
 
 def title(method: str) -> str:
-    """As in a table: "dgc@all_gather" is `dgc`."""
+    """The method's title in a table: "dgc@all_gather" is `dgc`."""
     return TITLES.get(method, f"`{method.partition('@')[0]}`")
 
 
 def link(rate_mbit: int) -> str:
-    """100 Mbit/s, 1 Gbit/s."""
+    """Format a rate: 100 Mbit/s, 1 Gbit/s."""
     return f"{rate_mbit} Mbit/s" if rate_mbit < 1000 else f"{rate_mbit / 1000:g} Gbit/s"
 
 
 class Span(NamedTuple):
-    """Steps that were timed together: a step's mean milliseconds on the slower rank, and what it cost this rank.
+    """Steps timed together: a step's mean milliseconds on the slower rank, and its costs on this rank.
 
     Args:
-        sent: bytes of gradients, where somebody counts them.
-        crossed: bytes that this node has sent, headers included; None where it is not emulated.
-        phases: milliseconds of PHASES, of methods that average at each step.
-        pace: K and D, of rounds.
+        sent: bytes of gradients, if they are counted.
+        crossed: bytes that this node sent, including headers; None if it is not emulated.
+        phases: milliseconds of PHASES, for methods that average at each step.
+        pace: K and D, for rounds.
     """
 
     ms: float
@@ -144,7 +144,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[list[Span]]]:
 
 
 def on_trial(method: methods.Method) -> bool:
-    """True while steps still decide how the others are made."""
+    """True while the method is still measuring, to choose how to average."""
     averager = method.averager
     if isinstance(averager, lgc.DelayedAverager):
         return averager.round_schedule.measuring
@@ -174,12 +174,12 @@ def span(method: methods.Method, length: int, images: torch.Tensor, labels: torc
 
 
 def node_sent() -> int | None:
-    """Bytes that this node has sent so far; None where it has no such interface."""
+    """Bytes that this node has sent so far; None if it has no such interface."""
     return int(COUNTER.read_text()) if COUNTER.exists() else None
 
 
 def modelled(arguments: argparse.Namespace) -> dict[str, float]:
-    """Method -> milliseconds of a step as `gradcomp plan` models it from what its own functions measure."""
+    """Method -> milliseconds of a step, as modelled by `gradcomp plan` from its own measurements."""
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ def step_times(found: dict[str, list[list[Span]]], rate_mbit: int) -> list[StepT
 
 
 def row(each: StepTime, turns: list[list[Span]], model_ms: float | None) -> dict[str, str]:
-    """A method's, for the screen: one of COLUMNS -> words."""
+    """A method's row, for the screen: one of COLUMNS -> text."""
     medians = [median(span.ms for span in turn) for turn in turns]
     phases, sent, pace = each.compress_ms is not None, each.bytes_sent, turns[-1][-1].pace
     crossed = median(span.crossed or 0 for turn in turns for span in turn)
@@ -243,16 +243,16 @@ def row(each: StepTime, turns: list[list[Span]], model_ms: float | None) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=METHODS, help="as in benchmarks/methods.py")
-    parser.add_argument("--model", default="torchvision.resnet18", help="or small, or a name of the recipes")
+    parser.add_argument("--model", default="torchvision.resnet18", help="or small, or a network of the recipes")
     parser.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="sgd")
-    parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
-    parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
-    parser.add_argument("--steps", type=int, default=5, help="spans a turn; with rounds, one")
-    parser.add_argument("--span", type=int, default=1, help="steps that are timed together; with rounds, whole ones")
+    parser.add_argument("--size", type=int, default=32, help="pixels per side of an image")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--steps", type=int, default=5, help="spans per turn; with rounds, one")
+    parser.add_argument("--span", type=int, default=1, help="steps timed together; with rounds, whole rounds")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--period", type=int, default=8, help="K of rounds; of auto, the least")
-    parser.add_argument("--plan", action="store_true", help="compare with the steps that gradcomp plan models")
-    parser.add_argument("--record", type=int, help="into docs/data/step_times.csv, as of a link of so many Mbit/s")
+    parser.add_argument("--period", type=int, default=8, help="K for rounds; for auto, the smallest K")
+    parser.add_argument("--plan", action="store_true", help="compare with the model of gradcomp plan")
+    parser.add_argument("--record", type=int, help="add to docs/data/step_times.csv, for a link of this many Mbit/s")
     arguments = parser.parse_args()
     if arguments.record and COMPUTATION not in arguments.methods.split(","):
         parser.error("--record needs compute among the --methods, for the ratio to it")
@@ -276,7 +276,7 @@ def main() -> None:
             report.record(CSV, lines, lambda each: (each.rate_mbit, each.method))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # late rounds are still being exchanged, which may take minutes
+    os._exit(0)  # late rounds may still be exchanging for minutes
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Seconds and bytes of the digits recipe over a link of a given rate, by method: whole runs, and until an accuracy.
+"""Seconds and bytes of the digits recipe over a link of a given rate, by method: for whole runs and to an accuracy.
 
     python -m benchmarks.time_to_accuracy --rate-mbit 1000 --methods none,fp16_hook,powersgd_hook,dgc --seeds 0,1,2
     python -m benchmarks.time_to_accuracy --rate-mbit 1000 --methods no_exchange,ddp,dgc:strategy.topology=auto --record
 
-Methods are what `gradcomp compressor=...` takes, with further overrides after a colon
+Methods are values of `gradcomp compressor=...`, with further overrides after a colon
 (`dgc:compressor.values=bf16;trainer.max_epochs=8`), and torch's own hooks in Lightning's DDPStrategy. A run is the
-whole recipe, half a minute to 15 minutes, on nodes that benchmarks.link starts. The clock is rank 0's, starts with
-`fit` and runs on during validation. Bytes are those that the kernel has counted on all nodes, headers and all. Methods
-take turns, seed by seed. Where the machine has a GPU, the nodes share it, and gloo carries what they exchange.
-`--record` adds the runs to docs/data/time_to_accuracy.csv.
+whole recipe, half a minute to 15 minutes, on nodes started by benchmarks.link. The clock is rank 0's; it starts with
+`fit` and includes validation. Bytes are those that the kernel counts on all nodes, including headers. Methods take
+turns, seed by seed. If the machine has a GPU, the nodes share it and exchange over gloo. `--record` adds the runs to
+docs/data/time_to_accuracy.csv.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_gradcomp.plugin import CommunicationMonitor
 
 HOOKS = ("ddp", "fp16_hook", "powersgd_hook", "no_exchange")
 DENSE_STEPS = 22
-"""Before torch's PowerSGD hook starts: as many as lgc.PowerSGD has by default."""
+"""Dense steps before torch's PowerSGD hook starts: the default of lgc.PowerSGD."""
 
 Curve = list[tuple[float, float]]
 """(seconds, validation accuracy) after each epoch."""
@@ -66,9 +66,9 @@ class WholeRun:
     rate_mbit: int
     method: str
     seed: int
-    seconds: float  # of the training, validation included
+    seconds: float  # of training, including validation
     accuracy: float  # at the end, in %
-    bytes_sent: int  # by all nodes, headers and all
+    bytes_sent: int  # by all nodes, including headers
     machine: str
 
 
@@ -78,30 +78,30 @@ def read_csv() -> list[WholeRun]:
 
 
 def record(new: Sequence[WholeRun]) -> None:
-    """Add lines; one replaces an earlier one of the same link, method and seed."""
+    """Add lines, replacing earlier ones with the same link, method and seed."""
     report.record(CSV, new, lambda each: (each.rate_mbit, each.method, each.seed))
 
 
 def seconds(runs: Iterable[WholeRun], method: str, rate_mbit: int) -> float | None:
-    """Of a run, the median of the seeds; None where there is none."""
+    """Seconds of a run, the median over seeds; None if there is no run."""
     found = [each.seconds for each in runs if (each.method, each.rate_mbit) == (method, rate_mbit)]
     return median(found) if found else None
 
 
 def accuracy(runs: Iterable[WholeRun], method: str) -> float:
-    """At the end, in %: the mean of all seeds and links."""
+    """Final accuracy in %, the mean over seeds and links."""
     return mean(each.accuracy for each in runs if each.method == method)
 
 
 def table() -> str:
-    """The page's: seconds by link and method, the quickest over 1 Gbit/s first; and what a rank has sent there."""
+    """The page's table: seconds by link and method, fastest over 1 Gbit/s first, and what a rank sent there."""
     runs = read_csv()
     rates, methods = sorted({each.rate_mbit for each in runs}), {each.method for each in runs}
     rows = []
     for method in (method for method in TITLES if method in methods):
         times = ["—" if (each := seconds(runs, method, rate)) is None else f"{each:,.0f} s" for rate in rates]
         sent = median(each.bytes_sent / 2 for each in runs if (each.method, each.rate_mbit) == (method, 1000))
-        alone = method == COMPUTATION  # whose ranks drift apart
+        alone = method == COMPUTATION  # its ranks drift apart
         last = ["", ""] if alone else [f"{accuracy(runs, method):.1f} %", human(sent)]
         rows.append([TITLES[method], *times, *last])
     head = ["method", *map(link, rates), "accuracy at the end", "sent by a rank over 1 Gbit/s"]
@@ -109,7 +109,7 @@ def table() -> str:
 
 
 class HookStrategy(DDPStrategy):
-    """Lightning's DDPStrategy with one of torch's hooks, which Lightning would register on a GPU alone."""
+    """Lightning's DDPStrategy with one of torch's hooks, which Lightning would register only on a GPU."""
 
     def __init__(self, method: str, **_: Any) -> None:  # others: the compressor of the config
         super().__init__()
@@ -120,7 +120,7 @@ class HookStrategy(DDPStrategy):
 
 
 class Clock(L.Callback):
-    """Notes when each validation ended, and with what."""
+    """Records when each validation ended, and its accuracy."""
 
     def __init__(self) -> None:
         self.curve: Curve = []
@@ -133,7 +133,7 @@ class Clock(L.Callback):
 
 
 def train(path: Path, place: Path) -> None:
-    """One rank of the run that a config describes; rank 0 writes the curve."""
+    """One rank of the run described by a config; rank 0 writes the curve."""
     hide_messages()
     compose.register()
     config: Any = OmegaConf.load(path)
@@ -142,14 +142,14 @@ def train(path: Path, place: Path) -> None:
     if "method" in config.strategy:  # CommunicationMonitor is for the strategies of lightning_gradcomp
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, CommunicationMonitor)]
     trainer.callbacks.append(clock)
-    trainer.strategy._process_group_backend = "gloo"  # the nodes share this machine's GPU; NCCL would refuse that
+    trainer.strategy._process_group_backend = "gloo"  # the nodes share this machine's GPU, which NCCL refuses
     trainer.fit(run.task, run.data)
     if trainer.is_global_zero:
         place.write_text(json.dumps(clock.curve))
 
 
 def curve(method: str, seed: int, launcher: list[str]) -> tuple[Curve, int]:
-    """Run a recipe over the link. What it was, and the bytes that all nodes have sent."""
+    """Run a recipe over the link. Returns its curve and the bytes sent by all nodes."""
     name, _, more = method.partition(":")
     overrides = [f"compressor={'none' if name in HOOKS else name}", f"seed={seed}", "trainer.enable_progress_bar=false"]
     compose.register()
@@ -182,7 +182,7 @@ def whole_run(method: str, seed: int, rate_mbit: float, points: Curve, sent: int
 
 
 def until(points: Curve, accuracy: float) -> float:
-    """Seconds until `accuracy`; infinite where it never came."""
+    """Seconds to `accuracy`; infinite if it was never reached."""
     return next((seconds for seconds, now in points if now >= accuracy), float("inf"))
 
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--rate-mbit", type=float, default=1000)
     parser.add_argument("--delay-ms", type=float, default=0.0)
-    parser.add_argument("--record", action="store_true", help="into docs/data/time_to_accuracy.csv")
+    parser.add_argument("--record", action="store_true", help="add to docs/data/time_to_accuracy.csv")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Bytes of one compressed step: by network and method, and as ranks are added, by formula and as measured.
+"""Bytes of one compressed step, by network and method, and by number of ranks, from the formula and as measured.
 
-    python -m benchmarks.wire                    # half a minute; beside what the papers report
+    python -m benchmarks.wire                    # half a minute; compares with the papers' figures
     python -m benchmarks.wire --ranks 2,4,8,32,64 --measured 2,4,8   # about two minutes
 
-The lengths of messages follow from shapes and options alone. --ranks prints MB by topology and number of ranks. With
---measured, as many processes of this machine send one compressed step of random gradients, and the rank that sent the
+Message lengths follow from shapes and options alone. --ranks prints MB by topology and number of ranks. With
+--measured, that many processes on this machine send one compressed step of random gradients, and the rank that sends
 most is compared with the formula.
 
 Private: the byte formulas of `averaging`, as in docs/tables.py.
@@ -61,12 +61,12 @@ TOPOLOGIES = ("all_gather", "two_phase", "server")
 
 
 def sent(compressor: lgc.LossyCompressor, gradients: Gradients, world: int, topology: str) -> int:
-    """Bytes of a step after the warm-up, of the rank that sends the most."""
+    """Bytes of a step after the warm-up, for the rank that sends the most."""
     return traffic(compressor.with_sparsity(compressor.final_sparsity), gradients, Ranks(None, world), topology)
 
 
 def row(name: str, method: str, compressor: lgc.LossyCompressor, model: torch.nn.Module) -> list[str]:
-    """One step at N=2."""
+    """A row of the table: one step at N=2."""
     gradients = Gradients(model, compressor)
     step = sent(compressor, gradients, 2, "all_gather")
     ratio = dense_traffic(gradients.nbytes, 2) / step
@@ -74,7 +74,7 @@ def row(name: str, method: str, compressor: lgc.LossyCompressor, model: torch.nn
 
 
 def by_ranks(arguments: argparse.Namespace) -> None:
-    """Prints MB by number of ranks, and bytes as measured beside those of the formula."""
+    """Print MB by number of ranks, and measured bytes next to those of the formula."""
     worlds, measured = (
         [int(world) for world in words.split(",") if world] for words in (arguments.ranks, arguments.measured)
     )
@@ -128,9 +128,9 @@ def rank(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", help="numbers of ranks, for the table by topology")
-    parser.add_argument("--measured", default="", help="of them, those to start")
-    parser.add_argument("--methods", default="dgc,onebit", help="of that table, as in benchmarks/methods.py")
-    parser.add_argument("--model", default="torchvision.resnet18", help="of that table")
+    parser.add_argument("--measured", default="", help="those of them to measure")
+    parser.add_argument("--methods", default="dgc,onebit", help="methods in that table, as in benchmarks/methods.py")
+    parser.add_argument("--model", default="torchvision.resnet18", help="network of that table")
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.place:

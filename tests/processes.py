@@ -1,4 +1,4 @@
-"""Scripts run in real processes, each killed with everything it started when its time is up."""
+"""Scripts run in real processes. Each is killed, with everything it started, when its time is up."""
 
 import contextlib
 import multiprocessing
@@ -18,7 +18,7 @@ import torch
 def run(
     *command: str, timeout: float = 120, env: dict[str, str] | None = None, cwd: str | None = None
 ) -> subprocess.CompletedProcess:
-    """Run `command` to its end in a process group of its own; fails, with the output, when it takes longer."""
+    """Run `command` to its end in its own process group. Fails, with the output, if it takes longer than `timeout`."""
     process = subprocess.Popen(
         command,
         env=_environment(env),
@@ -38,15 +38,15 @@ def run(
 
 
 def _environment(more: dict[str, str] | None) -> dict[str, str]:
-    """This process's, without what an earlier Trainer has left in it, and `more`."""
+    """This process's environment without leftovers of an earlier Trainer, plus `more`."""
     return {**{key: value for key, value in os.environ.items() if not key.startswith("PL_")}, **(more or {})}
 
 
 class Forked:
-    """A Python script that has started, in a process group of its own; `end` waits for it.
+    """A running Python script in its own process group; `end` waits for it.
 
-    Its process is forked from one that has imported the package, which spares it several seconds. Start it from the
-    main thread: multiprocessing's book of children is not for several.
+    Its process is forked from one that has imported the package, which saves several seconds. Start it from the main
+    thread: multiprocessing's list of children is not thread-safe.
     """
 
     def __init__(self, script: str, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None) -> None:
@@ -57,14 +57,14 @@ class Forked:
         self.process = context.Process(target=_be_a_script, args=(_environment(env), writer, self.command))
         self.process.start()
         writer.close()
-        self.limit = threading.Timer(timeout, self._time_is_up)  # whether or not anybody waits
+        self.limit = threading.Timer(timeout, self._time_is_up)  # even if nobody waits
         self.listener = threading.Thread(target=self._listen, args=(reader,))
         for thread in (self.limit, self.listener):
             thread.daemon = True
             thread.start()
 
     def _listen(self, reader: Connection) -> None:
-        """Until no process that the script has started is left either, as they have its output."""
+        """Read output until the script and all processes it started, which share the pipe, have ended."""
         with reader, open(reader.fileno(), closefd=False, errors="replace") as pipe:
             self.output = pipe.read()
         self.limit.cancel()
@@ -74,12 +74,12 @@ class Forked:
         self.kill()
 
     def kill(self) -> None:
-        """With everything that it has started."""
+        """Kill the script with everything it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> subprocess.CompletedProcess:
-        """Wait; fails, with the output, when the script or what it has started runs longer than it may."""
+        """Wait. Fails, with the output, if the script or anything it started exceeds the timeout."""
         self.listener.join(self.timeout + 10)
         assert not self.late, f"{self.command} still ran after {self.timeout} s:\n{self.output}"
         self.process.join()
@@ -87,7 +87,7 @@ class Forked:
 
 
 def start_world(world: int, script: str, *arguments: str, timeout: float = 120) -> list[Forked]:
-    """Start a Python script on `world` ranks of one node, as a launcher from outside would."""
+    """Start a Python script on `world` ranks of one node, as an external launcher would."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -100,7 +100,7 @@ def start_world(world: int, script: str, *arguments: str, timeout: float = 120) 
 
 
 def run_world(world: int, script: str, *arguments: str, timeout: float = 120) -> str:
-    """Run a script on `world` ranks to its end on all of them; returns rank 0's output."""
+    """Run a script to its end on `world` ranks. Returns rank 0's output."""
     outputs, told = [], []
     for number, rank in enumerate(start_world(world, script, *arguments, timeout=timeout)):
         try:

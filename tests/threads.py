@@ -1,6 +1,6 @@
-"""Ranks as threads: collectives of several ranks inside one process, a tenth of a second each instead of ten.
+"""Ranks as threads: collectives of several ranks inside one process, in a tenth of a second instead of ten.
 
-The underscore API that this takes is used in this file alone.
+Only this file uses the underscore API that this requires.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ import torch.distributed as dist
 from lightning_gradcomp.averaging import ranks
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""torch 2.14 has renamed it."""
+"""torch 2.14 renamed it."""
 GATHERS = (ALL_GATHER, "all_to_all_single")
-"""Either of which brings every rank's message to every rank."""
+"""Each of these brings every rank's message to every rank."""
 
 _joined: dict[tuple[int, float], dict[int, dist.ProcessGroup]] = {}
-"""Groups by their size and timeout, for the next ranks: to join eight takes longer than most tests."""
+"""Groups by size and timeout, for reuse: joining eight ranks takes longer than most tests."""
 
 _divided: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""The groups that a rank of a group belongs to besides, by their members; kept as long as that."""
+"""The subgroups that a group's rank belongs to, by their members; kept as long as the group."""
 
 _stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
-"""Where the ranks of a group have met."""
+"""The store through which the ranks of a group joined."""
 
 COLLECTIVES = ("all_reduce", ALL_GATHER, "all_gather", "reduce_scatter_tensor", "all_to_all_single")
 
 
 def short_sum(world: int, num_bytes: int) -> list[tuple[str, int]]:
-    """What ranks hand to collectives to add up a short vector of fp32, as `checked_collectives` logs it."""
+    """What ranks pass to collectives to sum a short fp32 vector, as logged by `checked_collectives`."""
     if world == 2:
         return [(ALL_GATHER, num_bytes)]
     return [("all_to_all_single", 4 * -(-num_bytes // (4 * world)))] * 2
 
 
 def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: float = 60) -> list[Any]:
-    """`[fn(0, group_0), fn(1, group_1), …]`, each on a thread of its own, the groups joined over gloo.
+    """Returns `[fn(0, group_0), fn(1, group_1), …]`, each run in its own thread, with groups joined over gloo.
 
-    The first error of any rank is raised here; ranks that still run `timeout` seconds after the start are a failure.
-    Seeding torch's global generator inside `fn` is a race between the ranks: draw from a generator of your own.
+    Raises the first error of any rank, and TimeoutError if a rank still runs `timeout` seconds after the start.
+    Seeding torch's global generator inside `fn` is a race between the ranks: use a separate generator.
     """
     store, done = dist.HashStore(), queue.SimpleQueue()
     groups = _joined.pop((world, timeout), {})
@@ -57,12 +57,12 @@ def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: 
     def rank_main(rank: int) -> None:
         try:
             torch.set_num_threads(1)
-            if rank not in groups:  # kept in any case: a rank that leaves early must not cut the line to the others
+            if rank not in groups:  # always kept: a rank that leaves early must not disconnect the others
                 groups[rank] = _group(store, rank, world, timeout)
                 _stores[groups[rank]] = store
             result = fn(rank, groups[rank])
             done.put((rank, result, None))
-        except BaseException as error:  # every error belongs to the caller, also a failed assertion
+        except BaseException as error:  # every error belongs to the caller, even a failed assertion
             done.put((rank, None, error))
 
     for rank in range(world):
@@ -77,18 +77,17 @@ def run_ranks(world: int, fn: Callable[[int, dist.ProcessGroup], Any], timeout: 
         if error is not None:
             raise error
         results[rank] = result
-    _joined[world, timeout] = groups  # not after an error, which may have met the ranks at different collectives
+    _joined[world, timeout] = groups  # not after an error, which may leave ranks at different collectives
     return [results[rank] for rank in range(world)]
 
 
 @contextmanager
 def checked_collectives(world: int, timeout: float = 10) -> Iterator[list[list[tuple[str, int]]]]:
-    """Inside, each rank's log of (collective, bytes it put in) is kept, and ranks that differ are an AssertionError.
+    """Inside, log (collective, input bytes) for each rank, and raise AssertionError if ranks differ.
 
-    What an all-to-all sends to each rank is logged once where it is one length, as "scatter" all together where it is
-    not.
+    An all-to-all is logged with the bytes sent to each rank if these are equal, otherwise as "scatter" with their sum.
 
-    gloo meets a collective that is not the same on all ranks with a hang, or by aborting the process.
+    If a collective differs between ranks, gloo hangs or aborts the process.
     """
     log: list[list[tuple[str, int]]] = [[] for _ in range(world)]
     together = threading.Barrier(world)
@@ -117,13 +116,13 @@ def checked_collectives(world: int, timeout: float = 10) -> Iterator[list[list[t
 
 @cache
 def _loopback() -> Any:
-    """The device of all groups: each of its own would start a thread, which takes longer than most tests."""
+    """The device of all groups: a separate one for each would start a thread, which takes longer than most tests."""
     return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
 @contextmanager
 def subgroups(timeout: float = 60) -> Iterator[None]:
-    """Inside, ranks that are threads can be divided into nodes: dist.new_group knows processes only."""
+    """Inside, ranks that are threads can be divided into nodes; dist.new_group supports only processes."""
 
     def subgroup(group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup:
         known = _divided.setdefault(group, {})

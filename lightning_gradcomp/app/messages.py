@@ -27,7 +27,7 @@ WARNED = (
     r"The '\w+' does not have many workers",  # the images are in memory
     r"Experiment logs directory .* exists and is not empty",  # it holds config.yaml
     r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips images already seen
-    r"The dirpath has changed from",  # a resumed run has a folder of its own
+    r"The dirpath has changed from",  # a resumed run has its own folder
     r"Be aware that when using `ckpt_path`, callbacks",  # evaluate=true needs none of them
     r"GPU available but not used",  # trainer.accelerator=cpu
 )

@@ -200,12 +200,12 @@ def read(words: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help=f"{networks}, or your LightningModule: package.module:Class")
-    add("--batch-size", type=int, metavar="B", help=f"samples a rank, for {networks} (32)")
-    add("--image-size", type=int, metavar="S", help=f"pixels of a side, for {networks} (224)")
+    add("--batch-size", type=int, metavar="B", help=f"samples per rank, for {networks} (32)")
+    add("--image-size", type=int, metavar="S", help=f"pixels per side, for {networks} (224)")
     add("--classes", type=int, metavar="C", help=f"for {networks} (1000)")
     add("--rate-mbit", type=float, metavar="R", help="rate of each rank's link (default: measured, or four rates)")
     add("--delay-ms", type=float, metavar="D", help=f"delay of that link, one way ({DELAY_MS})")
-    add("--ranks", type=int, metavar="N", help="number of ranks (default: as many as are started, or 2)")
+    add("--ranks", type=int, metavar="N", help="number of ranks (default: those started, or 2)")
     add("--step-ms", type=float, metavar="MS", help="time of a step without an exchange (default: measured here)")
     options, rest = parser.parse_known_args(words)
     if rest:

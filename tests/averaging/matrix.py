@@ -1,13 +1,13 @@
-"""Method × topology × workers × optimizer: every combination that is allowed, and what a run of each does.
+"""Method × topology × workers × optimizer: every allowed combination, and a run of each.
 
-Left out are combinations that run no code of their own:
+Combinations that exercise no code of their own are left out:
 
-- Options that are not the defaults change payloads alone: ranks by themselves, SGD, and the topologies that encode once
+- Non-default options change only payloads. They run on single ranks, with SGD, and with the topologies that encode once
   (all_gather) and twice (two_phase); a server decodes the same payloads.
-- In nodes a worker's gradient is a mean, and the rest is as without: default options, and by server one method that
-  sends few numbers, one that sends all in few bits, and one whose sums are exact.
-- AdamW matters to methods that accumulate its steps; of the others, whose state is that with SGD, PowerSGD and no
-  compression have it. On topologies with partitions, default options; in nodes, DGC.
+- In nodes a worker's gradient is a mean, and nothing else changes. Nodes run default options, and with a server one
+  method that sends few numbers, one that sends all in few bits, and one whose sums are exact.
+- AdamW matters to methods that accumulate its steps. Of the others, whose state is the same as with SGD, only PowerSGD
+  and no compression run with it. On topologies with partitions it runs with default options; in nodes, with DGC.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
 }
 NODE = 2
-"""Ranks of a node. The sum of two is the same in any order."""
+"""Ranks per node. The sum of two is the same in any order."""
 FEW = ("dgc", "onebit", "terngrad")
-"""One that sends few numbers, one that sends all in few bits, and one whose sums are exact."""
+"""A method that sends few numbers, one that sends all in few bits, and one whose sums are exact."""
 DENSE_STEP, END, STOPS = 5, 8, (2, 5, 6)
-"""Of a run: all steps but one are compressed. Stops: before a compressed step, the dense one, the one after it."""
+"""A run compresses all steps but one. It stops before a compressed step, the dense one, and the one after it."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Cell:
 
     Args:
         make: makes the compressor.
-        topology: as of the averager.
-        per_node: ranks that are one worker.
+        topology: the averager's topology.
+        per_node: number of ranks that form one worker.
         optimizer: a name in `OPTIMIZERS`.
     """
 
@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def world(self) -> int:
-        """Three, whose sums depend on their order; or two nodes."""
+        """Three ranks, whose sums depend on their order; or two nodes."""
         return 3 if self.per_node == 1 else 2 * self.per_node
 
     def begin(self, group, model=None, schedule=None):
@@ -74,7 +74,7 @@ class Cell:
         return model, optimizer, averager
 
     def run(self, work, world=None):
-        """`work(rank, group)` on all ranks."""
+        """Run `work(rank, group)` on all ranks."""
         with subgroups():
             return run_ranks(world or self.world, work)
 
@@ -112,17 +112,17 @@ CELLS |= {
     f"{topology}-sgd-dgc,dense_values=bf16": Cell(partial(LOSSY["dgc"], dense_values="bf16"), topology)
     for topology in ("all_gather", "two_phase")
 }
-"""Gradients that are not compressed have a residual too, where they are rounded."""
+"""Uncompressed gradients also have a residual if they are rounded."""
 LOSSLESS = {
     label: replace(cell, optimizer="plain")
     for label, cell in CELLS.items()
     if cell.optimizer == "sgd" and (cell.make in REMEMBERING.values() or "dense_values" in label)
 }
-"""Those with error feedback, with SGD without momentum: what is accumulated is the gradient itself."""
+"""Cells with error feedback, using SGD without momentum: they accumulate the gradient itself."""
 
 
 def end_of(parts):
-    """All that the rest of a run depends on, two levels of names."""
+    """Everything that the rest of a run depends on, under two levels of names."""
     model, optimizer, averager = parts
     moments = {
         f"{number} {name}": torch.as_tensor(value)
@@ -135,7 +135,7 @@ def end_of(parts):
 
 
 def differences(one, other):
-    """Names of what differs in any bit."""
+    """Names of the tensors that are not bit-identical."""
     flat = [{(kind, name): part for kind, parts in end.items() for name, part in parts.items()} for end in (one, other)]
     names = set(flat[0].keys() ^ flat[1].keys())
     return names | {key for key in flat[0].keys() & flat[1].keys() if not torch.equal(flat[0][key], flat[1][key])}
@@ -149,7 +149,7 @@ def stored(parts):
 
 
 def load(parts, checkpoint):
-    """Have `parts` go on from a checkpoint, without running code from it."""
+    """Resume `parts` from a checkpoint, without running code from it."""
     for part, state in zip(parts, torch.load(io.BytesIO(checkpoint), weights_only=True), strict=True):
         part.load_state_dict(state)
 
@@ -159,11 +159,11 @@ class Record:
     """What one rank saw in a run.
 
     Args:
-        said: what the averager told of itself.
-        weights: after each step.
+        said: the averager's description of itself.
+        weights: weights after each step.
         traffic: (bytes sent, bytes received, bytes that collectives carried or None in nodes) of each step.
         saved: checkpoints by the number of steps before them.
-        end: as `end_of`.
+        end: the result of `end_of`.
     """
 
     said: str
@@ -175,7 +175,7 @@ class Record:
 
 @cache
 def straight(cell: Cell) -> list[Record]:
-    """A run of `END` steps on every rank, with which all others are compared. Ranks exchange equal lengths."""
+    """A run of `END` steps on every rank, the reference for all others. Ranks exchange equal lengths."""
 
     def work(rank, group):
         parts = model, optimizer, averager = cell.begin(group)
@@ -195,27 +195,27 @@ def straight(cell: Cell) -> list[Record]:
 
     with ExitStack() as stack:
         log = [[] for _ in range(cell.world)]
-        if cell.per_node == 1:  # the ranks of a node talk by themselves
+        if cell.per_node == 1:  # the ranks of a node communicate separately
             log = stack.enter_context(checked_collectives(cell.world))
         return cell.run(work)
 
 
 def carries(collective, length, world):
-    """Bytes that a rank sends in a collective into which it puts `length`; on average, where owners' parts differ."""
+    """Bytes that a rank sends in a collective given `length` bytes; on average, if owners' parts differ."""
     if collective in GATHERS:
         return (world - 1) * length
     return (world - 1) / world * length if collective == "scatter" else round(2 * (world - 1) / world * length)
 
 
 class Ledger:
-    """Gradients that a rank had, the averages that came, and what is left: fp64 [n] each."""
+    """A rank's gradients, the averages it received, and what is left: fp64 [n] each."""
 
     def __init__(self, parts):
         self.parts = self.model, self.optimizer, self.averager = parts
         self.had = self.came = torch.zeros(0)
 
     def flat(self, tensors):
-        """All parameters' in one vector; 0 for what is missing."""
+        """Tensors by parameter name as one vector, with 0 for missing ones."""
         each = [(tensors.get(name), p) for name, p in self.model.named_parameters()]
         return torch.cat([(torch.zeros(p.numel()) if t is None else t).double().reshape(-1) for t, p in each])
 
@@ -223,7 +223,7 @@ class Ledger:
         return self.flat({name: p.grad for name, p in self.model.named_parameters()})
 
     def average(self):
-        """One step, without changing the weights, for the gradients that are there."""
+        """Average the current gradients in one step, without changing the weights."""
         had = self._gradients()
         self.averager.average()
         self.averager.commit()
@@ -231,13 +231,13 @@ class Ledger:
         self.had, self.came = (self.had + had, self.came + came) if len(self.had) else (had, came)
 
     def go(self, rank, steps, loss=prescribed_loss):
-        """These steps."""
+        """Take these steps."""
         for step in steps:
             backward(self.model, self.optimizer, rank, step, loss)
             self.average()
 
     def left(self):
-        """What this rank keeps as a worker, and as an owner of a partition."""
+        """This rank's residuals as a worker, and as an owner of a partition."""
         memory = self.averager.state_dict()["memory"]
         own = [self.flat(parts) for kind, parts in memory.items() if kind.removeprefix("dense_") in KEPT]
         return sum(own, torch.zeros(1).double()), self.flat(memory.get(PARTITION, {}))

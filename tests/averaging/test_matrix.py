@@ -1,4 +1,4 @@
-"""The laws of every method, by every topology, for ranks alone and in nodes, with SGD and AdamW (matrix.py)."""
+"""The laws of every method with every topology, for single ranks and nodes, with SGD and AdamW (matrix.py)."""
 
 import math
 from copy import deepcopy
@@ -57,7 +57,7 @@ DENSE = {
     for per_node in (1, NODE)
     for optimizer in ("sgd", "adamw")
 } | {f"all_gather-sgd-{label}": Cell(make) for label, make in with_defaults(EVERY).items() if label != "fp16"}
-"""All methods once: dense steps are the averager's own. fp16 and bf16 send other numbers."""
+"""Every method once, since the averager does dense steps itself. fp16 and bf16 are left out: they round."""
 DENSE.pop("all_gather-sgd-bf16")
 
 
@@ -102,7 +102,7 @@ def test_replicas_are_equal_to_the_bit_after_every_step(cell):
 
 @on(ALONE)
 def test_reported_bytes_are_what_collectives_carried_and_what_was_announced(cell):
-    """A dense step reports its gradients, and not the one number a parameter beside."""
+    """A dense step reports its gradients, but not the one extra number per parameter."""
     ranks, flags = straight(cell), 4 * 3 * len(list(Table().parameters()))
     for step in range(END):
         sent, received, carried = zip(*(rank.traffic[step] for rank in ranks), strict=True)
@@ -139,13 +139,13 @@ def test_a_resumed_run_is_the_straight_run_to_the_bit(cell):
 # What no step uses leaves no trace
 
 OVERFLOWS = {0: math.nan, 3: math.inf, DENSE_STEP: -math.inf, DENSE_STEP + 1: math.nan}
-"""Before the first step, a compressed one, the dense one and the one after it: on other ranks, in other tensors."""
+"""Before the first step, a compressed one, the dense one and the one after it; each on a different rank and tensor."""
 UNUSED = (2, DENSE_STEP)
 
 
 @on(CELLS)
 def test_averages_that_are_not_finite_or_not_used_leave_no_trace(cell):
-    """As where a GradScaler skips a step. In the end one is committed all the same."""
+    """As when a GradScaler skips a step. At the end a non-finite average is committed nevertheless."""
 
     def overflow(parts, rank, number, value):
         model, optimizer, averager = parts
@@ -153,7 +153,7 @@ def test_averages_that_are_not_finite_or_not_used_leave_no_trace(cell):
         if rank == number % cell.world:
             [model.kernel, model.small, model.matrix, model.bias][number % 4].grad.view(-1)[7] = value
         averager.average()
-        assert not all(bool(p.grad.isfinite().all()) for p in model.parameters()), f"rank {rank} sees nothing of it"
+        assert not all(bool(p.grad.isfinite().all()) for p in model.parameters()), f"rank {rank} does not see it"
 
     def work(rank, group):
         parts = model, optimizer, averager = cell.begin(group)
@@ -165,7 +165,7 @@ def test_averages_that_are_not_finite_or_not_used_leave_no_trace(cell):
                 assert not differences(end_of(parts), before), f"rank {rank} keeps an average before it is used"
             if step in OVERFLOWS:
                 overflow(parts, rank, list(OVERFLOWS).index(step), OVERFLOWS[step])
-                assert not differences(end_of(parts), before), f"rank {rank} keeps what is not finite"
+                assert not differences(end_of(parts), before), f"rank {rank} keeps non-finite values"
             backward(model, optimizer, rank, step, prescribed_loss)
             averager.step()
         end, before = end_of(parts), averager.state_dict()["memory"]
@@ -183,7 +183,7 @@ def test_averages_that_are_not_finite_or_not_used_leave_no_trace(cell):
 
 @on(DEFAULTS)
 def test_a_loss_scale_changes_no_bit(cell):
-    """It changes from step to step; powers of two round nothing."""
+    """The scale changes from step to step; powers of two cause no rounding."""
 
     def work(rank, group):
         parts = model, optimizer, averager = cell.begin(group)
@@ -204,7 +204,7 @@ def test_a_loss_scale_changes_no_bit(cell):
 
 
 def legs(cell):
-    """(ranks, ranks a node, topology) one after the other: other owners, other nodes, other numbers of ranks."""
+    """Successive (ranks, cell): with different owners, nodes and numbers of ranks."""
     alone = replace(cell, per_node=1)
     other = replace(alone, topology="all_gather" if cell.topology != "all_gather" else "two_phase")
     if cell.make().not_partitioned_because is not None:
@@ -212,13 +212,13 @@ def legs(cell):
     if cell.per_node == 1:
         return [(4, cell), (4, other), (2, cell), (3, cell)]
     gathered = replace(cell, topology="all_gather")
-    apart = [(4, alone), (4, cell), (4, replace(gathered, per_node=1))]  # what the ranks of a node share, and no more
+    apart = [(4, alone), (4, cell), (4, replace(gathered, per_node=1))]  # only what the ranks of a node share
     return [*apart, (4, cell), (4, gathered), (6, cell), (4, alone), (3, other)]
 
 
 @on(LOSSLESS)
 def test_nothing_is_lost_from_world_to_world(cell):
-    """Applied + mean of the workers' states + owners' residuals = mean of all gradients. A dense step sends it all."""
+    """Applied + mean of the workers' states + owners' residuals = mean of all gradients. A dense step sends all."""
     steps, there_was, applied, states, journey = 3, 0, 0, None, legs(cell)
 
     def work(rank, group, leg, number, states):
@@ -242,7 +242,7 @@ def test_nothing_is_lost_from_world_to_world(cell):
             left = sum(own) / world + sum(owners) / leg.per_node
             assert float((wanted - applied - came[0] - left).norm() / wanted.norm()) <= 1e-6, f"leg {number}"
             if rest:
-                assert left.norm() > 0.01 * wanted.norm(), "nothing is left out, so nothing could be lost"
+                assert left.norm() > 0.01 * wanted.norm(), "everything was sent, so nothing could be lost"
                 exact = isinstance(cell.make(), RandomK) or getattr(cell.make(), "values", "") in (None, "fp32")
                 by_owners = leg.topology == "two_phase" and not exact
                 assert not by_owners or any(bool(part.any()) for part in owners), "owners keep what they round off"
@@ -260,7 +260,7 @@ def test_nothing_is_lost_from_world_to_world(cell):
 
 @on({label: cell for label, cell in LOSSLESS.items() if cell.per_node == 1 and "," not in label})
 def test_a_rank_without_gradients_sends_and_keeps_nothing_of_the_others(cell):
-    """What is kept is each rank's own, so that the others' sum is not only right on average."""
+    """Each rank keeps only its own residual, so the sum is not just right on average."""
     if cell.make is LOSSY["powersgd"]:
         pytest.skip("every rank subtracts the mean of all")
 
@@ -285,7 +285,7 @@ FREEZES = {
 
 @on(FREEZES)
 def test_nothing_is_lost_when_layers_are_frozen_and_unfrozen(cell):
-    """What is kept of a frozen layer waits until it trains. Partitions are cut anew, and replicas stay equal."""
+    """A frozen layer's residual waits until the layer trains. Partitions are cut anew, and replicas stay equal."""
     trains = {"kernel": lambda step: not 4 <= step < 7, "matrix": lambda step: step >= 2, "bias": lambda step: step > 3}
 
     def work(rank, group):
@@ -299,7 +299,7 @@ def test_nothing_is_lost_when_layers_are_frozen_and_unfrozen(cell):
             after = averager.state_dict()["memory"]
             if not model.kernel.requires_grad:
                 owned = {kind for kind in before if "kernel" in before.get("partition_residual", {})}
-                for kind in before.keys() - owned:  # or the worker has taken over the owner's
+                for kind in before.keys() - owned:  # or the worker took over the owner's
                     assert "kernel" not in before[kind] or torch.equal(after[kind]["kernel"], before[kind]["kernel"])
         assert finite(averager, model)
         return ledger.had, ledger.came, *ledger.left()
