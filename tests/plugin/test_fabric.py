@@ -74,7 +74,10 @@ def test_fabric_clips_the_average(outcome):
             ("clipping", "dgc"),
             r"Refused: clipping with DGC in Fabric: got 'fabric.clip_gradients', allowed: DGC\(clip_norm=",
         ),
-        (("torchs_own_optimizer",), r"Refused: optimizer: got .*SGD.*, allowed: the optimizer that fabric.setup returns"),
+        (
+            ("torchs_own_optimizer",),
+            r"Refused: optimizer: got .*SGD.*, allowed: the optimizer that fabric.setup returns",
+        ),
     ],
 )
 def test_fabric_refuses(outcome, got, message):
