@@ -539,7 +539,7 @@ class GradientAverager:
             start = dense_start(self.schedule, unit)
             return f"its warm-up of {start} lasted to the end" if start else "its sparsity was 0"
         if auto:
-            outcome = "had not chosen yet" if auto.choice is None else "found dense steps the quickest"
+            outcome = "had not chosen yet" if auto.choice is None else "found dense steps the fastest"
             return f'topology="auto" {outcome}'
         return f"a compressed {unit} costs no fewer bytes than a dense one"
 

@@ -44,7 +44,7 @@ def check_state(state: Any, kinds: Iterable[str]) -> None:
     memory = state["memory"]
     for kind, parts in memory.items():
         if not isinstance(parts, Mapping) or not all(isinstance(part, torch.Tensor) for part in parts.values()):
-            raise refusal(what, f"{kind!r} that is no dict of tensors", allowed)
+            raise refusal(what, f"{kind!r} that is not a dict of tensors", allowed)
     if memory and (lacking := [kind for kind in kinds if kind not in memory]):
         got = f"a state of another method, with {', '.join(sorted(memory))}"
         raise refusal(

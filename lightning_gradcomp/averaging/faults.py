@@ -115,7 +115,7 @@ def explanation(error: BaseException, step: int, doing: str, group: dist.Process
                 reasons[other] = store.get(_key(other)).decode()
 
     _with_store(ask)
-    missing = (f"rank {other} {reasons.get(other, 'gives no sign of life')}" for other in others)
+    missing = (f"rank {other} {reasons.get(other, 'does not respond')}" for other in others)
     return f"{where}: the exchange failed; {', '.join(missing)} [{cause}]"
 
 

@@ -133,7 +133,7 @@ class BaseStrategy(ParallelStrategy):
     no_sync_batchnorm = ""
     """The reason why the strategy can't convert batch norms; empty if it can."""
     one_optimizer = ""
-    """ "1" with a reason, if the strategy allows only one optimizer."""
+    """If the strategy allows only one optimizer: "1", with the reason."""
 
     @property
     def pl_module(self) -> LightningModule:

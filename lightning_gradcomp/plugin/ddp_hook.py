@@ -120,7 +120,7 @@ class DDPHook:
         self._gradients_ready = None
 
     def _can_be_by_ddp(self, decision: Decision) -> bool:
-        """True if DDP can average this step: a dense step of parameters that DDP knows, without residuals."""
+        """True if DDP can average this step: it is dense, DDP knows its parameters, and none has a residual."""
         trainable = [p for p in self._ddp.parameters() if p.requires_grad]
         return (
             decision.by_ddp

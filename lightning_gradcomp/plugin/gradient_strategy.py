@@ -148,7 +148,7 @@ class GradientStrategy(BaseStrategy):
         with self.averager.leaving_local_weights():
             self.pre_backward(closure_loss)
             closure_loss = precision.pre_backward(closure_loss, self.pl_module)
-            with self.explained("backward"):  # DDP exchanges gradients in it
+            with self.explained("backward"):  # DDP and FSDP exchange gradients in it
                 precision.backward(closure_loss, self.pl_module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
         self._average(self.average_after_backward)

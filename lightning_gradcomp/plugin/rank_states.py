@@ -217,7 +217,7 @@ def checked_header(saved: Any) -> State | None:
         return None
     what = f"checkpoint[{KEY!r}]"
     if not isinstance(saved, dict):
-        raise refusal(what, f"a {type(saved).__name__}", "the dict that the strategy saved; or checkpoint_state='drop'")
+        raise refusal(what, f"a {type(saved).__name__}", "a dict, as the strategy saves it; or checkpoint_state='drop'")
     if saved.get("format") != FORMAT:
         raise refusal(f"{what}['format']", saved.get("format"), str(FORMAT))
     if not isinstance(saved.get("compressor"), str):

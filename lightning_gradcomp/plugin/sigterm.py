@@ -112,5 +112,5 @@ def meet(device: torch.device, *, saving: bool = False, flag: bool = False) -> b
     any_flag, some_save, some_go_on = said.tolist()
     if some_save and some_go_on:
         allowed = "a call on every rank, as with DDP; or torch.save(module.state_dict(), path) on one"
-        raise refusal("trainer.save_checkpoint", "a call on some ranks alone", allowed)
+        raise refusal("trainer.save_checkpoint", "a call on only some ranks", allowed)
     return bool(any_flag)

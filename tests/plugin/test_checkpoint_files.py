@@ -318,7 +318,7 @@ MALFORMED = {
     "a mean that is no state": (header(ranks=..., mean={}), r"got 'a dict without .*memory"),
     "a state without steps": (state(steps=...), r"got 'a dict without steps'"),
     "steps that are no number": (state(steps="4"), r"'steps': got 'a str'"),
-    "a memory of numbers": (state(memory={"momentum": {"layer.weight": 1.0}}), r"'momentum' that is no dict of tens"),
+    "a memory of numbers": (state(memory={"momentum": {"layer.weight": 1.0}}), r"'momentum' that is not a dict of"),
 }
 
 

@@ -40,7 +40,7 @@ def test_a_run_that_has_compressed_nothing_knows_why(world, compressor, options,
 
 @pytest.mark.filterwarnings("ignore:.*Steps are dense")
 @pytest.mark.parametrize(
-    ("compressed", "why"), [(0.5, ""), (2.0, 'topology="auto" found dense steps the quickest')], ids=["gain", "loss"]
+    ("compressed", "why"), [(0.5, ""), (2.0, 'topology="auto" found dense steps the fastest')], ids=["gain", "loss"]
 )
 def test_steps_of_a_trial_do_not_count(compressed, why):
     def work(rank, group):
