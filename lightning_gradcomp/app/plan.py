@@ -110,7 +110,7 @@ class Plan(NamedTuple):
         gathered = sum(size for how, size in parts if how == "gather")
         waits = sum(hops(how, size, n) for how, size in parts if how != "gather" or topology == "all_gather")
         work = encode + (n - 1 if gathered else 0) * decode  # a rank knows its own payload
-        if topology != "all_gather":  # every rank's part goes to the owner of a shard, and every owner's mean back
+        if topology != "all_gather":  # every rank's part goes to the owner of a partition, and every owner's mean back
             waits += 1 + hops("gather", sent / (n - 1) - gathered / n, n)
             work = encode + (encode / n if topology == "two_phase" else 0.0) + 2 * decode
         exchange = waits * link.latency + sent / link.bandwidth
@@ -119,8 +119,10 @@ class Plan(NamedTuple):
     def best(self, name: str, n: int, link: Link) -> Step:
         """A step with method `name` and its fastest topology."""
         compressor = self.methods[name].compressor
-        sharded = isinstance(compressor, LossyCompressor) and not compressor.not_partitioned_because
-        steps = [self.step(name, topology, n, link) for topology in ("all_gather", *(PARTITIONED if sharded else ()))]
+        partitioned = isinstance(compressor, LossyCompressor) and not compressor.not_partitioned_because
+        steps = [
+            self.step(name, topology, n, link) for topology in ("all_gather", *(PARTITIONED if partitioned else ()))
+        ]
         return min(steps, key=lambda step: step.seconds)
 
     def speed_up(self, name: str, n: int, link: Link) -> float:

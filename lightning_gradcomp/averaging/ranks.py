@@ -1,4 +1,6 @@
-"""The workers of a run, and their collectives. A collective has the same shape on all ranks.
+"""The workers of a run, and their collectives.
+
+Law: a collective has the same shape on all ranks. gloo aborts or hangs where it differs; tests/threads.py checks it.
 
 A worker compresses a gradient and keeps a residual. It is one rank (`Ranks`), or all ranks of a node (`Nodes`,
 inside="dense").

@@ -107,6 +107,11 @@ class ErrorFeedback:
 
     # Between steps
 
+    def decay(self, factor: float) -> None:
+        """Multiply what is unsent by `factor`. Below 1 this part of it is lost."""
+        if self.unsent is not None:
+            self.unsent.mul_(factor)
+
     def absorb(self, flat: torch.Tensor) -> None:
         """Add what another rank has not sent (fp32 [n]), unless nothing is accumulated."""
         if self.unsent is not None:

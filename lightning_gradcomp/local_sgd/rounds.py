@@ -182,9 +182,8 @@ class Rounds:
     def step_outer_optimizer(self) -> None:
         """Step the anchor on the mean pseudo-gradient."""
         self.sgd.step()
-        state = self.averager.state
-        if self.error_decay is not None and state is not None and state.unsent is not None:
-            state.unsent.mul_(self.error_decay)  # as e <- decay · e + U at the end of the next round
+        if self.error_decay is not None:
+            self.averager.state.decay(self.error_decay)  # as e <- decay · e + U at the end of the next round
 
     # Checkpoints
 

@@ -62,7 +62,7 @@ EVERY = {**REGISTERED, **cases(EXAMPLES)}
 LOSSY = {label: make for label, make in EVERY.items() if isinstance(make(), LossyCompressor)}
 REMEMBERING = {label: make for label, make in EVERY.items() if _remembers(make)}
 PARTITIONED = {label: make for label, make in LOSSY.items() if make().not_partitioned_because is None}
-"""Those that work with topologies that have shards."""
+"""Those that work with topologies that have partitions."""
 CODECS = {label: make for label, make in PARTITIONED.items() if isinstance(make(), (Codec, TensorCodec))}
 """Of these, those whose owners encode a mean again."""
 ANY_OPTIMIZER = {label: make for label, make in EVERY.items() if not make().needs_optimizer}

@@ -1,4 +1,4 @@
-"""Topologies with shards: equal to a simulation in one process to the bit, and nothing is lost."""
+"""Topologies with partitions: equal to a simulation in one process to the bit, and nothing is lost."""
 
 import re
 from functools import partial
@@ -18,10 +18,10 @@ from tests.reference.two_phase import Workers
 from tests.threads import run_ranks
 
 TERNARY = {"terngrad": {}, "terngrad,error_feedback=True": {"error_feedback": True}}
-"""With one scaler for all ranks, tested against its own simulation in test_sharded_terngrad.py."""
+"""With one scaler for all ranks, tested against its own simulation in test_two_phase_terngrad.py."""
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS}
 ADDING = {label: partial(LOSSY["terngrad"], **options) for label, options in TERNARY.items()}
-EVERY_SHARDED = {**CODECS, **ADDING}
+EVERY_PARTITIONED = {**CODECS, **ADDING}
 every_codec = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 remembering = pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
 CUTS = {2: [9], 3: [6, 13], 4: [5, 9, 15], 8: [2, 5, 7, 9, 12, 15, 19]}
@@ -157,7 +157,7 @@ def test_a_partition_residual_loaded_while_frozen_is_not_lost(make):
     assert_nothing_lost(before + difference, scale)
 
 
-@on([3, 8], EVERY_SHARDED)
+@on([3, 8], EVERY_PARTITIONED)
 @pytest.mark.parametrize("topology", ["two_phase", "server"])
 def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topology):
     def work(rank, group):
@@ -198,6 +198,6 @@ def test_bytes_do_not_grow_with_the_ranks(make):
 @pytest.mark.parametrize(
     "make", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy, partial(lgc.GradientAverager, Table())]
 )
-def test_compressors_without_shards_are_refused(make, topology, compressor, why):
+def test_compressors_without_partitions_are_refused(make, topology, compressor, why):
     with pytest.raises(ValueError, match=re.escape(f"topology with {why.format(topology)}")):
         make(compressor, topology=topology)

@@ -1,4 +1,4 @@
-"""TernGrad with shards: owners add up whole numbers and send the sums, so that nothing is rounded on the way."""
+"""TernGrad with partitions: owners add up whole numbers and send the sums, so that nothing is rounded on the way."""
 
 from functools import partial
 
@@ -188,15 +188,15 @@ def test_partition_residuals_of_another_method_go_to_the_workers():
             assert PARTITION not in after and bool(after) == kept
             ledgers.append((had, flat_gradients(model).clone(), after))
         layout = averager.gradients.layout
-        own, shard, left = (
+        own, partition, left = (
             layout.join(parts, torch.device("cpu"))
             for parts in (state["memory"]["residual"], state["memory"][PARTITION], after["residual"])
         )
-        return own / 2 + shard + ledgers[1][0] / 2 - left / 2, ledgers[1][1], shard
+        return own / 2 + partition + ledgers[1][0] / 2 - left / 2, ledgers[1][1], partition
 
     with pytest.warns(UserWarning, match="'residual' is lost"):
-        owed, came, shards = zip(*run_ranks(2, work), strict=True)
-    assert all_equal(came) and all(shard.any() for shard in shards)
+        owed, came, partitions = zip(*run_ranks(2, work), strict=True)
+    assert all_equal(came) and all(partition.any() for partition in partitions)
     torch.testing.assert_close(sum(owed), came[0], rtol=1e-5, atol=1e-5)
 
 

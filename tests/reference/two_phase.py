@@ -1,4 +1,4 @@
-"""topology="two_phase" and "server" in one process: every worker's state, and every shard's mean and residual."""
+"""topology="two_phase" and "server" in one process: every worker's state, and every partition's mean and residual."""
 
 import torch
 
@@ -15,9 +15,9 @@ class Workers:
     """`step` takes the gradients of all workers, of tensors laid end to end.
 
     Args:
-        compressor: encodes the rows of each shard by themselves.
+        compressor: encodes the rows of each partition by themselves.
         shapes: name -> shape of what is compressed.
-        cuts: rows at which shards begin, counted over all tensors: one fewer than there are workers.
+        cuts: rows at which partitions begin, counted over all tensors: one fewer than there are workers.
         momentum: of the optimizer, for a compressor that owns it.
         dense_pull: means go back uncompressed.
     """
@@ -26,14 +26,14 @@ class Workers:
         self.compressor, self.dense_pull, self.steps = compressor, dense_pull, 0
         self.layout = Layout(tuple(shapes), tuple(shapes.values()))
         rows = [(name, shape[1:]) for name, shape in shapes.items() for _ in range(shape[0])]
-        self.shards = []
+        self.partitions = []
         for begin, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
             counts = {name: sum(own == name for own, _ in rows[begin:end]) for name in shapes}
             held = {name: (count, *shapes[name][1:]) for name, count in counts.items() if count}
             start = sum(torch.Size(row).numel() for _, row in rows[:begin])
-            self.shards.append((start, Layout(tuple(held), tuple(held.values()))))
+            self.partitions.append((start, Layout(tuple(held), tuple(held.values()))))
         self.states = []
-        for _ in self.shards:
+        for _ in self.partitions:
             weights = [torch.zeros(shape, requires_grad=True) for shape in shapes.values()]
             self.states.append(ErrorFeedback(self.layout, CPU, compressor.state_for(None)))
             self.states[-1].attach(torch.optim.SGD(weights, lr=1.0, momentum=momentum), weights)
@@ -47,18 +47,21 @@ class Workers:
         owed, average = [out.clone() for out in outs], torch.zeros(self.layout.n)
         draws = [Draws(getattr(self.compressor, "seed", 0), worker, self.steps) for worker in range(len(outs))]
         sent = [
-            [(start, self.decoded(flat[start : start + shard.n], shard, own)) for start, shard in self.shards]
+            [
+                (start, self.decoded(flat[start : start + partition.n], partition, own))
+                for start, partition in self.partitions
+            ]
             for flat, own in zip(owed, draws, strict=True)
         ]
-        for owner, (start, shard) in enumerate(self.shards):
-            part, mean = slice(start, start + shard.n), torch.zeros(shard.n)
+        for owner, (start, partition) in enumerate(self.partitions):
+            part, mean = slice(start, start + partition.n), torch.zeros(partition.n)
             for parts in sent:
                 parts[owner][1].add_to(mean)
             mean = mean / len(outs) + self.residual[part]
             if self.dense_pull:
                 average[part] = mean
-            elif shard.n:
-                decoded = self.decoded(mean, shard, draws[owner])
+            elif partition.n:
+                decoded = self.decoded(mean, partition, draws[owner])
                 decoded.add_to(average[part])
                 if isinstance(decoded, Sparse):  # what is left out of the mean stays with those who sent it
                     applied = decoded.indices
@@ -95,7 +98,7 @@ def chosen(sent, places):
 
 
 def together(parts):
-    """The decoded shards, (start, decoded) each, as one."""
+    """The decoded partitions, (start, decoded) each, as one."""
     if isinstance(parts[0][1], Sparse):
         indices = torch.cat([decoded.indices + start for start, decoded in parts])
         return Sparse(indices, torch.cat([decoded.values for _, decoded in parts]))
