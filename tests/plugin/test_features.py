@@ -196,7 +196,7 @@ def check_raised(raised, kind, message):
         ("sparse_gradients", r"gradients of 'table': got 'Embedding\(sparse=True\)', allowed: sparse=False"),
         ("added_layer", r"parameters that train: got .*'more.weight', which was added later"),
         ("frozen_while_training", r"frozen while training: got 'body.weight', allowed: find_unused_parameters=True"),
-        ("torchs_own_optimizer", r"optimizer in manual optimization: got .*SGD.*, allowed: those of self.optimizers"),
+        ("torchs_own_optimizer", r"optimizer in manual optimization: got .*SGD.*, allowed: one from self.optimizers"),
         ("uneven_batches", r"training batches an epoch: got 'rank 0: 4, rank 1: 6'"),
     ],
 )
