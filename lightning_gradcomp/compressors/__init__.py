@@ -1,4 +1,4 @@
-"""What is sent, and error feedback on what is not. Importing this package registers every compressor."""
+"""Compressors and error feedback. Importing this package registers every compressor."""
 
 from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.dense import BF16, FP16, NoCompression

@@ -1,7 +1,7 @@
-"""What a compressor is: which tensors it compresses, when, and how their average is made.
+"""Base classes of compressors: which tensors are compressed, when, and how they are averaged.
 
-Most methods extend `TensorCodec` (tensor_codec.py), which says what happens to one tensor. One that chooses among the
-elements of all tensors extends `Codec`; one that sends sums instead of payloads, `LossyCompressor`.
+Most methods extend `TensorCodec` (tensor_codec.py) and define what happens to one tensor. A method that selects among
+the elements of all tensors extends `Codec`. A method that sends sums instead of payloads extends `LossyCompressor`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from typing import Self
 
 DENSE_START = 22
-"""Dense steps at the start of all methods but DGC: an epoch of the digits (1,437 images, 64 a step), on which their
-accuracy was measured. Steps, not an epoch, so that a run of one long epoch compresses too."""
+"""Dense steps at the start of all methods but DGC. 22 is one epoch of the digits (1,437 images, 64 per step), on which
+their accuracy was measured. Counting steps, not epochs, lets a run of one long epoch compress too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A method's line in docs/choosing.md, beside what can be computed.
+    """The parts of a method's row in docs/choosing.md that cannot be computed.
 
     Args:
-        sends: what travels of a compressed tensor.
+        sends: what a rank sends for a compressed tensor.
         remembers: what each rank keeps between steps.
         pick: when to choose it.
-        source: the paper or the code that it comes from.
+        source: its paper or code.
     """
 
     sends: str = ""
@@ -50,23 +50,23 @@ class Card:
 
 
 class Collectives(Protocol):
-    """What `LossyCompressor.average` may exchange with the other workers.
+    """The collectives that `LossyCompressor.average` may use.
 
-    `mean`, `maximum`, `gather` and `mean_of_payloads` are collective calls. The uncompressed gradients and the flags
-    travel with the first message, or after the last one if no message could carry them. Messages have one length on
-    all workers.
+    `mean`, `maximum`, `gather` and `mean_of_payloads` are collective calls. The first message also carries the
+    uncompressed gradients and the flags; if no message can, they travel after the last one. A message has the same
+    length on all workers.
     """
 
     workers: int
-    """Their number, N."""
+    """Number of workers, N."""
     worker: int
-    """The number of this one."""
+    """Index of this worker."""
     step: int
     """Steps so far, the same on all workers."""
 
     @property
     def partitions(self) -> Partitions | None:
-        """The exchange by partitions; None: every payload goes to every worker."""
+        """The exchange by partitions, or None if every payload goes to every worker."""
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -74,30 +74,30 @@ class Collectives(Protocol):
         ...
 
     def buffer(self) -> torch.Tensor:
-        """fp32 [n] with any content, for the mean. Always the same."""
+        """The buffer for the mean: fp32 [n] with arbitrary content. Every call returns the same one."""
         ...
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean of `flat` (fp32 [m]) over the workers, with the same bits on all."""
+        """The mean of `flat` (fp32 [m]) over the workers, bit-identical on all."""
         ...
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The maximum over the workers of each of `values` (fp32 [m])."""
+        """The elementwise maximum of `values` (fp32 [m]) over the workers."""
         ...
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """The payloads (uint8 [p]) of all workers, in order."""
+        """The payloads (uint8 [p]) of all workers, in worker order."""
         ...
 
     def mean_of_payloads(
         self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
-        """Packs `flat`, exchanges payloads as the topology says, unpacks and adds them in the workers' order.
+        """Packs `flat`, exchanges payloads over the topology, and adds the unpacked payloads in worker order.
 
         Args:
             codec: writes and reads payloads.
             flat: fp32 [n].
-            layout: where each parameter is in it.
+            layout: where each parameter is in `flat`.
             over_senders: divide an element's sum by the number of workers that sent it, instead of by N.
 
         Returns:
@@ -107,73 +107,73 @@ class Collectives(Protocol):
 
 
 class Partitions(Protocol):
-    """An exchange by partitions, for a method that adds up payloads without reading them. Both are collective calls."""
+    """An exchange by partitions, for a method that sums payloads itself. Both methods are collective calls."""
 
     slices: Sequence[Slice]
-    """The partitions. Worker j owns slice j: it averages it, and sends the mean to all."""
+    """The partitions. Worker j owns slice j: it averages the slice and sends the mean to all."""
     dense_pull: bool
     """True if means travel uncompressed (topology="server")."""
 
     def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sends payload j (uint8) to worker j. Returns what all workers sent to this one, in order."""
+        """Sends payload j (uint8) to worker j. Returns the payloads that this worker received, in worker order."""
         ...
 
     def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The payloads of all partitions, from their owners; `lengths` are their bytes. After `scatter`."""
+        """The payloads of all partitions from their owners; `lengths` are in bytes. Call it after `scatter`."""
         ...
 
 
 class CompressorBase:
-    """Not a dataclass: jsonargparse (LightningCLI) accepts no subclasses of a class all of whose bases are."""
+    """Not a dataclass: jsonargparse (LightningCLI) rejects subclasses of a class whose bases are all dataclasses."""
 
 
 @dataclass(kw_only=True)
 class Compressor(CompressorBase):
-    """How gradients are averaged. By itself: uncompressed, as `wire_dtype`."""
+    """How gradients are averaged. The base class sends them uncompressed, as `wire_dtype`."""
 
     card: ClassVar[Card] = Card()
-    """The method's line in the docs."""
+    """The method's row in the docs."""
     needs_optimizer: ClassVar[bool] = False
-    """True if it works only with one known optimizer, which `check_optimizer` accepts."""
+    """True if the method needs a single optimizer that `check_optimizer` accepts."""
     wire_dtype: ClassVar[torch.dtype] = torch.float32
-    """In which gradients travel in dense steps."""
+    """The dtype of gradients on the wire in dense steps."""
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """The names, of all parameters in the model's order, that are compressed when they train."""
+        """The names of the parameters to compress while they train. `shapes` holds all, in the model's order."""
         return set()
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raises ValueError if an option names parameters by a pattern that matches none of all `names`."""
+        """Raises ValueError if a pattern in an option matches no parameter name."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raises ValueError if this compressor can't work with the optimizer; None: there is no single one."""
+        """Raises ValueError if this compressor can't work with the optimizer; None if there is not exactly one."""
 
     def check_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ValueError if this compressor can't work with each rank's shards of a sharded model.
 
         Args:
-            shapes: of the smallest shard of every tensor that is compressed.
+            shapes: the smallest shard of every compressed tensor.
         """
 
     def schedule(self) -> Schedule | None:
-        """Sparsity as a function of (epoch, step), 0 in dense phases; None: always dense."""
+        """Sparsity as a function of (epoch, step), 0 in dense phases; None if every step is dense."""
         return None
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Self:
-        """With the options whose defaults follow from the optimizer."""
+        """Returns the compressor with the defaults that depend on the optimizer filled in."""
         return self
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        """What error feedback accumulates with this optimizer, if it is known: a new update rule, without state."""
+        """A new update rule, without state: what error feedback accumulates with this optimizer."""
         return Update()
 
     def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
-        """Clip the averaged gradients of a dense step, which hold the loss scale `grad_scale`."""
+        """Clip the averaged gradients of a dense step, which are multiplied by the loss scale `grad_scale`."""
 
 
 @dataclass(kw_only=True)
 class LossyCompressor(Compressor, ABC):
-    """A compressor that sends less than everything.
+    """The base of compressors that lose information.
 
     Args:
         min_elements: tensors with fewer elements travel uncompressed, as all 1-D tensors do (biases, norm weights).
@@ -181,7 +181,7 @@ class LossyCompressor(Compressor, ABC):
         warmup_steps: dense steps before compression begins. Default: 22; 0 for DGC and for your own classes.
         warmup_epochs: dense epochs instead of `warmup_steps`; 0 means no warm-up.
         dense_values: format of the uncompressed tensors: "fp32", "bf16", "fp16", "int8" or "int2". The rounding error
-            goes into the residual. PowerSGD, which exchanges averages, takes "fp32" only.
+            goes into the residual. PowerSGD exchanges averages and accepts "fp32" only.
         clip_norm: clips each rank's gradient at √N times this norm before it is accumulated (Lin et al. 2018, §3.2).
             Dense steps clip the average at this norm. None: no clipping.
 
@@ -190,11 +190,11 @@ class LossyCompressor(Compressor, ABC):
     """
 
     default_warmup_steps: ClassVar[int] = 0
-    """What `warmup_steps=None` stands for."""
+    """The value of `warmup_steps=None`."""
     not_partitioned_because: ClassVar[str | None] = (
         "the owner of a partition can't average it from the partition's messages alone"
     )
-    """Why "two_phase" and "server" can't carry this method's messages; None where they can."""
+    """Why "two_phase" and "server" can't carry this method's messages; None if they can."""
 
     min_elements: int = 1024
     exclude: list[str] = field(default_factory=list)
@@ -232,44 +232,44 @@ class LossyCompressor(Compressor, ABC):
         return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """Those that `compresses` selects."""
+        """The parameters that `compresses` selects."""
         return {name for name, shape in shapes.items() if self.compresses(name, shape)}
 
     @property
     def final_sparsity(self) -> float | None:
-        """The sparsity after the warm-up; None for a method without one."""
+        """The sparsity after the warm-up; None for a method without a sparsity."""
         return None
 
     def with_sparsity(self, sparsity: float | None) -> Self:
-        """The compressor in a step of this scheduled sparsity."""
+        """Returns the compressor for a step at this scheduled sparsity."""
         return self
 
     @property
     def dense_steps(self) -> int:
-        """Dense steps before the compression begins; 0 where the warm-up counts epochs."""
+        """Dense steps before compression begins; 0 if the warm-up counts epochs."""
         if self.warmup_epochs is not None:
             return 0
         return self.default_warmup_steps if self.warmup_steps is None else self.warmup_steps
 
     def schedule(self) -> Schedule:
-        """Dense while warming up, then compressed."""
+        """Dense during warm-up, then compressed."""
         if self.warmup_epochs is not None:
             return Ramp((), self.final_sparsity, dense=self.warmup_epochs)
         return Ramp((), self.final_sparsity, dense=self.dense_steps, by="step")
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        """Adam's and AdamW's steps; with any other optimizer, gradients."""
+        """With Adam and AdamW, their steps accumulate; with any other optimizer, gradients."""
         return AdamStep() if is_adam(optimizer) else Gradient()
 
     def clip_local(self, gradient: Sequence[torch.Tensor], norm: torch.Tensor, workers: int) -> None:
-        """Clip a worker's whole gradient at √N · clip_norm, N being the number of workers.
+        """Clip a worker's whole gradient at √N · clip_norm, where N is the number of workers.
 
-        The mean of N independent gradients has about 1/√N of the norm of one, so √N · clip_norm locally stands in for
-        clip_norm on the average.
+        The mean of N independent gradients has about 1/√N of the norm of one. Clipping locally at √N · clip_norm thus
+        stands in for clipping the average at clip_norm.
 
         Args:
-            gradient: flat tensors, clipped in place; of a sharded model, this rank's part of the worker's gradient.
-            norm: of the worker's whole gradient, 0-d.
+            gradient: flat tensors, clipped in place. With a sharded model, this rank's part of the worker's gradient.
+            norm: norm of the worker's whole gradient, 0-d.
             workers: N.
         """
         if self.clip_norm is not None:
@@ -277,18 +277,18 @@ class LossyCompressor(Compressor, ABC):
                 part.mul_(torch.clamp(workers**0.5 * self.clip_norm / (norm + 1e-6), max=1.0))
 
     def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
-        """Vanilla clipping at clip_norm."""
+        """Ordinary clipping at clip_norm."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm * grad_scale)
 
     @abstractmethod
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
-        """What a step exchanges without partitions, in order: ("gather", "mean" or "maximum", bytes)."""
+        """The messages of a step without partitions, in order: ("gather", "mean" or "maximum", bytes)."""
 
     def partition_bytes(self, partition: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """Bytes that a worker sends to the owner of a partition, and that the owner sends to every worker.
+        """Bytes that a worker sends to the owner of a partition, and bytes that the owner sends to every worker.
 
-        A payload each way; with `dense_pull` it goes back uncompressed.
+        Each is one payload; with `dense_pull` the owner's answer is uncompressed.
         """
         [(_, length)] = self.messages(partition)
         return length, value_bytes(partition.n, self.dense_values) if dense_pull else length
@@ -297,28 +297,28 @@ class LossyCompressor(Compressor, ABC):
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
     ) -> tuple[Decoded, Decoded]:
-        """The average of what all workers send of their `flat`, bitwise the same on each, and what this one sent.
+        """Average what all workers send of their `flat`; the mean is bit-identical on all workers.
 
         Args:
-            flat: what should be sent, fp32 [n]; zeros where this worker's gradient is not finite.
-            layout: where each parameter is in it.
-            collectives: the other workers.
-            state: what `state_for` made. What is written to it must not count before its `commit`.
+            flat: the values to send, fp32 [n]; zeros where this worker's gradient is not finite.
+            layout: where each parameter is in `flat`.
+            collectives: exchange with the other workers.
+            state: the result of `state_for`. Changes to it must not take effect before its `commit`.
 
         Returns:
-            The mean: `Dense` (values [n]), `Sparse` (ascending int64 indices [k], values [k]) or `Chunked` with
-            `is_finite`, fp32. And what this worker sent.
+            The mean, and what this worker sent. The mean is fp32: `Dense` (values [n]), `Sparse` (ascending int64
+            indices [k], values [k]) or `Chunked` with `is_finite`.
         """
 
 
 @dataclass(kw_only=True)
 class Codec(LossyCompressor, Payloads):
-    """A compressor that sends payloads: `payload_bytes`, `pack` and `unpack` say what is in them."""
+    """A compressor that sends payloads; `payload_bytes`, `pack` and `unpack` define them."""
 
     not_partitioned_because: ClassVar[str | None] = None
 
     def for_step(self, worker: int, step: int) -> Payloads:
-        """With the random draws, if there are any, of this worker's step. They are the same for both sides."""
+        """Returns the codec with the random draws, if any, of this worker's step: the same for sender and receivers."""
         return self
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:

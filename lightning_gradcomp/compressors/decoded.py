@@ -1,4 +1,4 @@
-"""A payload after decoding: some entries of a flat buffer, all of them, or chunks that are decoded on demand."""
+"""Decoded payloads: some entries of a flat buffer, all of them, or chunks that are decoded on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sparse:
     values: torch.Tensor
 
     def add_to(self, flat: torch.Tensor) -> None:
-        """flat[indices] += values. Indices are distinct, so the result does not depend on any order."""
+        """flat[indices] += values. Indices are distinct, so the order of additions does not matter."""
         flat.index_add_(0, self.indices, self.values)
 
     def subtract_from(self, flat: torch.Tensor) -> None:
@@ -36,18 +36,18 @@ class Sparse:
         return all_finite(self.values)
 
     def only(self, keep: torch.Tensor) -> KeptSparse:
-        """The entries that `keep` (bool [k]) marks. Their number stays unknown: a GPU's host would wait for it."""
+        """The entries that `keep` (bool [k]) marks. They are not counted, since the host would wait for the GPU."""
         return KeptSparse(self.indices, torch.where(keep, self.values, 0), keep)
 
 
 @dataclass(frozen=True)
 class KeptSparse(Sparse):
-    """Those entries that `keep` (bool [k]) marks; the values of the others are 0."""
+    """The entries that `keep` (bool [k]) marks; the other entries have value 0."""
 
     keep: torch.Tensor
 
     def zero(self, flat: torch.Tensor) -> None:
-        """flat[indices] = 0 for the marked ones."""
+        """flat[indices] = 0 for the marked entries."""
         flat[self.indices] = torch.where(self.keep, 0, flat[self.indices])
 
 
@@ -76,15 +76,15 @@ class Dense:
 
 @dataclass(frozen=True)
 class Chunked:
-    """A value for each element of a flat buffer, decoded again, one chunk at a time, whenever it is needed.
+    """A value for each element of a flat buffer, decoded one chunk at a time each time it is used.
 
-    Decoding is quick, and so is adding a chunk that is still in the processor's cache; a second buffer as large as the
-    first would cost more than both.
+    Decoding is fast, and so is adding a chunk that is still in the processor's cache. A second buffer of the same size
+    would cost more than both.
 
     Args:
         chunks: (start, stop) of each chunk; together they cover the buffer.
-        values: from the number of a chunk to its values, fp32 [stop - start].
-        is_finite: for a mean, which is checked before it is applied: True if all values are finite, 0-d bool.
+        values: maps the number of a chunk to its values, fp32 [stop - start].
+        is_finite: True if all values are finite, 0-d bool. Required for a mean, which is checked before it is applied.
     """
 
     chunks: Sequence[tuple[int, int]]
@@ -114,11 +114,11 @@ class Chunked:
 Decoded = Sparse | Dense | Chunked
 
 EMPTY = Chunked((), lambda number: torch.empty(0, dtype=torch.float32))
-"""The decoded payload of no elements."""
+"""The decoded payload of an empty buffer."""
 
 
 def concatenate(parts: Sequence[Decoded], starts: Sequence[int]) -> Sparse | Chunked:
-    """The decoded payloads of slices of a buffer, which begin at `starts`, as one. All are sparse, or none is."""
+    """Join the decoded payloads of slices that begin at `starts`. Either all are sparse, or none is."""
     sparse = [(part, start) for part, start in zip(parts, starts, strict=True) if isinstance(part, Sparse)]
     if sparse:
         indices = torch.cat([part.indices + start for part, start in sparse])
@@ -138,9 +138,9 @@ def concatenate(parts: Sequence[Decoded], starts: Sequence[int]) -> Sparse | Chu
 
 
 def by_tensor(mean: Decoded, layout: Layout) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
-    """For each tensor of `layout`: positions in it (int64 [k]) and values there; or None, and a value for each element.
+    """Yield for each tensor of `layout` positions (int64 [k]) and their values, or None and a value for each element.
 
-    Where the mean is `Chunked`, each chunk is a whole tensor or several, which are computed when they are asked for.
+    Each chunk of a `Chunked` mean must hold one or more whole tensors. It is decoded when its first tensor is reached.
     """
     if isinstance(mean, Sparse):
         bounds = torch.tensor([0, *(stop for _, stop in layout.bounds)], device=mean.indices.device)
@@ -160,10 +160,10 @@ def by_tensor(mean: Decoded, layout: Layout) -> Iterator[tuple[torch.Tensor | No
 
 
 def locate(places: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """A view of `tensor`, and the index there of its elements at flat positions `places` (int64 [k])."""
+    """A view of `tensor`, and the index in it of the elements at flat positions `places` (int64 [k])."""
     if tensor.is_contiguous():
         return tensor.view(-1), (places,)
-    return tensor, torch.unravel_index(places, tensor.shape)  # channels last, say
+    return tensor, torch.unravel_index(places, tensor.shape)  # e.g. channels last
 
 
 MERGE_COST = 30
@@ -178,27 +178,27 @@ def mean_of(
     *,
     over_senders: bool = False,
 ) -> Sparse | Dense:
-    """The mean of all workers' payloads, added in their order, so with the same bits on every rank.
+    """The mean of all workers' payloads. They are added in worker order, so it is bit-identical on every rank.
 
     Args:
-        decoded: one for each worker, of one kind. Where sparse entries are many, an iterator may decode the next
-            worker's after this one's were added.
-        workers: how many.
+        decoded: one payload per worker, all of the same class. With many sparse entries, an iterator can decode each
+            worker's payload after the previous one was added.
+        workers: number of workers.
         n: elements of the flat buffer.
-        buffer: returns fp32 [n] with any content, for a mean that is not sparse.
-        over_senders: divide each element's sum by the number of payloads, all sparse, that hold it.
+        buffer: returns fp32 [n] with arbitrary content, for a mean that is not sparse.
+        over_senders: divide each element's sum by the number of payloads that hold it. All must be sparse.
     """
     rest = iter(decoded)
     first = next(rest)
     if isinstance(first, Sparse) and len(first.indices) * workers * MERGE_COST < n and not first.values.is_cuda:
-        entries = [first, *(one for one in rest if isinstance(one, Sparse))]  # a GPU's host would wait for their count
+        entries = [first, *(one for one in rest if isinstance(one, Sparse))]  # the host would wait for a GPU's count
         indices, places = torch.unique(torch.cat([one.indices for one in entries]), return_inverse=True)
         values = torch.zeros(len(indices), dtype=torch.float32).index_add_(
             0, places, torch.cat([one.values for one in entries])
         )
         return Sparse(indices, values.div_(torch.bincount(places) if over_senders else workers))
     mean = buffer()
-    if isinstance(first, Chunked):  # all are cut alike: a chunk of all workers at a time, while it is in the cache
+    if isinstance(first, Chunked):  # same chunks in all: one chunk of all workers at a time, in the cache
         chunked = [first, *(one for one in rest if isinstance(one, Chunked))]
         for number, (start, stop) in enumerate(first.chunks):
             total, part = first.values(number), mean[start:stop]  # `values` may return a view of a payload
@@ -218,8 +218,8 @@ def mean_of(
 def all_finite(flat: torch.Tensor) -> torch.Tensor:
     """True if `flat` has no NaN or infinity: 0-d bool, on its device.
 
-    On a CPU a sum, which takes a third of the time, answers first; where it overflows, each element is looked at. A
-    GPU's host would wait for the sum.
+    A CPU first checks the sum, which takes a third of the time. Only if the sum is not finite, it checks each element.
+    On a GPU the host would wait for the sum.
     """
     if flat.is_cuda:
         return (

@@ -1,4 +1,4 @@
-"""Uncompressed gradients: what compression is measured against."""
+"""Dense averages in fp32, fp16 and bf16: the baselines for compression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_gradcomp.registry import register
 @register("none", strategy="ddp_dense")
 @dataclass(kw_only=True)
 class NoCompression(Compressor):
-    """No compression: DDP's own overlapped fp32 all-reduce, measured like the rest."""
+    """No compression: DDP's own overlapped fp32 all-reduce, with the same measurements."""
 
     card: ClassVar[Card] = Card(
         sends="everything, in fp32", pick="the link is fast, or you need a baseline", source="DDP"
@@ -24,9 +24,9 @@ class NoCompression(Compressor):
 @register("fp16", strategy="ddp_fp16")
 @dataclass(kw_only=True)
 class FP16(Compressor):
-    """Gradients travel and are added in fp16. Finite values that would overflow become the largest that ranks can add.
+    """Gradients travel and are added in fp16. Finite values that would overflow are clamped to what ranks can add.
 
-    Under a loss scale they overflow, because the scaler must see it.
+    With a loss scale they are not clamped, because the scaler must see the overflow.
     """
 
     card: ClassVar[Card] = Card(

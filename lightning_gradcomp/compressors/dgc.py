@@ -1,25 +1,25 @@
 """Deep Gradient Compression: Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887.
 
-With Adam and AdamW, what is accumulated is their step (updates.py). The paper is about momentum SGD.
+The paper is about momentum SGD. With Adam and AdamW, their steps accumulate instead (updates.py).
 
-Where the paper and its authors' code (github.com/synxlin/deep-gradient-compression) differ, what is done here, and why:
+Differences between the paper, its authors' code (github.com/synxlin/deep-gradient-compression) and this file:
 
 - Local clipping. Paper: threshold x N^(-1/2), for gradients already divided by N. Code: no factor, not configured.
-  Here: threshold x N^(1/2), the paper's rule for PyTorch's undivided gradients, on the whole local gradient, as
-  vanilla clipping does (the paper doesn't say which norm; the code has one per tensor).
-- Selection. Paper: a sample gives the threshold, and an exact top-k follows where too many pass. Code: exact top-k
+  Here: threshold x N^(1/2), the paper's rule for PyTorch's undivided gradients, on the norm of the whole local
+  gradient, as in ordinary clipping. The paper doesn't say which norm; the code has one per tensor.
+- Selection. Paper: a sample gives the threshold, and an exact top-k follows if too many pass. Code: exact top-k
   above 1.3 k; between k and 1.3 k the first k in index order; it may send 0.8 k. Here: exactly the k largest, ties
   spread evenly.
 - Nesterov. Paper: corrected. Code: not wired to the gradients. Here: as torch.optim.SGD's.
-- Weight decay. Paper: silent. Code: a dense momentum of its own in the optimizer. Here: added to the local gradient,
-  so that it is inside the momentum, at the strength it has in SGD; and no second buffer is needed.
-- Masking at density 1 would turn momentum SGD into plain SGD. Code: dense path without masking. Here: the same.
-- Density and values. Paper: 0.1 % in fp32. Here: 0.4 % in 2 bits by default, which are as many bytes; what 2 bits lose
-  stays with the sender.
+- Weight decay. Paper: silent. Code: a separate dense momentum in the optimizer. Here: added to the local gradient,
+  so that it is part of the momentum, as strong as in SGD, and needs no second buffer.
+- Masking at density 1 would turn momentum SGD into plain SGD. Code: dense path without masking. Here: as the code.
+- Density and values. Paper: 0.1 % in fp32. Here: 0.4 % in 2 bits by default, the same number of bytes. The rounding
+  error stays in the residual.
 - Warm-up. Paper: 75, 93.75, 98.4375, 99.6 %, an epoch each. Code: density ρ^((e+1)/(W+1)). Here: the paper's levels
-  from 93.75 % on, each until as many entries were sent as there are elements: 16 and 64 steps, whatever the length of
-  an epoch. With `warmup_epochs` the code's formula, which for four epochs to 99.9 % is the paper's list within
-  0.1 points. With Adam none.
+  from 93.75 % on. Each lasts until a rank has sent as many entries as there are elements: 16 and 64 steps, whatever
+  the length of an epoch. With `warmup_epochs`: the code's formula, which for four epochs to 99.9 % is within
+  0.1 points of the paper's list. With Adam: no warm-up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DGC(SparseCodec):
     `DGC(sparsity=0.999, values="fp32", warmup_epochs=4)` in a strategy with `local_weights=False`.
 
     Args:
-        sparsity: share of each tensor that stays unsent after the warm-up, in [0, 1); 0 is dense training. `None`
+        sparsity: fraction of each tensor that stays unsent after the warm-up, in [0, 1); 0 is dense training. `None`
             means 0.996 with SGD and 0.97 with Adam and AdamW.
         values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
             or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
@@ -66,7 +66,7 @@ class DGC(SparseCodec):
         warmup_epochs: epochs of rising sparsity after the dense ones, one level an epoch (§3.3 of the paper), instead
             of the levels from `start_sparsity`.
         momentum_masking: set the momentum of the sent entries to 0 (momentum factor masking, §3.2 of the paper; SGD
-            only). Turn it off for a large embedding table if a batch touches few rows: their entries are sent at once,
+            only). Turn it off for a large embedding table if a batch touches few rows: their entries are sent at once
             and would never gain momentum.
 
     Raises:
@@ -103,7 +103,7 @@ class DGC(SparseCodec):
 
     @property
     def final_sparsity(self) -> float:
-        """`sparsity`, or SGD's."""
+        """`sparsity`; its default is that of SGD."""
         return SGD_SPARSITY if self.sparsity is None else self.sparsity
 
     @property
@@ -112,7 +112,7 @@ class DGC(SparseCodec):
         return bool(self.dense_epochs or self.warmup_epochs)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Momentum correction is for `torch.optim.SGD`, `Adam` and `AdamW`."""
+        """Raises ValueError unless this is `torch.optim.SGD`, `Adam` or `AdamW`, whose momentum can be corrected."""
         others = ", ".join(entry.strategy for entry in entries() if not entry.cls.needs_optimizer)
         allowed = f"torch.optim.SGD, Adam or AdamW itself, whose momentum is corrected; for other optimizers: {others}"
         if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
@@ -121,7 +121,7 @@ class DGC(SparseCodec):
             check_sgd("the optimizer of DGC", optimizer, allowed)
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> DGC:
-        """With the default sparsities for the optimizer."""
+        """Returns the compressor with the default sparsities for the optimizer."""
         if not is_adam(optimizer):
             return self.with_sparsity(self.final_sparsity)
         sparsity = ADAM_SPARSITY if self.sparsity is None else self.sparsity
@@ -129,7 +129,7 @@ class DGC(SparseCodec):
         return replace(self, sparsity=sparsity, start_sparsity=start)
 
     def schedule(self) -> Ramp:
-        """Rising sparsity from `start_sparsity`, or dense epochs and the exponential ramp; then `sparsity`."""
+        """The ramp from `start_sparsity`, or dense epochs and the exponential ramp, up to `sparsity`."""
         if self._by_epoch:
             levels = exponential(self.final_sparsity, self.warmup_epochs or 0)
             return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_epochs)
@@ -138,12 +138,12 @@ class DGC(SparseCodec):
         return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_steps, by="coverage")
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        """The steps that the optimizer would have made."""
+        """The steps that the optimizer would have made accumulate."""
         return AdamStep() if is_adam(optimizer) else SGDVelocity(masking=self.momentum_masking)
 
     def count(self, layout: Layout) -> int:
         return count_each(layout, 1 - self.final_sparsity)
 
     def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The k largest velocities of each tensor."""
+        """The k largest entries of each tensor."""
         return topk_each(flat, layout, 1 - self.final_sparsity)

@@ -1,10 +1,10 @@
-"""Error feedback: what a worker has accumulated and not sent yet.
+"""Error feedback: the residual, which a worker has accumulated and not sent yet.
 
-The update rule (updates.py) says what is accumulated: gradients, or the steps of an optimizer with momentum.
+The update rule (updates.py) decides what accumulates: gradients, or the steps of an optimizer with momentum.
 
-An average calls `compensate` (what to send now) and `subtract` (take out what was sent). The optimizer's step calls
-`commit`. Both compute in buffers of their own, which `commit` swaps with the old ones. So an average that no step uses
-leaves the state as it was, to the bit: a gradient was not finite on some rank, or a hook skipped the step.
+An average calls `compensate`, which adds the residual, and `subtract`, which removes what was sent. Both compute in
+separate buffers. The optimizer's step calls `commit`, which swaps them with the old ones. An average that no step uses,
+because a gradient was not finite on some rank or a hook skipped the step, leaves the state bit-identical.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lightning_gradcomp.compressors.updates import StateDict, Update
 
 
 class ErrorFeedback:
-    """A worker's state: what is unsent, and the moments of the update rule.
+    """A worker's state: the residual, and the moments of the update rule.
 
     Args:
         layout: the parameters.
-        device: of the buffers during a step.
-        update: what is accumulated. `Update()`: nothing, so that what is not sent is lost.
+        device: where the buffers are during a step.
+        update: the update rule. `Update()` accumulates nothing and drops whatever is not sent.
     """
 
     def __init__(self, layout: Layout, device: torch.device, update: Update) -> None:
         self.layout, self.device, self.update = layout, device, update
         self.unsent: torch.Tensor | None = None
-        """What is left to be sent, fp32 [n]; None if nothing is accumulated."""
+        """The residual, fp32 [n]; None if nothing accumulates."""
         if update.kind is not None:
             self.unsent = torch.zeros(layout.n, dtype=torch.float32, device=device)
         self.moments = Moments(layout, device, tuple(update.moments.values()), counts_steps=update.counts_steps)
@@ -49,7 +49,7 @@ class ErrorFeedback:
     ) -> None:
         """Use this optimizer's options, and these parameters of the layout, from the next step on.
 
-        With `shares_moments`, its state holds the moments that are computed here.
+        With `shares_moments`, the optimizer's state holds the moments that are computed here.
         """
         self.update.optimizer, self.update.parameters = optimizer, parameters
         self.moments.attach(optimizer if shares_moments else None, parameters)
@@ -62,9 +62,9 @@ class ErrorFeedback:
     # A step
 
     def compensate(self, flat: torch.Tensor) -> torch.Tensor:
-        """Replace this step's gradient in `flat` (fp32 [n]) by what to send for it.
+        """Replace this step's gradient in `flat` (fp32 [n]) by the compensated update to send.
 
-        A CPU does so a chunk at a time, which stays in its cache.
+        A CPU works on one chunk at a time, which stays in its cache.
 
         Returns:
             True if the gradient is finite: 0-d bool.
@@ -79,20 +79,20 @@ class ErrorFeedback:
         return torch.stack(finite).all()
 
     def subtract(self, decoded: Decoded) -> None:
-        """Take out what was sent, as decoded by the others."""
+        """Remove what was sent, as receivers decode it."""
         if self.unsent is not None:
             decoded.subtract_from(self._out)
             self.update.after_sending(decoded, self.moments)
 
     def commit(self, stepped: Set[str], out: torch.Tensor) -> torch.Tensor:
-        """Put the new state in force, after the optimizer's step.
+        """Make the new state current after the optimizer's step.
 
         Args:
-            stepped: parameters that the optimizer has stepped. The state of others stays as it was.
-            out: what `compensate` has changed.
+            stepped: parameters that the optimizer has stepped. The state of the others does not change.
+            out: the buffer that `compensate` has changed.
 
         Returns:
-            fp32 [n], free for the next step's gradient.
+            The buffer for the next step's gradient, fp32 [n].
         """
         if self.unsent is None:
             return out
@@ -113,13 +113,13 @@ class ErrorFeedback:
             self.unsent.mul_(factor)
 
     def absorb(self, flat: torch.Tensor) -> None:
-        """Add what another rank has not sent (fp32 [n]), unless nothing is accumulated."""
+        """Add another rank's residual (fp32 [n]). Does nothing if nothing accumulates."""
         if self.unsent is not None:
             self.unsent.add_(flat)
             self.started = set(self.layout.names)
 
     def clear(self, names: Set[str]) -> None:
-        """Clear what is unsent of these parameters, after it was sent."""
+        """Clear the residuals of these parameters, after they were sent."""
         if self.unsent is not None:
             names = names - self.update.withheld
             for name, (start, stop) in zip(self.layout.names, self.layout.bounds, strict=True):
@@ -130,13 +130,13 @@ class ErrorFeedback:
                 self.update.clear()
 
     def move(self, device: torch.device) -> None:
-        """Keep what is unsent on `device` between steps. Moments stay, as those of any optimizer do."""
+        """Keep the residual on `device` between steps. Moments stay where they are, like those of any optimizer."""
         if self.unsent is not None:
             self.unsent = self.unsent.to(device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of a worker's own state, to be averaged in place if several ranks become one worker."""
+        """All state that differs between workers, to be averaged in place if several ranks become one worker."""
         unsent = [] if self.unsent is None else [self.unsent]
         return [*unsent, *self.moments.flats, *self.update.tensors]
 
@@ -149,23 +149,23 @@ class ErrorFeedback:
 
     @property
     def next_optimizer_state(self) -> dict[str, torch.Tensor]:
-        """What they become with the step under way."""
+        """Their values after the current step."""
         return dict(zip(self.update.moments.values(), self.moments.next, strict=True))
 
     def hand_over(self, optimizer_state: Mapping[str, torch.Tensor], stepped: Set[str]) -> None:
-        """Let the optimizer continue by itself with these moments (flat fp32 [n] each) of the parameters it stepped."""
+        """Give the optimizer these moments (flat fp32 [n] each) of the parameters it stepped, to go on alone."""
         stepped = stepped & set(self.layout.names)
         self.moments.replace(optimizer_state, stepped)
         self.moments.hand_over(self.update.sharing(stepped))
 
     def release(self) -> None:
-        """Let the optimizer have its moments for itself: this state ends here."""
+        """Give the optimizer its moments back, and end this state."""
         self.moments.hand_over(self.update.sharing(self.started))
 
     # Checkpoints
 
     def state_dict(self) -> StateDict:
-        """Copies of everything: kind -> parameter name -> tensor."""
+        """Copies of all state: kind -> parameter name -> tensor."""
         if self.unsent is None:
             return {}
         self.moments.read(self.update.sharing(self.layout.names))
@@ -181,10 +181,10 @@ class ErrorFeedback:
         return {**state, **self.update.state_dict(started)}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replace everything by a `state_dict` of any layout; names that this layout lacks are ignored.
+        """Replace all state by a `state_dict` of any layout. Names that this layout lacks are ignored.
 
         Raises:
-            ValueError: if the shape of a tensor is not its parameter's.
+            ValueError: if a tensor's shape differs from its parameter's.
         """
         kind = self.update.kind
         if kind is None:

@@ -1,9 +1,9 @@
 """Gradient dropping: Aji and Heafield, EMNLP 2017, arXiv 1704.05021.
 
-The largest entries of residual + gradient are sent, the others stay in the residual. The momentum is not corrected, so
-any optimizer will do: it sees the sparse average as its gradient. The paper finds one threshold for all parameters
-("global") as good as one for each matrix where layer normalisation keeps their gradients at one scale, and worse
-without; it samples 0.1 % of the entries to guess it. Here the k largest are exact (kernels/topk.py).
+The largest entries of residual + gradient are sent, and the others stay in the residual. Momentum is not corrected, so
+any optimizer works: it sees the sparse average as its gradient. In the paper, one threshold for all parameters
+("global") is as good as one per matrix if layer normalisation keeps their gradients at one scale, and worse otherwise.
+The paper estimates the threshold from 0.1 % of the entries. Here the k largest are exact (kernels/topk.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCOPES: dict[str, tuple[Callable[[Layout, float], int], Callable[[torch.Tensor, 
     "tensor": (count_each, topk_each),
     "chunk": (count_chunks, topk_chunks),
 }
-"""Among what the largest entries are found: how many there are, and their flat indices (int64, ascending)."""
+"""Scope -> the number of largest entries, and their flat indices (int64, ascending)."""
 
 
 @register("gradient_dropping")
@@ -43,7 +43,7 @@ class GradientDropping(SparseCodec):
     Source: Aji and Heafield, EMNLP 2017, arXiv 1704.05021.
 
     Args:
-        sparsity: share of the entries that stays unsent, in [0, 1). The paper uses 0.99.
+        sparsity: fraction of the entries that stays unsent, in [0, 1). The paper uses 0.99.
         values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
             or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
             residual.
@@ -82,8 +82,8 @@ class GradientDropping(SparseCodec):
 
     @property
     def not_partitioned_because(self) -> str | None:  # type: ignore[override]
-        """A mean over senders has no partitions."""
-        return "the owner of a partition does not pass on who has sent an element" if self.mean == "senders" else None
+        """A mean over senders can't be partitioned."""
+        return "the owner of a partition does not pass on who sent an element" if self.mean == "senders" else None
 
     @property
     def final_sparsity(self) -> float:

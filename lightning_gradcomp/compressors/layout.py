@@ -1,4 +1,4 @@
-"""Where each parameter is in the flat buffers, and how those are cut into chunks and slices."""
+"""Where each parameter is in a flat buffer, and how the buffer is cut into chunks and slices."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from typing import Any
 import torch
 
 CHUNK = 262_144
-"""Elements that a CPU processes at a time: 1 MiB. In smaller chunks Python's calls cost more than the cache saves."""
+"""Elements that a CPU processes at a time: 1 MiB. With smaller chunks, Python calls cost more than the cache saves."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing add to it."""
+    """A parameter's name without the prefixes of torch.compile and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def chunks(start: int, stop: int, device: torch.device, multiple: int = 1) -> list[tuple[int, int]]:
-    """(start, stop) of chunks of about `CHUNK` elements; all but the last are multiples long. One on a GPU."""
+    """(start, stop) of chunks of about `CHUNK` elements; one chunk on a GPU.
+
+    The length of all but the last is a multiple of `multiple`.
+    """
     size = max(CHUNK // multiple, 1) * multiple if device.type == "cpu" else max(stop - start, 1)
     return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A contiguous part of a flat buffer: its first element, and the layout of what is in it (parameters, or rows)."""
+    """A contiguous part of a flat buffer: its first element, and the layout of the parameters or rows in it."""
 
     start: int
     layout: Layout
@@ -59,7 +62,7 @@ class Layout:
 
     @cached_property
     def n(self) -> int:
-        """Elements of all parameters together."""
+        """Elements of all parameters."""
         return sum(self.sizes)
 
     @cached_property
@@ -69,18 +72,18 @@ class Layout:
         return list(zip([0, *stops[:-1]], stops, strict=True)) if stops else []
 
     def slices(self, number: int) -> list[Slice]:
-        """The buffer in `number` slices as equal as cuts between rows allow; some may be empty."""
+        """The buffer in `number` slices, as equal as cuts between rows allow. Slices may be empty."""
         cuts = [0, *(self._row_near(self.n * part // number) for part in range(1, number)), self.n]
         return [Slice(start, self._between(start, stop)) for start, stop in pairwise(cuts)]
 
     def parts(self, number: int) -> list[Slice]:
-        """The buffer in at most `number` parts, as equal as cuts between parameters allow; none is empty."""
+        """The buffer in at most `number` parts, as equal as cuts between parameters allow. No part is empty."""
         starts = [start for start, _ in self.bounds]
         cuts = {min(starts, key=lambda start: abs(start - self.n * part // number)) for part in range(1, number)}
         return [Slice(start, self._between(start, stop)) for start, stop in pairwise(sorted({0, *cuts, self.n}))]
 
     def _row_near(self, place: int) -> int:
-        """The place closest to `place` where a row of a parameter begins."""
+        """The start of a parameter's row closest to `place`."""
         for (start, stop), shape in zip(self.bounds, self.shapes, strict=True):
             if place < stop:
                 row = (stop - start) // shape[0]
@@ -97,11 +100,11 @@ class Layout:
         return Layout(tuple(names), tuple(shapes))
 
     def chunks_by(self, rules: Sequence[Any], device: torch.device) -> Iterator[tuple[Any, slice]]:
-        """The chunks of the flat buffer, cut where the rule changes: (rule, place) of each.
+        """Yield (rule, place) for each chunk of the flat buffer. Chunks are also cut where the rule changes.
 
         Args:
             rules: one for each parameter.
-            device: of the buffer.
+            device: the buffer's device.
         """
         stop = 0
         for rule, run in groupby(zip(rules, self.sizes, strict=True), key=itemgetter(0)):
@@ -110,7 +113,7 @@ class Layout:
                 yield rule, slice(begin, end)
 
     def cut(self, tensors: Sequence[torch.Tensor], place: slice) -> list[torch.Tensor]:
-        """The parts of `tensors`, one for each parameter, that lie at `place` in the flat buffer: 1-D."""
+        """The parts of `tensors`, one for each parameter, that lie at `place` in the flat buffer. Each is 1-D."""
         first = bisect_right(self.bounds, place.start, key=itemgetter(1))
         last = bisect_left(self.bounds, place.stop, key=itemgetter(0))
         return [
@@ -125,18 +128,18 @@ class Layout:
                 target[start:stop] = source[start:stop]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `flat` in the parameters' shapes, sharing its memory."""
+        """Views of `flat` in the parameters' shapes, sharing its memory."""
         return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
 
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name -> copy of its part of `flat`, in the parameter's shape."""
+        """Name -> a copy of the parameter's part of `flat`, in its shape."""
         return {name: view.clone() for name, view in zip(self.names, self.views(flat), strict=True)}
 
     def join(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         """A flat buffer from name -> tensor; 0 where a name is missing.
 
         Raises:
-            ValueError: if the shape of a tensor is not its parameter's.
+            ValueError: if a tensor's shape differs from its parameter's.
         """
         flat = torch.zeros(self.n, dtype=torch.float32, device=device)
         for name, shape, view in zip(self.names, self.shapes, self.views(flat), strict=True):

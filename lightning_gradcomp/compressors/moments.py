@@ -1,7 +1,7 @@
 """Moments of torch's optimizers, computed in flat buffers and shared with `optimizer.state` under torch's names.
 
 Between steps `optimizer.state[p]["exp_avg"]` is a view of the buffer. Code that zeroes, replaces or clears a moment
-there therefore changes the moment that the next step uses, as it does without compression.
+there changes the moment that the next step uses, as it does without compression.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ Seen = tuple[tuple[torch.Tensor | None, int], ...]
 
 
 class Moments:
-    """The moments of a layout's parameters. Those of the next step are computed beside them; `commit` swaps the two.
+    """The moments of a layout's parameters. New moments go to a second set of buffers; `commit` swaps the two.
 
     Args:
         layout: the parameters.
-        device: of the buffers.
-        keys: torch's names of the moments.
+        device: the buffers' device.
+        keys: torch's names for the moments.
         counts_steps: True if the optimizer's state also has "step", the number of steps.
     """
 
     def __init__(self, layout: Layout, device: torch.device, keys: Sequence[str], *, counts_steps: bool) -> None:
         self._layout, self._keys, self._counts_steps = layout, keys, counts_steps
         self.flats = [torch.zeros(layout.n, dtype=torch.float32, device=device) for _ in keys]
-        """A buffer for each key, fp32 [n]."""
+        """One buffer for each key, fp32 [n]."""
         self.next = [torch.zeros_like(flat) for flat in self.flats]
-        """What they become with the step under way."""
+        """Their values after the current step."""
         self.steps = dict.fromkeys(layout.names, 0)
-        """Name -> number of steps that its moments have made."""
+        """Name -> number of steps in its moments."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: Sequence[torch.Tensor] = ()
         self._seen: dict[str, Seen] = {}
 
     def attach(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> None:
-        """Share the moments with this optimizer. Its own count, not those of an earlier one."""
+        """Share the moments with this optimizer. Its own moments replace those of an earlier one."""
         self._optimizer, self._parameters, self._seen = optimizer, parameters, {}
 
     def read(self, names: Set[str]) -> None:
-        """Copy every moment that was written in the optimizer's state since the two were last equal, and its "step".
+        """Copy every moment, and its "step", that was written in the optimizer's state since the two were last equal.
 
         A moment that the optimizer does not hold becomes 0.
         """
@@ -53,7 +53,7 @@ class Moments:
             self.steps[name] = int(known)
 
     def _copy_written(self, names: Set[str]) -> dict[str, Mapping[str, Any]]:
-        """As `read`, without "step". Returns name -> the optimizer's state, of the parameters that were copied."""
+        """Like `read`, without "step". Returns name -> the optimizer's state for the copied parameters."""
         found: dict[str, Mapping[str, Any]] = {}
         if self._optimizer is None or not self._keys:
             return found
@@ -70,12 +70,12 @@ class Moments:
         return found
 
     def write(self, names: Set[str]) -> dict[str, Any]:
-        """Let `optimizer.state` hold views of the buffers.
+        """Store views of the buffers in `optimizer.state`.
 
-        A moment that was written there since the last `read` is copied into the buffers first.
+        A moment that was written there since the last `read` is first copied into the buffers.
 
         Returns:
-            Name -> the optimizer's state, of the parameters in `names`.
+            Name -> the optimizer's state, for the parameters in `names`.
         """
         self._copy_written(names & self._seen.keys())
         states: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class Moments:
                 held = states[name] = self._optimizer.state[parameter]
                 if parameter.dtype != torch.float32:
                     moments = tuple(torch.empty_like(parameter).copy_(moment) for moment in moments)
-                # A version counter of its own: views of one buffer share theirs.
+                # `.data` has its own version counter; views of one buffer would share one.
                 held.update((key, moment.data) for key, moment in zip(self._keys, moments, strict=True))
                 self._seen[name] = self._look(held)
         if self._counts_steps:
@@ -97,13 +97,13 @@ class Moments:
     def _write_steps(self, states: Mapping[str, Any]) -> None:
         fused = any(group.get("fused") for group in self._optimizer.param_groups) if self._optimizer else False
         for name, held in states.items():
-            if "step" not in held:  # on the device that torch would choose
+            if "step" not in held:  # on the device that torch uses
                 device = held[self._keys[0]].device if fused else torch.device("cpu")
                 held["step"] = torch.zeros((), dtype=torch.float32, device=device)
             held["step"].fill_(self.steps[name])
 
     def hand_over(self, names: Set[str]) -> None:
-        """As `write`, with tensors of the optimizer's own, in the parameters' types and strides: torch steps them."""
+        """Like `write`, with copies in the parameters' dtypes and strides, which the optimizer then updates."""
         states = self.write(names)
         for name, parameter in zip(self._layout.names, self._parameters, strict=True):
             if held := states.get(name):
@@ -111,14 +111,14 @@ class Moments:
                 del self._seen[name]
 
     def commit(self, stepped: Set[str]) -> None:
-        """The next moments count, for the parameters that the optimizer has stepped."""
+        """Make the next moments current for the parameters that the optimizer has stepped."""
         for old, new in zip(self.flats, self.next, strict=True):
             self._layout.copy_except(stepped, old, new)
         self.flats, self.next = self.next, self.flats
         self.count(stepped)
 
     def replace(self, means: Mapping[str, torch.Tensor], stepped: Set[str]) -> None:
-        """Copy moments (torch's name -> fp32 [n], overwritten) of the parameters that the optimizer has stepped."""
+        """Copy in the moments (torch's name -> fp32 [n], overwritten) of parameters that the optimizer has stepped."""
         for key, flat in zip(self._keys, self.flats, strict=True):
             self._layout.copy_except(stepped, flat, means[key])
             flat.copy_(means[key])

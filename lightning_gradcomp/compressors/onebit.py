@@ -1,14 +1,14 @@
 """1-bit SGD: Seide, Fu, Droppo, Li, Yu, Interspeech 2014.
 
-Each element of residual + gradient is sent as one bit, and each group of elements with the two values that the bits
-stand for: the means of the elements on either side of a threshold. A group is a column of the paper's matrices, one
-unit's fan-in: a row of PyTorch's weight. With one scale for a whole tensor, whose elements differ in size, the error
-stays larger than the gradient. Groups never span two parameters. A group of zeros decodes to exactly 0, and so does a
-row of zeros in a group of several rows, of which a bit more says whether it is one: weights without a gradient, such as
-those of padding, stay where they are.
+Each element of residual + gradient is sent as one bit. Each group of elements also sends two values, one for each bit:
+the means of the elements on either side of a threshold. A group is a column of the paper's matrices, one unit's fan-in,
+which is a row of PyTorch's weight. With one scale for a whole tensor, whose elements differ in size, the error stays
+larger than the gradient. Groups never span two parameters. A group of zeros decodes to exactly 0. In a group of several
+rows, one more bit per row marks rows of zeros, which also decode to 0. Weights without a gradient, such as those of
+padding, therefore do not move.
 
-The paper's threshold is 0. Its authors' CNTK also has the group's mean, with two values at equal distances from it.
-Here it is the mean, with the means of either side, which leave a smaller error.
+The paper's threshold is 0. Its authors' CNTK can also use the group's mean, with two values at equal distances from it.
+Here the default is the mean, with the mean of either side, which leaves a smaller error.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lightning_gradcomp.registry import register
 
 
 def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bits (bool [groups, size]) and their two values (fp32 [groups, 2]: of bit 0, of bit 1) of v [groups, size].
+    """The bits (bool [groups, size]) of v [groups, size], and their values (fp32 [groups, 2]: for bit 0, for bit 1).
 
-    The bit says whether v is at least the threshold, 0 or the group's mean μ. The values are the means of either side
-    (0 or μ for an empty one): no other two values have a smaller squared error, and they keep each group's sum.
+    A bit is set if v is at least the threshold, 0 or the group's mean μ. The values are the means of either side (0 or
+    μ for an empty side). No other two values have a smaller squared error, and they keep each group's sum.
     """
     if threshold == "mean":
         mean = v.mean(1, keepdim=True)
@@ -42,7 +42,7 @@ def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tenso
         zeros, mean = (
             (v.shape[1] - ones).clamp(min=1),
             mean.squeeze(1),
-        )  # what is above μ on one side is below on the other
+        )  # the excess above μ equals the deficit below
         return bits, torch.stack([mean - excess / zeros, mean + excess / ones.clamp(min=1)], 1)
     bits = greater_equal(v, 0)
     ones = bits.view(torch.uint8).sum(1, dtype=torch.int32)
@@ -53,14 +53,14 @@ def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tenso
 def dequantise(bits: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
     """low + bit · (high - low), for bits (fp32 [groups, size], 0 or 1; overwritten) and `pair` (fp32 [groups, 2]).
 
-    That is `high` but for its last bit, on every rank alike. torch.where takes ten times as long on a CPU.
+    Rounding may change the last bit of `high`, identically on every rank. torch.where takes ten times as long on a CPU.
     """
     low, high = pair[:, :1], pair[:, 1:]
     return bits.mul_(high - low).add_(low)
 
 
 def row_size(shape: tuple[int, ...]) -> int:
-    """Elements of a unit's fan-in in a weight of this shape. Of [1, positions, width], a unit is a position."""
+    """Elements of a unit's fan-in in a weight of this shape. In [1, positions, width], a unit is a position."""
     while len(shape) > 2 and shape[0] == 1:
         shape = shape[1:]
     return math.prod(shape[1:])
@@ -96,7 +96,7 @@ class OneBit(TensorCodec):
 
     batched: ClassVar[bool] = True
     _row: ClassVar[int] = 0
-    """Elements of a row, in a tensor whose groups are not made of whole ones; set by `for_tensor`."""
+    """Elements of a row in a tensor whose groups are not whole parts of a row, else 0. `for_tensor` sets it."""
 
     groups: str = "column"
     group_size: int = 512
@@ -112,11 +112,11 @@ class OneBit(TensorCodec):
             raise refusal("OneBit.group_size", self.group_size, "a whole number from 1")
 
     def compresses(self, name: str, shape: tuple[int, ...]) -> bool:
-        """As for every compressor; and columns must be long enough to save something."""
+        """True if the base class compresses it and its columns are long enough to save bytes."""
         return super().compresses(name, shape) and (self.groups != "column" or row_size(shape) > 2)
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> OneBit:
-        """With the size of this tensor's groups."""
+        """Returns the codec with this tensor's group size."""
         n, row = math.prod(shape), row_size(shape)
         size = min({"block": self.group_size, "column": row, "tensor": n}[self.groups], n)
         codec: Any = replace(self, groups="block", group_size=size)
@@ -130,7 +130,7 @@ class OneBit(TensorCodec):
         return None if self._row else math.lcm(self.group_size, 8)
 
     def encode(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The two means of each group, and the bits of all elements; which rows have any element that is not 0."""
+        """The two means of each group, the bits of all elements, and if needed a bit per row, set if it isn't all 0."""
         means, packed, v = [], [], x.view(-1)
         for start, stop in chunks(0, len(v), v.device, multiple=math.lcm(self.group_size, 8)):
             full = stop - (stop - start) % self.group_size
@@ -145,9 +145,9 @@ class OneBit(TensorCodec):
         return [part.unflatten(0, (len(x), -1)) for part in parts] if x.dim() > 1 else parts
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-        """Each element's mean of the two; 0 in a row of zeros."""
+        """The mean that each element's bit selects; 0 in a row of zeros."""
         means, packed, *rows = parts
-        if packed.dim() > 1:  # of several tensors, each of whole groups and bytes
+        if packed.dim() > 1:  # several tensors, each of whole groups and bytes
             return self.decode([means.flatten(0, 1), packed.flatten()], len(packed) * n).view(-1, n)
         bits, full = look_up(bit_table(packed.device), packed)[:n], n - n % self.group_size
         dequantise(bits[:full].view(-1, self.group_size), means[: full // self.group_size])

@@ -1,4 +1,4 @@
-"""Payloads: the bytes in which a flat buffer travels."""
+"""Payloads: flat buffers as bytes."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from lightning_gradcomp.compressors.layout import Layout
 
 
 class Payloads(ABC):
-    """Writes and reads payloads: the bytes of a flat buffer, which every rank can read by itself."""
+    """Writes and reads payloads: the bytes of a flat buffer, which any rank can decode on its own."""
 
     tensor_by_tensor: ClassVar[bool] = False
-    """True if the payloads of some tensors and of the others, one after the other, are the payload of all."""
+    """True if concatenating the payloads of consecutive tensors gives the payload of all of them."""
 
     @abstractmethod
     def payload_bytes(self, layout: Layout) -> int:
-        """Length of what `pack` returns. It depends on the layout alone, so it is the same on every rank."""
+        """Bytes of the payload that `pack` returns: a function of the layout alone, so the same on every rank."""
 
     @abstractmethod
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
         """The payload of a flat buffer, and what it decodes to.
 
         Args:
-            flat: what should be sent, fp32 [n], finite.
-            layout: where each parameter is in it; in a slice, some rows of them.
+            flat: the values to send, fp32 [n], finite.
+            layout: where each parameter is in `flat`. In a slice, a parameter may be only some of its rows.
 
         Returns:
-            uint8 [payload_bytes(layout)], and what `unpack` makes of it.
+            uint8 [payload_bytes(layout)], and the result of `unpack` for it.
         """
 
     @abstractmethod
     def unpack(self, payload: torch.Tensor, layout: Layout) -> Decoded:
-        """What a payload (uint8 [payload_bytes(layout)]) decodes to, the same on every rank."""
+        """The decoded payload (uint8 [payload_bytes(layout)]), bit-identical on every rank."""
 
 
 @dataclass(frozen=True)
 class Uncompressed(Payloads):
-    """Payloads of all values: what a parameter server pushes or sends back whole.
+    """Payloads of all values, for what travels to or from a parameter server without compression.
 
     Args:
-        values: their format, a `dense_values`.
+        values: their format, as in `dense_values`.
     """
 
     values: str

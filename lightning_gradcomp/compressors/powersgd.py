@@ -1,13 +1,14 @@
 """PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2.
 
 Each gradient, seen as a matrix M [out, rest], travels as two thin factors: P = M Q, averaged and orthonormalised, then
-Q = Mᵀ P, averaged. The result is P Qᵀ. Averages of factors are factors of the average, so both travel by all-reduce,
-packed into one each, and bytes don't grow with the number of ranks. Q of one step is the query of the next.
+Q = Mᵀ P, averaged. The result is P Qᵀ. Averages of factors are factors of the average. So both travel by
+all-reduce, one for all P's and one for all Q's, and bytes don't grow with the number of ranks. Q is the query of the
+next step.
 
-The error that is fed back is local: M - P Q_localᵀ, as in the paper's Algorithm 2 and in the authors' epfml/powersgd
-package, which subtracts the local factor before the all-reduce. The code of the paper's experiments (`RankKReducer`)
-and torch's hook subtract the averaged P Qᵀ instead. Training is the same either way, but their error is a random walk:
-it keeps each rank's difference from the mean for ever.
+The residual is local: M - P Q_localᵀ, as in the paper's Algorithm 2 and in the authors' epfml/powersgd package, which
+subtracts the local factor before the all-reduce. The code of the paper's experiments (`RankKReducer`) and torch's hook
+subtract the averaged P Qᵀ instead. Training is the same either way, but their residual is a random walk: it keeps each
+rank's difference from the mean forever.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from lightning_gradcomp.registry import register
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis (fp32 [..., m, r], r ≤ m) of the columns of p, but for rows of zeros, which stay zeros.
+    """An orthonormal basis (fp32 [..., m, r], r ≤ m) of the columns of p. Rows of zeros stay zeros.
 
-    Householder QR, which neither divides by a column's length nor cares whether it is 0. Columns are brought to one
-    scale first, so that tiny gradients don't underflow. Rounding, and the columns that complete a p that is short of
-    rank, would write something into rows of zeros, which Adam turns into whole steps.
+    Householder QR never divides by a column's length, so columns of zeros are safe. Scaling p first keeps tiny
+    gradients from underflowing. Rounding, and the columns that complete a rank-deficient p, would make rows of
+    zeros nonzero, which Adam would turn into full steps.
     """
     scale = p.abs().amax((-2, -1), keepdim=True)
     basis = torch.linalg.qr(p / torch.where(scale > 0, scale, 1))[0]
@@ -41,18 +42,18 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
 
 
 def query(name: str, rows: int, rank: int, device: torch.device, step: int = 0) -> torch.Tensor:
-    """A Q [rows, rank] to begin with: normal numbers from the parameter's name and the step, the same on every rank."""
-    seed = f"{name} {step}" if step else name  # of a CPU's generator 32 bits count
+    """An initial Q [rows, rank]: normal numbers seeded by the parameter's name and the step, the same on every rank."""
+    seed = f"{name} {step}" if step else name  # a CPU generator uses 32 bits of it
     generator = torch.Generator().manual_seed(crc32(seed.encode()))
     return torch.randn(rows, rank, generator=generator, dtype=torch.float32).to(device, non_blocking=True)
 
 
 class Batch(NamedTuple):
-    """A matrix, or small ones of one shape that follow on each other, which a call multiplies at once.
+    """A matrix, or several small consecutive ones of one shape, which one call multiplies.
 
     Args:
         start, stop: where they are in the flat buffer.
-        numbers: of the tensors.
+        numbers: the tensors' indices in the layout.
         shape: (matrices, rows, columns).
     """
 
@@ -67,7 +68,7 @@ class Batch(NamedTuple):
 
 
 def batches_of(layout: Layout) -> list[Batch]:
-    """All tensors of a layout."""
+    """The batches of all tensors of a layout."""
     batches: list[Batch] = []
     for number, (shape, (start, stop)) in enumerate(zip(layout.shapes, layout.bounds, strict=True)):
         many, begin, matrix = 1, start, (shape[0], prod(shape[1:]))
@@ -79,7 +80,7 @@ def batches_of(layout: Layout) -> list[Batch]:
 
 
 class GradientAndQueries(Gradient):
-    """The gradient accumulates, and each matrix has a query Q for the next step, the same on all ranks."""
+    """The gradient accumulates, and each matrix keeps a query Q for the next step, the same on all ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -89,7 +90,7 @@ class GradientAndQueries(Gradient):
         rows = (prod(shape[1:]) for shape in layout.shapes)
         self.queries = [query(name, m, self._rank, device) for name, m in zip(layout.names, rows, strict=True)]
         self.next_queries = self.queries
-        """Those of the next step, once this one is committed."""
+        """The queries after this step is committed."""
 
     def commit(self, stepped: Set[str]) -> None:
         pairs = zip(self.layout.names, self.queries, self.next_queries, strict=True)
@@ -118,7 +119,7 @@ class PowerSGD(LossyCompressor):
     Args:
         rank: r, the number of columns of the factors. A higher rank is closer to the gradient and sends more. The
             paper uses 1, 2 and 4 over 300 epochs; on short runs rank 2 loses accuracy.
-        warm_start: begin each step's power iteration with the Q of the last one; otherwise with a random Q.
+        warm_start: begin each step's power iteration with the previous step's Q; otherwise with a random Q.
         min_compression: a matrix is compressed only if its factors are more than this many times smaller.
         warmup_steps: dense steps before the compression begins. `None` means 22 (the paper has none, but raises the
             learning rate over five epochs; torch's hook waits for 1,000 steps).
@@ -129,7 +130,7 @@ class PowerSGD(LossyCompressor):
 
     card: ClassVar[Card] = Card(
         sends="two thin fp32 factors of each matrix, as averages",
-        remembers="a residual, and the Q of the last step",
+        remembers="a residual, and the Q of the previous step",
         pick="there are many ranks, or a vision Transformer trains over 1 Gbit/s",
         source="[Vogels et al. 2019](https://arxiv.org/abs/1905.13727)",
     )
@@ -149,7 +150,7 @@ class PowerSGD(LossyCompressor):
             raise refusal("PowerSGD.min_compression", self.min_compression, "a finite number from 1")
 
     def compresses(self, name: str, shape: tuple[int, ...]) -> bool:
-        """As for every compressor; and the factors must be `min_compression` times smaller than the matrix."""
+        """True if the base class compresses it and its factors are more than `min_compression` times smaller."""
         if not super().compresses(name, shape):
             return False
         out, rest = shape[0], prod(shape[1:])
@@ -157,7 +158,7 @@ class PowerSGD(LossyCompressor):
         return small and self.rank <= min(out, rest)
 
     def check_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Each shard is a matrix of its own, which needs as many rows as its factors have columns."""
+        """Raises ValueError if a shard has fewer rows or columns than its factors have columns."""
         for name, shape in shapes.items():
             if (least := min(shape[0], prod(shape[1:]))) < self.rank:
                 got = f"a shard of {name!r} with {least}"
@@ -165,11 +166,11 @@ class PowerSGD(LossyCompressor):
                 raise refusal(f"rows or columns with PowerSGD(rank={self.rank})", got, allowed)
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        """Gradients, also with Adam: a low-rank average misses no element for long."""
+        """Gradients accumulate, even with Adam: a low-rank average leaves no element unsent for long."""
         return GradientAndQueries(self.rank)
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
-        """All P's in one all-reduce, all Q's in another."""
+        """One all-reduce of all P's and one of all Q's."""
         out = sum(shape[0] for shape in layout.shapes)
         rest = sum(prod(shape[1:]) for shape in layout.shapes)
         return [("mean", 4 * self.rank * out), ("mean", 4 * self.rank * rest)]
@@ -177,9 +178,9 @@ class PowerSGD(LossyCompressor):
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: GradientAndQueries
     ) -> tuple[Chunked, Chunked]:
-        """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P; the average is P Qᵀ, what was sent P Q_localᵀ.
+        """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P. The average is P Qᵀ, and P Q_localᵀ was sent.
 
-        Neither product is kept: they are computed where they are needed, a matrix or several small ones at a time.
+        Neither product is stored. Each is computed when it is used, one matrix or several small ones at a time.
         """
         r, batches = self.rank, batches_of(layout)
         matrices = [batch.of(flat) for batch in batches]
@@ -196,16 +197,16 @@ class PowerSGD(LossyCompressor):
             parts = packed.split([q.numel() for q in local])
             qs = [part.view(q.shape) for part, q in zip(parts, local, strict=True)]
             largest = [q.abs().amax((1, 2), keepdim=True) for q in qs]
-            # |P Qᵀ| ≤ r · max|Q|, since no element of an orthonormal P is above 1.
+            # |P Qᵀ| ≤ r · max|Q|, since no element of an orthonormal P exceeds 1.
             bounds = torch.stack([each.max() for each in largest]) * r
             finite = bounds.isfinite().all() & torch.stack([p.isfinite().all() for p in ps]).all()
             if self.warm_start:
-                # Only the span matters. At the gradient's scale M Q would have its square, and under- or overflow.
-                # A column that found nothing asks again: as a column of zeros it would never find anything.
+                # Only the span matters. A Q at the gradient's scale would give M Q its square, and under- or overflow.
+                # A column of zeros keeps its old query: as zeros it would never find anything.
                 triples = zip(qs, largest, queries, strict=True)
                 found = [torch.where((q != 0).any(1, keepdim=True), q / m, old) for q, m, old in triples]
                 state.next_queries = [q for each in found for q in each.unbind()]
-            else:  # with one Q for ever, what lies outside of its span would never be sent
+            else:  # with a fixed Q, what lies outside its span would never be sent
                 named = zip(layout.names, state.queries, strict=True)
                 state.next_queries = [query(n, len(q), r, flat.device, collectives.step + 1) for n, q in named]
         places = [(batch.start, batch.stop) for batch in batches]

@@ -1,9 +1,9 @@
 """Sparsity as a function of training progress. A schedule is any callable `(epoch, step) -> sparsity` in [0, 1).
 
-It must depend on its arguments alone, so that all ranks get the same answer.
+It must depend on its arguments alone, so that all ranks get the same value.
 
-Sparsity 0 means dense: everything is sent, by the fastest dense exchange there is. None means compressed, by a method
-without a sparsity.
+Sparsity 0 means dense: everything is sent, by the fastest dense exchange. None means compressed by a method without a
+sparsity.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_gradcomp.errors import is_number, is_whole, refusal
 Schedule = Callable[[int, int], float | None]
 
 BY = ("epoch", "step", "coverage")
-"""What a level of a ramp lasts: an epoch; a step; or as many steps as it takes to send as many entries as there are."""
+"""How long a level of a ramp lasts: an epoch, a step, or until the number of entries sent equals that of elements."""
 
 
 def exponential(sparsity: float, periods: int) -> list[float]:
-    """`periods` levels on the way to `sparsity`, the density falling by one factor from each to the next.
+    """`periods` levels on the way to `sparsity`. The density falls by the same factor from each level to the next.
 
-    density(i) = ρ^((i + 1) / (periods + 1)); four periods to 99.9 % are within 0.1 points of the DGC paper's list.
+    density(i) = ρ^((i + 1) / (periods + 1)). Four periods to 99.9 % are within 0.1 points of the DGC paper's list.
 
     >>> [round(level, 3) for level in exponential(0.999, 4)]
     [0.749, 0.937, 0.984, 0.996]
@@ -36,7 +36,7 @@ def exponential(sparsity: float, periods: int) -> list[float]:
 
 
 def linear(sparsity: float, periods: int) -> list[float]:
-    """`periods` equal steps of sparsity on the way to `sparsity`.
+    """`periods` equally spaced levels on the way to `sparsity`.
 
     >>> linear(0.8, 3)
     [0.2, 0.4, 0.6]
@@ -45,7 +45,7 @@ def linear(sparsity: float, periods: int) -> list[float]:
 
 
 def quarters(start: float, sparsity: float) -> list[float]:
-    """Levels from `start` on the way to `sparsity`, the density falling to a quarter from each to the next.
+    """Levels from `start` on the way to `sparsity`. The density falls to a quarter from each level to the next.
 
     From 75 % to 99.9 % they are the DGC paper's list.
 
@@ -61,12 +61,12 @@ def quarters(start: float, sparsity: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Ramp:
-    """Dense for `dense` periods, then one of `levels` a period, then `final`. A period is an epoch or a step.
+    """Dense for `dense` periods, then one of `levels` per period, then `final`. A period is an epoch or a step.
 
     The DGC paper's ramp (Lin et al. 2018, §3.3) is `Ramp((0.75, 0.9375, 0.984375, 0.996), 0.999)`.
 
-    By coverage a period is a step, and a level of density ρ lasts ⌈1/ρ⌉ of them, in which as many entries are sent as
-    there are elements: 75 % for 4 steps, 93.75 % for 16. So what a warm-up sends depends on no epoch's length.
+    With by="coverage" a period is a step, and a level of density ρ lasts ⌈1/ρ⌉ steps: 4 at 75 %, 16 at 93.75 %. Each
+    level then sends at least as many entries as there are elements, whatever the length of an epoch.
     """
 
     levels: tuple[float, ...]
@@ -108,10 +108,10 @@ class Ramp:
 
 
 def dense_start(schedule: Schedule | None, step: str = "step") -> str:
-    """How a schedule begins, in words; empty if it has no dense steps or is not a `Ramp`.
+    """Describes a schedule's dense steps. Returns "" if it has none or is not a `Ramp`.
 
     Args:
-        step: what to call a period that is not an epoch.
+        step: the word for a period that is not an epoch.
 
     >>> dense_start(Ramp((), 0.99, dense=22, by="step"))
     '22 dense steps'

@@ -1,4 +1,4 @@
-"""The base of sparsifiers: which entries are sent is up to the method; values and indices are packed here."""
+"""The base of sparsifiers. The method selects the entries to send; this class packs their values and indices."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class SparseCodec(Codec):
-    """A compressor that sends some entries of the flat buffer: `count` and `select` say which.
+    """A compressor that sends some entries of the flat buffer; `count` and `select` define which.
 
-    A payload is their values in the format `values`, then their indices (kernels/block_gaps.py).
+    A payload holds their values in the format `values`, then their indices (kernels/block_gaps.py).
     """
 
     values: str
     sparsity: Any
-    """Share of the entries that stays unsent, in [0, 1)."""
+    """Fraction of the entries that stays unsent, in [0, 1)."""
 
     def with_sparsity(self, sparsity: float | None) -> Self:
         return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
 
     @abstractmethod
     def count(self, layout: Layout) -> int:
-        """The number k of entries that are sent."""
+        """The number k of entries to send."""
 
     @abstractmethod
     def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:

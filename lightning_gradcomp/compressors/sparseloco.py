@@ -1,8 +1,9 @@
-"""SparseLoCo: local AdamW steps, and 1.6 % of their sum in 2 bits, with error feedback that decays.
+"""SparseLoCo: local AdamW steps, of whose sum 1.6 % is sent in 2 bits, with error feedback that decays.
 
 Source: Sarfi, Thérien, Lidin, Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo, 2025, arXiv
-2508.15706. There a chunk is a block of 64 x 64 elements, here 4,096 in a row; and the authors' code sends four levels
-between three standard deviations, here a sign and one of two magnitudes that the data set.
+2508.15706. Two differences: a chunk in the paper is a block of 64 x 64 elements, here 4,096 consecutive ones. The
+authors' code sends four levels between three standard deviations, here a sign and one of two magnitudes computed from
+the data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A compressor that is defined by what happens to one tensor, and how the encodings of all tensors are packed."""
+"""The base of compressors that encode one tensor at a time, and the packing of all encodings into a payload."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lightning_gradcomp.errors import refusal
 
 @dataclass(kw_only=True)
 class TensorCodec(Codec):
-    """A compressor that is defined by what happens to one tensor: `encode` and `decode` are all that it needs.
+    """The base of compressors that encode one tensor at a time. A subclass needs only `encode` and `decode`.
 
-    Sizes come from encoding zeros once. Packing, error feedback, sums in the workers' order and topologies come
-    from here.
+    Sizes come from encoding zeros once. This class provides packing, error feedback, sums in worker order and
+    topologies.
 
     Args:
         error_feedback: add what was not sent to the next gradient.
@@ -36,15 +36,15 @@ class TensorCodec(Codec):
 
     tensor_by_tensor: ClassVar[bool] = True
     random: ClassVar[bool] = False
-    """True if `encode` or `decode` use `self.draws`, which are then a function of (`self.seed`, worker, step)."""
+    """True if `encode` or `decode` uses `self.draws`, a function of (`self.seed`, worker, step)."""
     seed: ClassVar[int] = 0
     draws: ClassVar[Draws]
-    """Set on a copy for each tensor and step, if `random`."""
+    """Set on a copy for each tensor and step if `random`."""
     batched: ClassVar[bool] = False
-    """True if `encode` and `decode` also take m tensors of n elements at once, which saves calls for small tensors.
+    """True if `encode` and `decode` also accept m tensors of n elements at once, which saves calls for small tensors.
 
     `encode` then takes x [m, n], where n is a multiple of `chunk`, and gives each part a first dimension of m. `decode`
-    takes such parts and returns [m, n]. Each tensor must get the values that it gets alone.
+    takes such parts and returns [m, n]. Each tensor must decode to the same values as alone.
     """
 
     error_feedback: bool = True
@@ -55,35 +55,35 @@ class TensorCodec(Codec):
 
     @abstractmethod
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-        """fp32 [n] from the parts that `encode` returned, on every rank alike."""
+        """The decoded tensor (fp32 [n]) from the parts that `encode` returned, bit-identical on every rank."""
 
     @property
     def chunk(self) -> int | None:
-        """Elements at whose multiples a tensor's encoding can be cut; None if it can be decoded only whole.
+        """Number of elements at whose multiples a tensor's encoding can be cut; None if it can only be decoded whole.
 
-        With a number, decoding works on chunks that fit the processor's cache. Parts without a dimension then belong to
-        the whole tensor; the rows of all others run along it.
+        With a number, decoding works on chunks that fit the processor's cache. 0-d parts then belong to the whole
+        tensor; the first dimension of all other parts runs along it.
         """
         return None
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> TensorCodec:
-        """The codec for this parameter, or for rows of it: itself, unless its options follow from name or shape."""
+        """Returns the codec for this parameter or some of its rows: self, unless options depend on name or shape."""
         return self
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        """Nothing, without `error_feedback`."""
+        """Nothing accumulates without `error_feedback`."""
         return super().state_for(optimizer) if self.error_feedback else Update()
 
     # Packing: the parts of all tensors, end to end, each at a multiple of 4 bytes
 
     _step: ClassVar[Draws | None] = None
-    """Set by `for_step`, if `random`."""
+    """Set by `for_step` if `random`."""
 
     def for_step(self, worker: int, step: int) -> TensorCodec:
-        """With the draws of this worker's step."""
+        """Returns the codec with the draws of this worker's step."""
         if not self.random:
             return self
-        _ = self._known  # which the copy shares
+        _ = self._known  # the copy shares it
         drawing: Any = copy.copy(self)
         drawing._step = Draws(self.seed, worker, step)
         return drawing
@@ -93,9 +93,9 @@ class TensorCodec(Codec):
         return self._places(layout)[1]
 
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
-        """The parts of all tensors."""
+        """The payload: the parts of all tensors."""
         places, length = self._places(layout)
-        payload = torch.zeros(length, dtype=torch.uint8, device=flat.device)  # also the bytes between parts
+        payload = torch.zeros(length, dtype=torch.uint8, device=flat.device)  # pads with zeros between parts
         for one in places:
             x = flat[one.start : one.stop]
             x = x.view(one.many, one.n) if one.many > 1 else x
@@ -109,7 +109,7 @@ class TensorCodec(Codec):
         return payload, self.unpack(payload, layout)
 
     def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
-        """The tensors, decoded when they are needed."""
+        """All tensors, decoded on demand."""
         bounds: list[tuple[int, int]] = []
         pieces: list[tuple[TensorCodec, list[torch.Tensor], int]] = []
         for one in self._places(layout)[0]:
@@ -135,7 +135,7 @@ class TensorCodec(Codec):
         return Chunked(bounds, values)
 
     def _drawing(self, name: str, step: Draws | None) -> TensorCodec:
-        """With `draws` for this tensor, if `random`."""
+        """Returns the codec with `draws` for this tensor if `random`."""
         if not self.random or step is None:
             return self
         drawing: Any = copy.copy(self)
@@ -153,7 +153,7 @@ class TensorCodec(Codec):
     def _places(self, layout: Layout) -> tuple[list[_Encoding], int]:
         """Where the encodings of a layout's tensors are in a payload, and its length.
 
-        Small tensors of one size that follow on each other are encoded together, as many as fill a CPU's chunk.
+        Consecutive small tensors of one size are encoded together, up to a CPU's chunk.
         """
         if layout in self._known:
             return self._known[layout]
@@ -179,7 +179,7 @@ class TensorCodec(Codec):
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of a tensor's encoding: where it begins in the payload, and what it is."""
+    """One part of a tensor's encoding: where it begins in the payload, its shape and its dtype."""
 
     begin: int
     shape: torch.Size
@@ -195,7 +195,7 @@ class _Part:
 
     def read(self, payload: torch.Tensor) -> torch.Tensor:
         own = self._bytes(payload)
-        if own.storage_offset() % self.dtype.itemsize:  # 8 bytes an element, at an odd multiple of 4
+        if own.storage_offset() % self.dtype.itemsize:  # 8-byte elements at an odd multiple of 4
             own = own.clone()
         return own.view(self.dtype).view(self.shape)
 
@@ -205,7 +205,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """Where and how a tensor is encoded, or `many` tensors of n elements together, one after the other."""
+    """Where and how one tensor, or `many` consecutive tensors of n elements, are encoded."""
 
     name: str
     start: int
@@ -221,7 +221,7 @@ class _Encoding:
     def joins(self, codec: TensorCodec, n: int) -> bool:
         """True if the next tensor is encoded together with these.
 
-        Parts of whole words need no padding, so that the payload is as long as if each were encoded alone.
+        Parts of whole words need no padding, so the payload is as long as if each tensor were encoded alone.
         """
         if not codec.batched or codec != self.codec or n != self.n or not (size := codec.chunk):
             return False
@@ -229,7 +229,7 @@ class _Encoding:
         return whole and (self.many + 1) * n <= CHUNK
 
     def placed(self, begin: int) -> _Encoding:
-        """With the parts in a payload from `begin` on."""
+        """Returns the encoding with its parts placed in a payload from `begin` on."""
         parts = []
         for part in self.parts:
             shape = part.shape if self.many == 1 else torch.Size((self.many, *part.shape))

@@ -1,21 +1,20 @@
 """TernGrad: Wen, Xu, Yan, Wu, Wang, Chen, Li, NeurIPS 2017, arXiv 1705.07878.
 
-Each element becomes -s, 0 or +s at random, so that its expectation is what it was: sign(g) · s with probability |g|/s,
-where s is the tensor's largest magnitude. Gradients are clipped at c standard deviations first, since s decides the
-variance (§3, "gradient clipping"). All workers share the largest s ("scaler sharing"), so that their sum is a multiple
-of one number. There is no error feedback: the rounding is unbiased. (What clipping cuts off is not; `error_feedback`
-keeps both for the next step.)
+Each element g becomes sign(g) · s with probability |g|/s, else 0, where s is the tensor's largest magnitude. Its
+expectation is g. Gradients are first clipped at c standard deviations, since s determines the variance (§3, "gradient
+clipping"). All workers share the largest s ("scaler sharing"), so that their sum is a multiple of one number. Rounding
+is unbiased and needs no error feedback. Clipping is biased; `error_feedback` keeps both errors for the next step.
 
-The authors' published code sets s = c·σ, which clips too (what is above s is always sent as s), and sends floats. Here:
-the paper's rule, and five ternary digits in a byte, a fixed length of 1.6 bits an element, close to log2 3 = 1.585. On
-real gradients, most of which round to 0, the digits' zeroth-order entropy is 0.9 to 1.05 bits.
+The authors' published code sets s = c·σ, which also clips (elements above s are always sent as s), and sends floats.
+This file follows the paper, and packs five ternary digits in a byte: always 1.6 bits per element, close to log2 3 =
+1.585. On real gradients, most of which round to 0, the digits' zeroth-order entropy is 0.9 to 1.05 bits.
 
-It extends `LossyCompressor` and not `TensorCodec`, since the workers agree on its scalers before anything is encoded,
-and since the owner of a partition adds up digits, not numbers: the sums of N workers' digits -1, 0, 1 are whole numbers
-from -N to N, which go back exactly, as digits of base 2N + 1, log2(2N + 1) bits an element instead of 32 (§3). Nothing
-is rounded twice, and the mean is that of an all-gather. A parameter server (topology="server") sends the sums as fp32.
+It extends `LossyCompressor` and not `TensorCodec` for two reasons. Workers agree on the scalers before they encode. The
+owner of a partition adds digits, not numbers: sums of N workers' digits -1, 0, 1 are whole numbers from -N to N. They
+return exactly, as digits of base 2N + 1 in log2(2N + 1) bits per element instead of 32 (§3). Nothing is rounded twice,
+and the mean equals that of an all-gather. A parameter server (topology="server") sends the sums as fp32.
 
-What a worker draws is a function of (seed, worker, step).
+A worker's draws are a function of (seed, worker, step).
 """
 
 from __future__ import annotations
@@ -44,9 +43,10 @@ DIGITS = 5
 
 
 def scaler_of(g: torch.Tensor, c: float) -> torch.Tensor:
-    """s (fp32 [...]) of g (fp32 [..., n]): its largest magnitude, but at most c standard deviations (c = 0: any).
+    """The scaler s (fp32 [...]) of g (fp32 [..., n]): its largest magnitude, but at most c standard deviations.
 
-    They are around 0, which the paper takes for the mean. Squares of fp32 don't fit into fp32: s is divided out first.
+    c = 0 means no limit. Deviations are from 0, which the paper takes as the mean. Squares of fp32 values can overflow
+    fp32, so g is first divided by its largest magnitude.
     """
     n, largest = g.shape[-1], torch.maximum(g.amax(-1), -g.amin(-1))  # aminmax of rows takes ten times as long
     if c == 0:
@@ -58,7 +58,7 @@ def scaler_of(g: torch.Tensor, c: float) -> torch.Tensor:
 
 
 def ternarise(g: torch.Tensor, s: torch.Tensor, uniform: Uniform) -> torch.Tensor:
-    """1 + t (uint8), where t is -1, 0 or 1 with expectation g / s, for g (fp32) within ±s; t = 0 where s is 0.
+    """1 + t (uint8), where t is -1, 0 or 1 with expectation g / s, for g (fp32) within ±s; t = 0 if s is 0.
 
     t = floor(g / s + u), u uniform in (0, 1): the paper's sign(g) · b with P(b = 1) = |g| / s, in one pass.
     """
@@ -85,22 +85,22 @@ def pack(digits: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _digit_table(device: torch.device) -> torch.Tensor:
-    """The five digits of every byte that `pack` writes, less 1: fp32 [243, 5]."""
+    """The five digits of every byte that `pack` writes, minus 1: fp32 [243, 5]."""
     powers = 3 ** torch.arange(DIGITS, device=device)
     return (torch.arange(3**DIGITS, device=device).unsqueeze(1) // powers % 3 - 1).float()
 
 
 def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
-    """The n digits that `pack` wrote, less 1: fp32 [n]."""
+    """The n digits that `pack` wrote, minus 1: fp32 [n]."""
     return look_up(_digit_table(packed.device), packed)[:n]
 
 
 class Piece(NamedTuple):
-    """What is drawn and packed at a time: a part of a tensor, or several of one size that follow on each other.
+    """A unit of drawing and packing: part of a tensor, or several consecutive tensors of one size.
 
     Args:
         start, stop: where it is in the flat buffer.
-        tensors: their numbers.
+        tensors: the tensors' indices in the layout.
     """
 
     start: int
@@ -108,12 +108,12 @@ class Piece(NamedTuple):
     tensors: slice
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The same elements of `flat`, a row for each tensor."""
+        """The piece's elements of `flat`, one row per tensor."""
         return flat[self.start : self.stop].view(self.tensors.stop - self.tensors.start, -1)
 
 
 def pieces_of(layout: Layout, device: torch.device) -> list[Piece]:
-    """All of a flat buffer, in its order."""
+    """The pieces of a flat buffer, in order."""
     pieces: list[Piece] = []
     for tensor, (start, stop) in enumerate(layout.bounds):
         if pieces and _joins(layout, pieces[-1], stop - start):
@@ -126,7 +126,7 @@ def pieces_of(layout: Layout, device: torch.device) -> list[Piece]:
 
 
 def _joins(layout: Layout, before: Piece, size: int) -> bool:
-    """True if the next tensor is drawn with those of a piece. Numbers are drawn four at a time, for each by itself."""
+    """True if the next tensor joins a piece. Four numbers are drawn at a time, so its size must be a multiple of 4."""
     elements, many = before.stop - before.start, before.tensors.stop - before.tensors.start
     alike = layout.sizes[before.tensors.start] == size and elements == many * size
     return alike and size % 4 == 0 and elements + size <= CHUNK
@@ -173,7 +173,7 @@ class TernGrad(LossyCompressor):
 
     @property
     def not_partitioned_because(self) -> str | None:  # type: ignore[override]
-        """Digits of different scalers have no sum."""
+        """Digits with different scalers can't be added."""
         return None if self.share_scaler else "digits add up only with one s for all workers (share_scaler=True)"
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
@@ -181,16 +181,16 @@ class TernGrad(LossyCompressor):
         return set(chosen[:-1] if self.dense_last_layer else chosen)
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        """Nothing, without `error_feedback`: the rounding is unbiased."""
+        """Nothing accumulates without `error_feedback`: rounding is unbiased."""
         return super().state_for(optimizer) if self.error_feedback else Update()
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
-        """The scalers, where they are shared, then scalers and digits."""
+        """The scalers if they are shared, then a payload of scalers and digits."""
         payload = ("gather", _payload_bytes(layout))
         return [("maximum", 4 * len(layout.sizes)), payload] if self.share_scaler else [payload]
 
     def partition_bytes(self, partition: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
-        """Digits of base 3 to the owner, sums from it."""
+        """Ternary digits to the owner, sums from it."""
         return packed_bytes(partition.n), _sum_bytes(partition.n, workers, dense_pull)
 
     def average(
@@ -208,7 +208,7 @@ class TernGrad(LossyCompressor):
 
 
 def _rows_of_tensors(flat: torch.Tensor, layout: Layout) -> Iterator[torch.Tensor]:
-    """All tensors: small ones of one size that follow on each other are the rows of a matrix."""
+    """Yield all tensors as matrices. Consecutive small tensors of one size are the rows of one matrix."""
     start = 0
     for size, group in groupby(layout.sizes):
         stop = start + size * len(list(group))
@@ -218,7 +218,7 @@ def _rows_of_tensors(flat: torch.Tensor, layout: Layout) -> Iterator[torch.Tenso
 
 
 def _payload_bytes(layout: Layout) -> int:
-    """Bytes of a payload: an s for each tensor, then its digits, padded to 4 bytes."""
+    """Bytes of a payload: an s for each tensor, then the digits of each, padded to 4 bytes."""
     return sum(4 + padded(packed_bytes(size)) for size in layout.sizes)
 
 
@@ -226,7 +226,7 @@ class _Step(Payloads):
     """Writes and reads the digits of one worker's step.
 
     Args:
-        layout: all that is compressed.
+        layout: all compressed tensors.
         limits: the magnitude at which each tensor is clipped, fp32 [tensors].
         scalers: each tensor's s, fp32 [tensors].
         uniform: the draws, used in the buffer's order.
@@ -239,11 +239,11 @@ class _Step(Payloads):
         self._numbers = {name: number for number, name in enumerate(layout.names)}
 
     def _digits(self, part: torch.Tensor, tensors: slice) -> torch.Tensor:
-        """The digits of a part of a tensor, [1, n], or of several, [m, n]."""
+        """The digits of part of a tensor, [1, n], or of several tensors, [m, n]."""
         if part.is_cuda or len(part) > 1:
             bounds = self._limits[tensors].unsqueeze(1)
             clipped = part.clamp(-bounds, bounds)
-        else:  # a CPU clamps by plain numbers five times as fast
+        else:  # on a CPU, clamping by Python numbers is five times as fast
             bound = float(self._limits[tensors])
             clipped = part.clamp(-bound, bound)
         return ternarise(clipped, self._scalers[tensors].unsqueeze(1), self._uniform)
@@ -253,20 +253,20 @@ class _Step(Payloads):
         return _payload_bytes(layout)
 
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
-        """The payload of whole tensors, and what it decodes to."""
+        """The payload of whole tensors, and the decoded payload."""
         first, many = self._numbers[layout.names[0]], len(layout.names)
         payload = flat.new_zeros(_payload_bytes(layout), dtype=torch.uint8)
         payload[: 4 * many] = self._scalers[first : first + many].view(torch.uint8)
         for piece, place in _places(layout, flat.device):
             numbers = slice(first + piece.tensors.start, first + piece.tensors.stop)
             digits = self._digits(piece.of(flat), numbers)
-            if len(digits) > 1:  # each tensor's end at a multiple of 4 bytes
+            if len(digits) > 1:  # each tensor ends at a multiple of 4 bytes
                 digits = torch.nn.functional.pad(digits, (0, -digits.shape[1] % (4 * DIGITS)))
             payload[place] = pack(digits.view(-1))
         return payload, self.unpack(payload, layout)
 
     def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
-        """The tensors, decoded when they are needed."""
+        """All tensors, decoded on demand."""
         scalers = payload[: 4 * len(layout.names)].view(torch.float32)
         places = _places(layout, payload.device)
 
@@ -283,7 +283,7 @@ class _Step(Payloads):
     def mean_by_partitions(
         self, flat: torch.Tensor, collectives: Collectives, partitions: Partitions
     ) -> tuple[Dense, Chunked]:
-        """Send digits to the owners of partitions, who send sums of digits to everyone: (mean, what was sent)."""
+        """Send digits to the owners of partitions, who send sums of digits to all. Returns (mean, what was sent)."""
         workers, base, slices = collectives.workers, 2 * collectives.workers + 1, partitions.slices
         with collectives.phase("compress"):
             pieces = pieces_of(self._layout, flat.device)
@@ -303,7 +303,7 @@ class _Step(Payloads):
                     each.of(mean).copy_(row.view(torch.float32))
                 else:
                     radix.unpack(row, base, each.of(mean))
-            per_digit = self._scalers / workers  # N · s may be too large for fp32
+            per_digit = self._scalers / workers  # N · s may overflow fp32
             for piece in pieces:
                 piece.of(mean).sub_(workers).mul_(per_digit[piece.tensors].unsqueeze(1))
 
@@ -315,7 +315,7 @@ class _Step(Payloads):
 
 
 def _places(layout: Layout, device: torch.device) -> list[tuple[Piece, slice]]:
-    """`pieces_of`, and where their digits are in a payload."""
+    """The pieces of `pieces_of`, and where their digits are in a payload."""
     found, begin, before = [], 4 * len(layout.names), 0
     for piece in pieces_of(layout, device):
         if piece.tensors.start != before:
@@ -329,7 +329,7 @@ def _places(layout: Layout, device: torch.device) -> list[tuple[Piece, slice]]:
 
 
 def _sum_bytes(n: int, workers: int, dense_pull: bool) -> int:
-    """Bytes of n sums of the workers' digits, as fp32 with `dense_pull`."""
+    """Bytes of n sums of the workers' digits; fp32 with `dense_pull`."""
     return 4 * n if dense_pull else radix.packed_bytes(n, 2 * workers + 1)
 
 

@@ -1,13 +1,13 @@
 """2-bit quantisation with threshold and residual, as in MXNet's kvstore (src/kvstore/gradient_compression).
 
-Element by element, with r the residual plus the gradient: r ≥ t sends code 11 and subtracts t from r; r ≤ -t sends 10
-and adds t; anything between sends 00. Both comparisons are inclusive. MXNet's order of bits: four elements a byte, the
-first in the top two bits, each tensor padded to four bytes.
+For each element, let r be the residual plus the gradient. r ≥ t sends code 11 and subtracts t from r. r ≤ -t sends 10
+and adds t. Anything between sends 00. The order of bits is MXNet's: four elements per byte, the first in the top two
+bits, each tensor padded to four bytes.
 
-MXNet's t = 0.5 is in units of gradients summed over the batch. PyTorch's losses are means over it, whose gradients are
-smaller by the batch size, so 0.5 would send nothing for hundreds of steps. `threshold="auto"` takes `best_threshold` of
-each tensor at each step, and sends that t along. The codes have a fixed length of 2 bits; on real gradients their
-zeroth-order entropy is 0.6 to 1.0 bits, which an entropy coder could approach.
+MXNet's t = 0.5 suits gradients summed over the batch. PyTorch's losses are means over the batch, so gradients are
+smaller by the batch size and 0.5 would send nothing for hundreds of steps. `threshold="auto"` uses `best_threshold` of
+each tensor at each step, and sends that t too. A code always has 2 bits. On real gradients its zeroth-order entropy is
+0.6 to 1.0 bits, which an entropy coder could approach.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.registry import register
 
 PER_WORD = 16
-"""Codes in four bytes, to which MXNet pads each tensor."""
+"""Codes in four bytes; MXNet pads each tensor to a multiple of four bytes."""
 
 
 def best_threshold(r: torch.Tensor) -> torch.Tensor:
-    """Σr² / (√2 · Σ|r|) of r (fp32 [..., n]): where sending -t, 0 or +t leaves the least of it; fp32 [...].
+    """The t that leaves the smallest residual of r (fp32 [..., n]): Σr² / (√2 · Σ|r|), fp32 [...].
 
-    The part of E[r²] that is sent is ∫ (2t|r| - t²) over |r| ≥ t. For a Laplace distribution of scale b it is greatest
-    at t = √2 · b, and Σr² / Σ|r| is 2b; a normal distribution's best t is within a hundredth of the same formula.
-    Elements that are 0 don't change t. They would drive a mean magnitude towards 0, and since an element above t falls
-    by t a step, most of r would then stay for dozens of steps.
+    The part of E[r²] that is sent is ∫ (2t|r| - t²) over |r| ≥ t. For a Laplace distribution of scale b it is largest
+    at t = √2 · b, and Σr² / Σ|r| is 2b. For a normal distribution the formula is within 1 % of the best t. Elements
+    that are 0 don't change t. They would pull a mean magnitude towards 0. Since an element above t falls by only t per
+    step, most of r would then stay for dozens of steps.
     """
     n = r.shape[-1]
     pieces = [r[..., start:stop] for start, stop in chunks(0, n, r.device)]
-    tiny = torch.finfo(torch.float32).tiny  # a tensor of zeros has no such t, and at 0 every element would send ±0
+    tiny = torch.finfo(torch.float32).tiny  # zeros have no such t; at t = 0 every element would send ±0
     mean = torch.clamp(torch.stack([piece.abs().sum(-1) for piece in pieces]).sum(0) / n, min=tiny)
-    # Squared in units of their mean: gradients of 1e-20 or 1e20 would be squared to 0 or infinity.
+    # Divided by their mean first: gradients of 1e-20 or 1e20 would be squared to 0 or infinity.
     unit = mean.unsqueeze(-1)
     squares = torch.stack([(piece / unit).square_().sum(-1) for piece in pieces]).sum(0)
     return torch.clamp(0.5**0.5 * mean * (squares / n), min=tiny)
@@ -51,7 +51,7 @@ def best_threshold(r: torch.Tensor) -> torch.Tensor:
 def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """The codes of r (fp32 [n]) at threshold t (fp32 scalar), in MXNet's order: uint8 [4 · ceil(n / 16)].
 
-    Of r [m, n] at thresholds [m], where n is a multiple of 16, one row after the other.
+    With r [m, n] and t [m], where n is a multiple of 16, rows follow one another.
     """
     t = t.unsqueeze(-1) if t.dim() else t
     codes = interleave(greater_equal(r.abs(), t).view(-1), greater_equal(r, t).view(-1))  # 11, 10 or 00
@@ -60,13 +60,13 @@ def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _levels(device: torch.device) -> torch.Tensor:
-    """What the four codes of every byte stand for: each -1, 0 or 1, fp32 [256, 4]."""
+    """The values of the four codes of every byte: -1, 0 or 1, fp32 [256, 4]."""
     codes = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(6, -1, -2, device=device)) & 3
     return torch.tensor([0.0, 0.0, -1.0, 1.0], dtype=torch.float32).to(device, non_blocking=True)[codes]
 
 
 def unpack(packed: torch.Tensor, n: int, t: torch.Tensor) -> torch.Tensor:
-    """The values (each -t, 0 or +t; fp32 [n]) that `pack` wrote at threshold t; [m, n] at thresholds [m]."""
+    """The values that `pack` wrote at threshold t: each -t, 0 or +t, fp32 [n]; or [m, n] at thresholds [m]."""
     if t.dim():
         return look_up(_levels(packed.device), packed.view(-1)).view(-1, n).mul_(t.unsqueeze(1))
     return look_up(_levels(packed.device) * t, packed)[:n]
@@ -80,7 +80,7 @@ class TwoBit(TensorCodec):
     Source: MXNet, src/kvstore/gradient_compression.
 
     Args:
-        threshold: t. `"auto"` takes, for each tensor at each step, the t that leaves the smallest residual. A number
+        threshold: t. `"auto"` uses, for each tensor at each step, the t that leaves the smallest residual. A number
             is a fixed t in units of the gradient, as in MXNet. MXNet's default of 0.5 suits gradients summed over a
             batch, not PyTorch's means.
         error_feedback: add the quantisation error of a step to the next gradient.
@@ -109,7 +109,7 @@ class TwoBit(TensorCodec):
 
     @property
     def chunk(self) -> int:
-        """Whole words."""
+        """Codes per word."""
         return PER_WORD
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,22 +3,22 @@
 An update rule reads the optimizer's options at every step, and computes in the buffers of `ErrorFeedback`. The
 mathematics is in `correct_momentum` and `add_adam_step`.
 
-With a gradient, momentum stays with the optimizer, which applies it to what arrives. With the other two it is applied
-to the local gradient before the accumulation, and the optimizer applies the average without it
-(averaging/optimizer_step.py), so that what is sent late still moves the weights as far as it would have in time.
+If gradients accumulate, the optimizer applies momentum to their average. With the other two, momentum is applied to
+the local gradient before it accumulates, and the optimizer applies the average without momentum
+(averaging/optimizer_step.py). Updates that are sent late then move the weights as far as if sent at once.
 
-For Adam and AdamW (Kingma & Ba 2015, Algorithm 1; decoupled weight decay: Loshchilov & Hutter 2019, Algorithm 2) error
-feedback on the gradient does not do that: what arrives late in an element that was silent meets a small second moment,
-and each instalment becomes a full step. So a worker accumulates the steps that Adam would have made of its gradient:
+For Adam and AdamW (Kingma & Ba 2015, Algorithm 1; decoupled weight decay: Loshchilov & Hutter 2019, Algorithm 2), error
+feedback on the gradient does not achieve this. If an element has been silent, a late gradient meets a small second
+moment, and each instalment becomes a full step. A worker therefore accumulates the steps that Adam would have made:
 
     rank i:   m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) ρ g²      u = lr · m̂ / (√v̂ + ε)
               e ← e + u                    s = C(e)                      e ← e - s
     all:      d = mean s / lr, in p.grad   θ ← (1 - lr · λ) θ - lr · d
 
-Moments are each rank's own. So weights that were sent + the mean of e = the sum of the mean of all u, along the way.
+Each rank has its own moments. At every step, sum of applied means of s + mean of e = sum of the means of u.
 
-ρ is the square of the mean gradient over that of the rank's own, so that v stands for what Adam has in DDP: the second
-moment of the mean, which is up to N times smaller if the ranks' gradients differ by noise. It is measured on the
+ρ is the squared norm of the mean gradient divided by that of the rank's own. v then estimates what Adam has in DDP: the
+second moment of the mean, which is up to N times smaller if the ranks' gradients differ by noise. ρ is measured on the
 uncompressed tensors, whose mean every rank has (McCandlish et al. 2018, arXiv 1812.06162, measure noise by the same
 norms).
 """
@@ -42,47 +42,47 @@ StateDict = dict[str, dict[str, torch.Tensor]]
 
 
 class Update:
-    """The base of update rules. By itself: nothing is accumulated, which suits unbiased methods."""
+    """The base of update rules. It accumulates nothing, which suits unbiased methods."""
 
     kind: ClassVar[str | None] = None
-    """What the accumulated tensors are called in a `state_dict`. None: nothing is accumulated."""
+    """The name of the accumulated tensors in a `state_dict`; None if nothing accumulates."""
     moments: ClassVar[Mapping[str, str]] = {}
-    """Kinds in a `state_dict` that the optimizer has without compression -> torch's names for them."""
+    """Kinds in a `state_dict` that the optimizer also has without compression -> torch's names for them."""
     counts_steps: ClassVar[bool] = False
     """True if the optimizer's state counts steps."""
     owns_momentum: ClassVar[bool] = False
-    """True if the optimizer's momentum is applied to the local gradient, before it is accumulated."""
+    """True if the optimizer's momentum is applied to the local gradient before it accumulates."""
     accumulates_steps: ClassVar[bool] = False
-    """True if what is sent are steps of the weights: update directions times `learning_rates`."""
+    """True if steps of the weights are sent: update directions times `learning_rates`."""
 
     optimizer: torch.optim.Optimizer | None = None
     parameters: Sequence[torch.Tensor] = ()
     withheld: Set[str] = frozenset()
-    """Parameters of which the average under way applies nothing."""
+    """Parameters to which the current average applies nothing."""
     tensors: Sequence[torch.Tensor] = ()
-    """Further tensors of this worker alone, to be averaged in place if several ranks become one worker."""
+    """Other tensors that differ between workers, to be averaged in place if several ranks become one worker."""
 
     def start(self, layout: Layout, device: torch.device) -> None:
-        """Begin without any state, for these parameters."""
+        """Start with empty state for these parameters."""
         self.layout = layout
 
     def sharing(self, names: Iterable[str]) -> set[str]:
-        """Those of `names` of which the optimizer's state has the moments too."""
+        """The parameters among `names` whose moments are also in the optimizer's state."""
         return set(names)
 
     def rules(self, moments: Moments) -> Sequence[Any]:
-        """How each parameter is treated in this step. Those with equal rules are treated together."""
+        """How each parameter is treated in this step. Neighbours with equal rules are processed together."""
         return [None] * len(self.layout.names)
 
     def accumulate(self, flat: torch.Tensor, place: slice, rule: Any, unsent: torch.Tensor, moments: Moments) -> None:
         """Replace the gradient at `place` by `unsent` plus this step's update; new moments go to `moments.next`.
 
         Args:
-            flat: the gradients, fp32 [n], like `unsent`.
+            flat: the gradients, fp32 [n].
             place: elements of parameters with the same rule.
             rule: one of `rules`.
-            unsent: what is unsent. It stays as it is.
-            moments: of the parameters.
+            unsent: the residual, fp32 [n]. It is not changed.
+            moments: the parameters' moments.
         """
 
     def _decay(self, flat: torch.Tensor, place: slice, weight_decay: float) -> None:
@@ -91,42 +91,42 @@ class Update:
         torch._foreach_add_(flat[place].split([len(each) for each in weights]), weights, alpha=weight_decay)
 
     def after_sending(self, decoded: Decoded, moments: Moments) -> None:
-        """Change `moments.next` according to what was sent."""
+        """Update `moments.next` for the values that were sent."""
 
     def commit(self, stepped: Set[str]) -> None:
-        """Put what this rule has computed for the next step in force."""
+        """Make the state that this rule has computed for the next step current."""
 
     def clear(self) -> None:
-        """Clear what this rule keeps, after everything unsent was sent."""
+        """Clear this rule's state, after all residuals were sent."""
 
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """Take note of the uncompressed gradient of a committed step, of this worker and the mean of all.
+        """Record the norms of the uncompressed gradient in a committed step.
 
         Args:
-            own, mean: squared norms, 0-d.
+            own, mean: squared norms of this worker's gradient and of the mean of all workers, 0-d.
         """
 
     def learning_rates(self) -> list[float] | None:
-        """With `accumulates_steps`: the learning rate that is in the steps of each parameter. None otherwise."""
+        """The learning rate in each parameter's steps; None unless `accumulates_steps`."""
         return None
 
     def local_scales(self, workers: int) -> Sequence[torch.Tensor | float] | None:
-        """Factor of the unsent update that this worker applies to each parameter before it computes its gradient.
+        """For each parameter, the factor of the residual that this worker applies before it computes its gradient.
 
         None: the gradient is computed at the weights that all ranks share.
         """
         return None
 
     def state_dict(self, names: Sequence[str]) -> StateDict:
-        """Copies of what this rule keeps of these parameters, besides moments."""
+        """Copies of this rule's state for these parameters, without the moments."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replace it by that of a `state_dict`."""
+        """Replace this rule's state by that in a `state_dict`."""
 
 
 class Gradient(Update):
-    """What was not sent is added to the next gradient (Seide et al. 2014; Aji & Heafield 2017)."""
+    """The residual is added to the next gradient (Seide et al. 2014; Aji & Heafield 2017)."""
 
     kind = "residual"
 
@@ -158,14 +158,14 @@ def correct_momentum(
 ) -> None:
     """Momentum correction (Lin et al. 2018, §3.2, eq. 7), into `out`: u ← m·u + g, v ← v + u; Nesterov v ← v + g + m·u.
 
-    u has the form of torch's `momentum_buffer` (also for Nesterov, where the authors' code keeps m times it), so that a
-    momentum that a schedule changes acts as it does in `torch.optim.SGD`, and the two can be exchanged.
+    u equals torch's `momentum_buffer`, even with Nesterov, where the authors' code keeps m times it. The two can be
+    exchanged, and a schedule that changes the momentum acts as in `torch.optim.SGD`.
 
     Args:
         g, u, v: gradient with weight decay, momentum, velocity; fp32 [n].
-        rule: of the parameter.
-        first: True if there was no earlier gradient: no dampening, as in torch.
-        out: for the new u and v. The new v may share g's memory.
+        rule: the parameter's options.
+        first: True for a parameter's first gradient, which torch does not dampen.
+        out: receives the new u and v. The new v may share g's memory.
     """
     m, damp = rule.momentum, 0.0 if first else rule.dampening
     new_u, new_v = out
@@ -182,7 +182,7 @@ class SGDVelocity(Update):
     """Momentum correction for SGD (Lin et al. 2018): the velocity v accumulates, the momentum u is `momentum_buffer`.
 
     Args:
-        masking: momentum factor masking (§3.2): the momentum of what was sent is set to 0.
+        masking: set the momentum of sent entries to 0 (momentum factor masking, §3.2).
     """
 
     kind = "velocity"
@@ -193,26 +193,26 @@ class SGDVelocity(Update):
         self.masking = masking
 
     def _options(self) -> list[SGDRule]:
-        """The current options of each parameter."""
+        """Each parameter's current options."""
         options = [field.name for field in fields(SGDRule)]
         groups = _groups(self.optimizer, self.parameters)
         return [SGDRule(**{key: group[key] for key in options}) if group else SGDRule() for group in groups]
 
     def sharing(self, names: Iterable[str]) -> set[str]:
-        """Those with a momentum."""
+        """The parameters that have momentum."""
         with_momentum = {name for name, rule in zip(self.layout.names, self._options(), strict=True) if rule.momentum}
         return with_momentum & set(names)
 
     def rules(self, moments: Moments) -> list[tuple[SGDRule, bool]]:
-        """Of each parameter its options, and True if this is its first step."""
+        """Each parameter's options, and True if this is its first step."""
         return [(o, not moments.steps[name]) for o, name in zip(self._options(), self.layout.names, strict=True)]
 
     def accumulate(
         self, flat: torch.Tensor, place: slice, rule: tuple[SGDRule, bool], unsent: torch.Tensor, moments: Moments
     ) -> None:
-        """gradient ← the velocity after it.
+        """gradient ← the new velocity.
 
-        Weight decay λ·w is added to the gradient first: inside the momentum it has the strength that it has in SGD.
+        Weight decay λ·w is first added to the gradient, so that momentum applies to it as in SGD.
         """
         [u], [new_u], (options, first), g = moments.flats, moments.next, rule, flat[place]
         if options.weight_decay:
@@ -220,7 +220,7 @@ class SGDVelocity(Update):
         correct_momentum(g, u[place], unsent[place], options, first, (new_u[place], g))
 
     def after_sending(self, decoded: Decoded, moments: Moments) -> None:
-        """With masking (eq. 9), stop the momentum of what was sent."""
+        """With masking (eq. 9), set the momentum of the sent entries to 0."""
         if self.masking:
             decoded.zero(moments.next[0])
 
@@ -233,12 +233,12 @@ class SGDVelocity(Update):
 
 
 def check_sgd(what: str, optimizer: Any, allowed: str) -> None:
-    """Raises ValueError unless this is `torch.optim.SGD` itself, which minimises.
+    """Raises ValueError unless this is `torch.optim.SGD` itself without `maximize` or `differentiable`.
 
     Args:
-        what: whose optimizer it is.
-        optimizer: any, or None.
-        allowed: what would do.
+        what: names the optimizer in the message.
+        optimizer: any optimizer, or None.
+        allowed: what the message says is allowed.
     """
     if type(optimizer) is not torch.optim.SGD:
         cls = type(optimizer)
@@ -250,7 +250,7 @@ def check_sgd(what: str, optimizer: Any, allowed: str) -> None:
 # Adam
 
 UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
-"""Options of torch's Adam that are not computed here."""
+"""Options of torch's Adam that are not supported here."""
 
 
 @dataclass(frozen=True)
@@ -274,14 +274,14 @@ def add_adam_step(
     scale: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """m, v and e + u after a gradient, into `out`, in the order of operations of `torch.optim.Adam`.
+    """Write m, v and e + u after a gradient into `out`, in the order of operations of `torch.optim.Adam`.
 
     Args:
-        g, m, v, e: gradient (with a weight decay that is not decoupled), moments, and unsent steps; fp32 [n].
-        rule: of the parameter.
+        g, m, v, e: gradient (with weight decay unless it is decoupled), moments, and unsent steps; fp32 [n].
+        rule: the parameter's options.
         t: the number of this step, from 1.
         scale: √ρ, 0-d.
-        out: for the new m, v and e. The new e may share g's memory.
+        out: receives the new m, v and e. The new e may share g's memory.
     """
     (beta1, beta2), (new_m, new_v, new_e) = rule.betas, out
     torch.lerp(m, g, 1 - beta1, out=new_m)
@@ -292,7 +292,7 @@ def add_adam_step(
 
 
 class AdamStep(Update):
-    """The sum of Adam's steps that were not sent yet. A parameter whose learning rate is 0 sends nothing."""
+    """The sum of Adam's unsent steps. A parameter whose learning rate is 0 sends nothing."""
 
     kind = "unsent_step"
     moments: ClassVar[Mapping[str, str]] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -301,11 +301,11 @@ class AdamStep(Update):
     def start(self, layout: Layout, device: torch.device) -> None:
         super().start(layout, device)
         self._squares = torch.zeros(2, dtype=torch.float32, device=device)
-        """Squared norms of this rank's uncompressed gradient and of the mean: sums over steps, fading."""
+        """Squared norms of this rank's uncompressed gradient and of the mean: sums over steps that decay by β2."""
         self._now: list[AdamRule | None] = []
         """Each parameter's options in the latest step."""
         self._scale = self.local_scale
-        """That of the latest step."""
+        """`local_scale` in the latest step."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:  # type: ignore[override]
@@ -314,16 +314,16 @@ class AdamStep(Update):
 
     @property
     def local_scale(self) -> torch.Tensor:
-        """√ρ, 0-d: the mean gradient's norm over that of this rank's own; 1 before the first mean."""
+        """√ρ, 0-d: the mean gradient's norm divided by that of this rank's own; 1 before the first mean."""
         own, mean = self._squares
         return torch.where(own > 0, mean / own, 1.0).sqrt()
 
     def local_scales(self, workers: int) -> list[torch.Tensor]:
-        """√ρ for all."""
+        """√ρ for every parameter."""
         return [self.local_scale] * len(self.parameters)
 
     def rules(self, moments: Moments) -> list[tuple[AdamRule | None, int]]:
-        """Of each parameter its options, None if the optimizer does not have it, and the number of its steps so far."""
+        """Each parameter's options (None if the optimizer does not hold it), and its number of steps so far."""
         decoupled, groups = isinstance(self.optimizer, torch.optim.AdamW), _groups(self.optimizer, self.parameters)
         self._scale = self.local_scale
         self._now = [_adam_rule(group, decoupled) if group else None for group in groups]
@@ -339,7 +339,7 @@ class AdamStep(Update):
         unsent: torch.Tensor,
         moments: Moments,
     ) -> None:
-        """gradient ← what is unsent plus the step for it."""
+        """gradient ← unsent steps plus the new step."""
         (options, t), g = rule, flat[place]
         if options is not None:
             if options.weight_decay and not options.decoupled:
@@ -353,7 +353,7 @@ class AdamStep(Update):
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         beta2 = next((rule.betas[1] for rule in self._now if rule), 0.0)
         squares = beta2 * self._squares + torch.stack([own, mean])
-        self._squares = torch.where(squares.isfinite().all(), squares, self._squares)  # squares of 2e19 are not
+        self._squares = torch.where(squares.isfinite().all(), squares, self._squares)  # norms above 2e19 overflow
 
     def learning_rates(self) -> list[float]:
         return [rule.lr if rule else 0.0 for rule in self._now]
@@ -362,7 +362,7 @@ class AdamStep(Update):
         self._squares.zero_()
 
     def state_dict(self, names: Sequence[str]) -> StateDict:
-        return {"squares": {name: self._squares.clone() for name in names}}  # of all tensors the same
+        return {"squares": {name: self._squares.clone() for name in names}}  # the same for all tensors
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for squares in state["squares"].values():
@@ -375,7 +375,7 @@ def _adam_rule(group: dict[str, Any], decoupled: bool) -> AdamRule:
 
 
 def is_adam(optimizer: Any) -> bool:
-    """True if this optimizer's step is computed here: `torch.optim.Adam` or `AdamW` itself, without rare options."""
+    """True if this is `torch.optim.Adam` or `AdamW` itself, without `UNSUPPORTED` options or tensors as lr or betas."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     groups = optimizer.param_groups
@@ -388,9 +388,9 @@ def check_adam(what: str, optimizer: Any, allowed: str) -> None:
     """Raises ValueError unless `is_adam(optimizer)`.
 
     Args:
-        what: whose optimizer it is.
+        what: names the optimizer in the message.
         optimizer: an instance of Adam or AdamW, or of a subclass.
-        allowed: what would do.
+        allowed: what the message says is allowed.
     """
     if is_adam(optimizer):
         return
@@ -402,7 +402,7 @@ def check_adam(what: str, optimizer: Any, allowed: str) -> None:
 
 
 def _groups(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any] | None]:
-    """Each parameter's group of the optimizer; None for one that it does not have."""
+    """Each parameter's group in the optimizer; None if the optimizer does not hold it."""
     groups = optimizer.param_groups if optimizer else []
     known = {id(parameter): group for group in groups for parameter in group["params"]}
     return [known.get(id(parameter)) for parameter in parameters]

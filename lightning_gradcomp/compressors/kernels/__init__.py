@@ -1,1 +1,1 @@
-"""Pure functions of tensors that the methods are made of: top-k, bytes, formats, random numbers."""
+"""Tensor functions that the methods are built from: top-k, bit packing, formats, random numbers."""

@@ -1,4 +1,4 @@
-"""Bits and bytes: packing, and table look-ups. numpy is several times faster than torch at these on a CPU."""
+"""Bit packing and table look-ups. On a CPU, numpy is several times faster than torch at these."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """One byte from every eight of `bits` (bool or 0/1 uint8, any shape), first bit lowest: uint8 [ceil(n / 8)].
+    """Pack eight of `bits` (bool or 0/1 uint8, any shape) per byte, the first bit lowest: uint8 [ceil(n / 8)].
 
-    The last byte is filled with 0.
+    The last byte is padded with 0.
     """
     bits = bits.reshape(-1).view(torch.uint8)
     if not bits.is_cuda:
@@ -22,7 +22,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, n: int) -> torch.Tensor:
-    """The first n bits of `packed` (uint8): 0/1, uint8 [n]."""
+    """The first n bits of `packed` (uint8): uint8 [n], each 0 or 1."""
     if not packed.is_cuda:
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=n, bitorder="little"))
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
@@ -30,7 +30,7 @@ def unpack_bits(packed: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def padded(length: int) -> int:
-    """`length` rounded up to a multiple of 4 bytes, so that fp32 behind it is aligned."""
+    """`length` rounded up to a multiple of 4 bytes, so that fp32 after it is aligned."""
     return -(-length // 4) * 4
 
 
@@ -46,7 +46,7 @@ def look_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     if packed.is_cuda:
         return torch.nn.functional.embedding(packed.int(), table).view(-1)
     rows = np.empty((packed.numel(), table.shape[1]), np.float32)
-    np.take(table.numpy(), packed.numpy(), axis=0, out=rows, mode="clip")  # "clip": no buffer in between
+    np.take(table.numpy(), packed.numpy(), axis=0, out=rows, mode="clip")  # "clip" avoids an intermediate buffer
     return torch.from_numpy(rows).view(-1)
 
 
@@ -58,13 +58,13 @@ def bit_table(device: torch.device) -> torch.Tensor:
 
 @cache
 def _every_second_bit() -> np.ndarray:
-    """For every byte, two bytes whose bits 7, 5, 3 and 1 are its own in turn, the highest first: uint16 [256]."""
+    """For every byte, two bytes that hold its bits, highest first, in bits 7, 5, 3 and 1: uint16 [256]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
     return np.packbits(np.stack([bits, np.zeros_like(bits)], 2).reshape(256, 16), axis=1).view(np.uint16).ravel()
 
 
 def interleave(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The bits of two bool tensors [n] in turn, four of each in a byte, the first highest: uint8 [2 · ceil(n / 8)]."""
+    """The bits of two bool tensors [n], alternating, four of each per byte, first highest: uint8 [2 · ceil(n / 8)]."""
     if first.is_cuda:
         bits = torch.nn.functional.pad(torch.stack([first, second], 1).view(-1), (0, -2 * len(first) % 16)).view(-1, 8)
         return (bits.byte() << torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)

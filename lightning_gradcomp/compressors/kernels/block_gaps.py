@@ -1,18 +1,18 @@
-"""Sorted indices as bytes: a digit for each index, a place in its block or a gap inside it, and a bit for each block.
+"""Sorted indices as bytes: one digit per index (its place in a block, or the gap before it) and one bit per block.
 
-All indices below n lie in blocks of one size; a bit says of each block whether it has any of the k. The first of a
-block is written as its place there, a digit below the size, each further one as its distance from the one before, a
-digit from the size on. So the digits themselves say where a block begins.
+The range below n is cut into blocks of one size. One bit per block says if it holds any of the k indices. The first
+index of a block is written as its place, a digit below the size. Each further index is written as its distance from
+the one before, as a digit from the size on. The digits thus show where a block begins.
 
-A block is a circle, whose gaps add up to its size: at most one of them is above half of it. Where one is, the block
-begins after it, and continues from its end to its start. No gap that is written is then above half the size, so that
-digits of b bits do for blocks of 2/3 · 2^b. These are b bits for each index and one for each block, wherever the
-indices lie: the length depends on n and k alone, every rank's message has the same size, no sizes are exchanged.
+A block is a circle whose gaps add up to its size, so at most one gap exceeds half of it. If one does, the block starts
+after that gap and wraps around at its end. No written gap then exceeds half the size, so digits of b bits suffice for
+blocks of 2/3 · 2^b. The total is b bits per index and one per block, wherever the indices lie. The length
+depends on n and k alone: every rank's message has the same size, and ranks need not exchange sizes.
 
-For random indices this is 0.06 to 0.2 bits an index above the entropy, log2(n / k) + 1.44 for few of them; 0.28 near a
-tenth of all. Elias-Fano (Elias 1974, Fano 1971), whose length is as fixed, is 0.47 to 0.56 bits above it, since it has
-room for every order of the low bits that share their high ones. Golomb's code of the gaps (Golomb 1966) is within 0.03
-bits, but its length depends on the indices: up to Elias-Fano's, where they are crowded.
+For random indices this is 0.06 to 0.2 bits per index above the entropy, which is log2(n / k) + 1.44 for small k, and
+0.28 bits near a tenth of all. Elias-Fano (Elias 1974, Fano 1971), also of fixed length, is 0.47 to 0.56 bits above the
+entropy, since it can encode every order of the low bits that share their high ones. Golomb's code of the gaps (Golomb
+1966) is within 0.03 bits, but its length depends on the indices: up to Elias-Fano's if they are clustered.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 
 
 def block_size(bits: int) -> int:
-    """The largest size whose places and gaps, size + size // 2, are at most 2^bits digits."""
+    """The largest size whose places and gaps, size + size // 2, fit into 2^bits digits."""
     return (2 * 2**bits + 1) // 3
 
 
 def digit_bits(n: int, k: int) -> int:
-    """Bits of a digit: those with which k indices below n take the fewest bits in all."""
+    """The digit size in bits that gives k indices below n the shortest encoding."""
     return min(range(n.bit_length()), key=lambda bits: k * bits + n / block_size(bits))
 
 
 def index_bytes(n: int, k: int) -> int:
-    """Bytes that `pack_indices` makes of k indices below n: at most log2(n / k) + 1.64 bits an index, and two bytes.
+    """Bytes of k indices below n after `pack_indices`: at most log2(n / k) + 1.64 bits per index, plus two bytes.
 
-    >>> index_bytes(1_000_000, 1000) * 8 / 1000  # bits an index; the entropy is 11.4
+    >>> index_bytes(1_000_000, 1000) * 8 / 1000  # bits per index; the entropy is 11.4
     11.472
     """
     bits = digit_bits(n, k)
@@ -48,7 +48,7 @@ def index_bytes(n: int, k: int) -> int:
 def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
     """uint8 [index_bytes(n, k)] from k ascending, distinct int64 indices below n: digits, then the blocks' bits.
 
-    Of the digits all lowest bits come first, then all second ones, and so on.
+    All lowest bits of the digits come first, then all second-lowest ones, and so on.
     """
     k, bits = indices.numel(), digit_bits(n, indices.numel())
     size = block_size(bits)
@@ -57,10 +57,10 @@ def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
     place = flat - block * size
     has_any = _all_false(_blocks(n, bits), flat)
     _set(has_any, block)
-    same = block[1:] == block[:-1]  # for each but the first: as the one before
+    same = block[1:] == block[:-1]  # for each but the first index: True if in the same block as the one before
     wide = same & (place[1:] - place[:-1] > size // 2)
     digits = _turn(block, place, wide, size, len(has_any))
-    # A block's first is its place already; of each further one the place before is taken away, and size - 1 added.
+    # A block's first digit is its place. For each further one, subtract the place before and add size - 1.
     digits[1:] -= same * (digits[:-1] - (size - 1))
     planes = _all_false(bits * k, flat).reshape(bits, k)
     for bit in range(bits):
@@ -91,22 +91,22 @@ def _blocks(n: int, bits: int) -> int:
     return -(-n // block_size(bits))
 
 
-# On a CPU numpy takes half of torch's time for this, so that below arrays are of either kind.
+# On a CPU numpy takes half of torch's time for this, so the arrays below are numpy's or torch's.
 
 
 def _turn(block: Any, place: Any, wide: Any, size: int, blocks: int) -> Any:
-    """Places in the order in which they are written; those that follow on their block's end are larger by its size.
+    """Places in the order in which they are written. Those that wrap around their block's end are larger by its size.
 
     Args:
-        block, place: of each index, [k].
-        wide: for each index but the first, whether the gap before it is in its block and above half of it: bool [k-1].
+        block, place: each index's block and place in it, [k].
+        wide: True for each index but the first if the gap before it is in its block and above half of it: bool [k-1].
     """
     turned = _all_false(blocks + 1, block)
-    _set(turned, (block[1:] + 1) * wide)  # number 0 is no block: what has no wide gap is written there
+    _set(turned, (block[1:] + 1) * wide)  # element 0 is a dummy for indices without a wide gap
     turned[:1] = False  # a slice: a GPU would wait for one element
     in_turned = turned[block + 1]
     some = _chosen(in_turned)
-    before = in_turned[some] & (place[some] <= size // 2)  # a gap above half of the block has its middle between
+    before = in_turned[some] & (place[some] <= size // 2)  # a gap above half of the block contains its middle
     start = block[some] * (2 * size)
     place[some] = _ascending(start + place[some] + before * size) - start
     return place
@@ -124,7 +124,7 @@ def _all_false(length: int, like: Any) -> Any:
 
 
 def _set(mask: Any, places: Any) -> None:
-    """True at `places`. An assignment would copy the one True to a GPU, and the host would wait for that."""
+    """Set `mask` at `places`. An assignment would copy True to the GPU, and the host would wait for it."""
     if isinstance(mask, torch.Tensor):
         mask.index_fill_(0, places, True)
     else:
@@ -132,17 +132,17 @@ def _set(mask: Any, places: Any) -> None:
 
 
 def _ascending(x: Any) -> Any:
-    """Sorted; "stable" is quick where most are so already."""
+    """Sort x. numpy's "stable" is fast on nearly sorted values."""
     return x.sort().values if isinstance(x, torch.Tensor) else np.sort(x, kind="stable")
 
 
 def _chosen(mask: Any) -> Any:
-    """An index of what `mask` marks; on a GPU of everything, since the host would wait for the number."""
+    """The index of what `mask` marks. On a GPU it selects everything, since the host would wait for the count."""
     return slice(None) if isinstance(mask, torch.Tensor) else np.flatnonzero(mask)
 
 
 def _positions(mask: Any, at_most: int) -> Any:
-    """Where `mask` is set; on a GPU [at_most], with anything at the end, since the host would wait for the number."""
+    """Where `mask` is set. On a GPU [at_most], with arbitrary values at the end: the host would wait for the count."""
     if isinstance(mask, torch.Tensor):
         return torch.nonzero_static(mask, size=at_most).squeeze(1)
     return np.flatnonzero(mask)

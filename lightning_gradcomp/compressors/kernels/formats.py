@@ -1,7 +1,7 @@
 """Numbers as bytes: all 32 bits, 16, 8 with a scale for each 256 values, or 2 with two magnitudes for each 256.
 
-Lengths follow from the number of values alone. What rounding changes stays in the sender's state: it subtracts what the
-receivers read.
+Lengths depend on the number of values alone. The rounding error stays in the sender's residual, which subtracts the
+values that receivers decode.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.errors import refusal
 
 GROUP = 256
-"""Values that share a scale in "int8", and two magnitudes in "int2"."""
+"""Number of values that share a scale in "int8", or two magnitudes in "int2"."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Formats that are a dtype of torch's."""
+"""Formats that are torch dtypes."""
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int2": 2}
-"""Bits a value in each format, without the scales."""
+"""Bits per value in each format, without scales and magnitudes."""
 
 
 def check_format(what: str, values: str) -> None:
@@ -26,7 +26,7 @@ def check_format(what: str, values: str) -> None:
 
 
 def value_bytes(k: int, values: str) -> int:
-    """Bytes that `pack_values` makes of k values.
+    """Bytes of k values after `pack_values`.
 
     >>> [value_bytes(1000, values) for values in ("fp32", "bf16", "int8", "int2")]
     [4000, 2000, 1016, 266]
@@ -41,7 +41,7 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
         return v.new_empty(0, dtype=torch.uint8)
     if values == "int8":
         grouped = _groups(v)
-        # Slightly below the largest number: its 127th part may be rounded up, and 127 times that would overflow.
+        # Slightly below the largest number: dividing by 127 may round up, and 127 times the result would overflow.
         scales = grouped.abs().amax(1, keepdim=True).clamp(max=0.999 * torch.finfo(torch.float32).max) / 127
         rounded = (grouped / torch.where(scales > 0, scales, 1)).round().clamp(-127, 127).to(torch.int8)
         return torch.cat([scales.view(torch.uint8).view(-1), rounded.view(torch.uint8).view(-1)[: v.numel()]])
@@ -70,22 +70,22 @@ def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
 
 
 def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two magnitudes that stand for a group's values in "int2", and which values have the upper one.
+    """The two magnitudes that replace a group's values in "int2", and which values get the upper one.
 
-    The mean magnitude of a group divides it; each part is written as its own mean magnitude, which leaves the smallest
-    squared error. So signs are exact, and a group's sum of magnitudes is kept, but for the rounding of the two means.
-    In a group that holds a 0, the lower magnitude is 0: a 0 stays exactly 0, and the small values wait in the residual.
+    A group's mean magnitude splits it in two. Each part is written as its own mean magnitude, which leaves the smallest
+    squared error. Signs are exact, and so is a group's sum of magnitudes but for rounding of the two means. In a group
+    that holds a 0, the lower magnitude is 0: a 0 stays exactly 0, and the small values stay in the residual.
 
     Args:
         v: fp32 [k], finite.
 
     Returns:
-        bfloat16 [groups, 2], lower and upper magnitude, 0 for an empty part; bool [k].
+        bfloat16 [groups, 2], the lower and upper magnitude, 0 for an empty part. bool [k], True for the upper one.
     """
     grouped = _groups(v.abs())
     sizes = torch.full((len(grouped), 1), GROUP, device=v.device)
     sizes[-1:] -= grouped.numel() - v.numel()
-    # Divided before they are added: the sum of large numbers would overflow.
+    # Divide before adding: the sum of large numbers would overflow.
     mean = (grouped / sizes).sum(1, keepdim=True)
     above = grouped > mean
     many = above.sum(1, keepdim=True)
@@ -99,5 +99,5 @@ def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _groups(v: torch.Tensor) -> torch.Tensor:
-    """[groups, GROUP]; the last one ends with zeros."""
+    """v as [groups, GROUP]; the last group is padded with zeros."""
     return torch.nn.functional.pad(v, (0, -v.numel() % GROUP)).view(-1, GROUP)

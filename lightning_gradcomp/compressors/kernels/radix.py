@@ -1,7 +1,7 @@
-"""Digits of any base in 32-bit words, as many as fit: 32 / floor(32 / log2 base) bits each.
+"""Digits of any base, packed into 32-bit words at 32 / floor(32 / log2 base) bits each.
 
-64-bit words would waste less (4.27 bits instead of 4.57 in base 17), but a processor divides them in twice the time.
-Neighbouring digits are in neighbouring words, not in one, so that every pass reads contiguous memory.
+64-bit words would waste less (4.27 bits instead of 4.57 in base 17), but dividing them takes twice the time.
+Neighbouring digits go to neighbouring words, not into one, so that every pass reads contiguous memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from lightning_gradcomp.compressors.layout import chunks
 
 WORDS = 2**32
-"""Values that a word can have."""
+"""Number of values of a word."""
 
 
 @cache
 def per_word(base: int) -> int:
-    """Digits in a word: the largest k with base^k ≤ 2^32."""
+    """Digits per word: the largest k with base^k ≤ 2^32."""
     k = 1
     while base ** (k + 1) <= WORDS:
         k += 1
@@ -33,14 +33,14 @@ def packed_bytes(n: int, base: int) -> int:
 
 
 def pack(digits: torch.Tensor, base: int) -> torch.Tensor:
-    """Digits (fp32 [n], whole, 0 to base - 1) in words: uint8 [packed_bytes(n, base)]."""
+    """Pack digits (fp32 [n], whole, 0 to base - 1) into words: uint8 [packed_bytes(n, base)]."""
     pieces = chunks(0, digits.numel(), digits.device, multiple=per_word(base))
     nothing = digits.new_empty(0, dtype=torch.uint8)
     return torch.cat([nothing, *(_packed(digits[start:stop], base) for start, stop in pieces)])
 
 
 def unpack(packed: torch.Tensor, base: int, out: torch.Tensor) -> None:
-    """The digits that `pack` wrote, into `out` (fp32 [n])."""
+    """Write the digits that `pack` packed into `out` (fp32 [n])."""
     begin = 0
     for start, stop in chunks(0, out.numel(), out.device, multiple=per_word(base)):
         end = begin + packed_bytes(stop - start, base)
@@ -61,11 +61,11 @@ def _packed(piece: torch.Tensor, base: int) -> torch.Tensor:
     return torch.from_numpy(words.view(np.uint8))
 
 
-# For arrays of either kind: numpy's uint32, or torch's int64 on a GPU, since torch has no division of uint32.
+# Both accept numpy's uint32, or torch's int64 on a GPU, since torch has no division of uint32.
 
 
 def combine(digits: Any, base: int, words: Any) -> Any:
-    """Digits, integers [n], added to `words`, zeros [ceil(n / per_word(base))], in place."""
+    """Combine digits (integers [n]) in place into `words` (zeros [ceil(n / per_word(base))]), and return it."""
     for place in reversed(range(per_word(base))):
         own = digits[place * len(words) : (place + 1) * len(words)]
         words *= base
@@ -74,7 +74,7 @@ def combine(digits: Any, base: int, words: Any) -> Any:
 
 
 def split(words: Any, base: int, out: Any) -> None:
-    """The digits of words, into `out`, [n]."""
+    """Write the digits of words into `out` [n]."""
     for place in range(per_word(base)):
         own = out[place * len(words) : (place + 1) * len(words)]
         rest = words // base

@@ -1,7 +1,7 @@
-"""Random draws that are a function of (seed, worker, step): there is no generator state to save.
+"""Random draws that are a function of (seed, worker, step), so there is no generator state to save.
 
-The global generators are never used. On a CPU torch takes 4 ns for a uniform number, more than all other arithmetic of
-a compressor together; 16 bits of numpy's SFC64 take 1 ns.
+Global generators are never used. On a CPU torch takes 4 ns per uniform number, more than all other arithmetic of a
+compressor. 16 bits of numpy's SFC64 take 1 ns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ALL_WORKERS = -1
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed of 63 bits from any whole numbers, by numpy's hash of entropy: another one for other numbers."""
+    """A 63-bit seed hashed from whole numbers by numpy's SeedSequence."""
     entropy = [number % 2**64 for number in numbers]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
@@ -24,10 +24,10 @@ class Draws:
     """One worker's random draws in one step.
 
     Args:
-        seed: the user's.
-        worker: who draws.
+        seed: the user's seed.
+        worker: the worker that draws.
         step: the number of the step.
-        tensor: name of the tensor, for draws that all workers share.
+        tensor: the tensor's name, for draws that all workers share.
     """
 
     def __init__(self, seed: int, worker: int, step: int, tensor: str = "") -> None:
@@ -35,20 +35,20 @@ class Draws:
         self._own: dict[torch.device, torch.Generator] = {}
 
     def of(self, tensor: str) -> Draws:
-        """The same worker's draws, continued, with those that are shared for another tensor."""
+        """These draws for another tensor: `own` continues, `shared` depends on the tensor."""
         other = Draws(self._seed, self._worker, self._step, tensor)
         other._own = self._own
         return other
 
     def own(self, device: torch.device) -> torch.Generator:
-        """This worker's generator for the step; each use continues where the last one ended."""
+        """This worker's generator for the step. Each use continues where the previous one ended."""
         if device not in self._own:
             seed = seed_of(self._seed, self._worker, self._step)
             self._own[device] = torch.Generator(device).manual_seed(seed)
         return self._own[device]
 
     def shared(self, device: torch.device) -> torch.Generator:
-        """A generator that begins alike on all workers for this step and tensor, when encoding and when decoding."""
+        """A new generator with the same seed on all workers for this step and tensor, in `encode` and in `decode`."""
         seed = seed_of(self._seed, ALL_WORKERS, self._step, crc32(self._tensor.encode()))
         return torch.Generator(device).manual_seed(seed)
 
@@ -57,7 +57,7 @@ class Uniform:
     """A stream of uniform numbers that is a function of its key.
 
     Args:
-        device: of the numbers; on a CPU they are the middles of 65,536 equal intervals.
+        device: the numbers' device. On a CPU they are the middles of 65,536 equal intervals.
         key: seed, worker, step.
     """
 
@@ -67,7 +67,7 @@ class Uniform:
         self._generator = torch.Generator(device).manual_seed(seed) if device.type == "cuda" else None
 
     def draw(self, n: int, begin: float) -> torch.Tensor:
-        """fp32 [n], uniform in [begin, begin + 1); `begin` is 0 or 1. Rounded sums with up to 1 are below begin + 2."""
+        """fp32 [n], uniform in [begin, begin + 1); `begin` is 0 or 1. A rounded sum with up to 1 is below begin + 2."""
         if self._generator:
             draws = torch.rand(n, generator=self._generator, dtype=torch.float32, device=self._device)
             return draws.clamp_(max=1 - 2**-21).add_(begin)

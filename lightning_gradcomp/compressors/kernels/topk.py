@@ -1,9 +1,9 @@
-"""Top-k: the k entries of a tensor that are largest in magnitude, exactly k of them.
+"""Top-k: exactly the k entries of a tensor that are largest in magnitude.
 
 The DGC paper (Lin et al. 2018, §3.1 "hierarchical selection") samples 0.1-1 % of the tensor to estimate a threshold.
-Its authors' code searches exactly again where more than 1.3 k entries pass; between k and 1.3 k it keeps the first k in
+Its authors' code runs an exact search if more than 1.3 k entries pass. Between k and 1.3 k it keeps the first k in
 index order, and it may send 0.8 k. Here the sampled threshold is deliberately low: the few entries that pass contain
-the k largest, which an exact search among them then finds. Where fewer than k pass, the search runs on everything.
+the k largest, and an exact search among them finds these. If fewer than k pass, the search runs on all entries.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
 
 SAMPLE_AT_LEAST = 65_536
-"""Shorter tensors are searched whole: a sample would cost as much."""
+"""Shorter tensors are searched whole, since a sample would cost as much."""
 
 
 def count(n: int, density: float) -> int:
-    """k = ceil(n · density), at least 1. Rounded first, since 1 - 0.999 is a little more than 0.001.
+    """k = ceil(n · density), at least 1. The product is rounded first, since 1 - 0.999 is slightly above 0.001.
 
     >>> count(2_359_296, 1 - 0.999), count(1000, 1 - 0.999), count(5, 0.001)
     (2360, 1, 1)
@@ -41,13 +41,13 @@ def count_each(layout: Layout, density: float) -> int:
 
 
 TOPK_CHUNK = 4096
-"""Elements that `topk_chunks` chooses among; DeMo and SparseLoCo (arXiv 2411.19870, 2508.15706): blocks of 64 x 64."""
+"""Elements per chunk of `topk_chunks`. DeMo and SparseLoCo (arXiv 2411.19870, 2508.15706) use blocks of 64 x 64."""
 
 
 def topk_chunks(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
     """Flat indices (int64, ascending) of the largest entries of every 4,096 elements of each tensor.
 
-    Of each chunk `count(4096, density)`; the rest of a tensor is a shorter one.
+    Each chunk gives `count(4096, density)` of them. The rest of a tensor is a shorter chunk.
     """
     matrices = []
     for start, stop in layout.bounds:
@@ -70,13 +70,13 @@ def _topk_of_rows(flat: torch.Tensor, matrices: list[tuple[int, int, int]], dens
 
     Args:
         flat: fp32 [n].
-        matrices: (start, rows, elements of a row), one after the other in `flat`.
-        density: of each row.
+        matrices: (start, rows, elements per row), consecutive in `flat`.
+        density: fraction of each row's entries to select.
     """
     if flat.is_cuda:
         return _topk_of_equal_sizes(flat.abs(), matrices, density)
     joined: list[tuple[int, int, int]] = []
-    for start, rows, size in matrices:  # those of one size are one matrix
+    for start, rows, size in matrices:  # merge matrices with rows of one size
         if joined and joined[-1][2] == size:
             start, before, _ = joined.pop()
             rows += before
@@ -91,7 +91,7 @@ def _topk_of_rows(flat: torch.Tensor, matrices: list[tuple[int, int, int]], dens
 
 
 def _topk_of_equal_sizes(magnitude: torch.Tensor, matrices: list[tuple[int, int, int]], density: float) -> torch.Tensor:
-    """`_topk_of_rows` on a GPU, where a search launches some twenty kernels: one for all rows of a size."""
+    """`_topk_of_rows` on a GPU: one search for all rows of a size, since a search launches about twenty kernels."""
     by_size: dict[int, list[tuple[int, int]]] = {}
     for start, rows, size in matrices:
         by_size.setdefault(size, []).append((start, start + rows * size))
@@ -106,12 +106,12 @@ def _topk_of_equal_sizes(magnitude: torch.Tensor, matrices: list[tuple[int, int,
 
 @cache
 def to_column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 [m, 1]."""
+    """The numbers as a cached column, int64 [m, 1]."""
     return torch.tensor(numbers).unsqueeze(1).to(device, non_blocking=True)
 
 
 def topk_rows(x: torch.Tensor, k: int) -> torch.Tensor:
-    """Flat indices (int64, ascending) of the k entries of each row of x (fp32 [m, n], on a CPU): what `topk` finds."""
+    """Flat indices (int64, ascending) of the k entries of each row of x (fp32 [m, n], on a CPU), as in `topk`."""
     rows, n = x.shape
     if rows == 1 or n >= SAMPLE_AT_LEAST:
         return torch.cat([topk(row, k) + number * n for number, row in enumerate(x)])
@@ -132,7 +132,7 @@ def topk(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def sampled(x: np.ndarray, k: int) -> np.ndarray:
-    """`exact` of |x|, searched only among the entries above a threshold that a strided sample of 0.25 % suggests."""
+    """`exact` of |x|, searched only among the entries above a threshold from a strided sample of 0.25 %."""
     stride = 401  # prime, so that it meets every row and column of a weight matrix
     sample = np.abs(x[(k * 7) % stride :: stride])
     expected = len(sample) * k / len(x)
@@ -146,7 +146,7 @@ def sampled(x: np.ndarray, k: int) -> np.ndarray:
 
 
 def not_below(x: np.ndarray, threshold: np.floating) -> np.ndarray:
-    """Ascending indices where |x| ≥ threshold, a chunk at a time, which stays in the cache."""
+    """Ascending indices where |x| ≥ threshold, computed in chunks that stay in the cache."""
     magnitude, passes = np.empty(CHUNK, x.dtype), np.empty(CHUNK, bool)
     found = []
     for begin in range(0, len(x), CHUNK):
@@ -160,7 +160,7 @@ def not_below(x: np.ndarray, threshold: np.floating) -> np.ndarray:
 def exact(magnitude: np.ndarray, k: int) -> np.ndarray:
     """Ascending indices of the k largest of `magnitude` (1-D, not negative, no NaN).
 
-    Equal values at the threshold are taken at even distances, so that no part of a tensor is favoured.
+    Ties at the threshold are taken at even distances, so that no part of a tensor is favoured.
     """
     if k >= len(magnitude):
         return np.arange(len(magnitude))
