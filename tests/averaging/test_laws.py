@@ -100,6 +100,21 @@ def test_payloads_are_added_in_the_order_of_the_ranks(make, slopes):
     assert all(not grad.any() for grad in run_ranks(3, work))
 
 
+def test_an_average_of_few_entries_has_the_loss_scale():
+    """Such an average stays sparse; those of small models do not."""
+
+    def work(rank, group, scale):
+        model = Parts((64, 64), (3,))
+        averager = averaged(model, group, LOSSY["gradient_dropping"](sparsity=0.999))[1]
+        (scale * parts_loss(model, rank, 0)).backward()
+        averager.average(grad_scale=scale)
+        return torch.cat([part.grad.view(-1) for part in model.parts])
+
+    plain, scaled = (run_ranks(2, partial(work, scale=scale))[0] for scale in (1.0, 1024.0))
+    assert 3 < plain.count_nonzero() < 16
+    assert torch.equal(scaled, 1024 * plain)
+
+
 @every
 @pytest.mark.parametrize("shapes", ODD.values(), ids=ODD)
 def test_tensors_of_any_size_train(make, shapes):
