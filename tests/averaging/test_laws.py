@@ -1,5 +1,7 @@
 """Laws for every registered compressor, and for the examples, whatever the topology; test_matrix.py has the others."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -76,18 +78,41 @@ def test_parts_change_neither_bits_nor_bytes(name, monkeypatch):
 # Sizes and zeros
 
 
-@pytest.mark.parametrize("name", ["gradient_dropping", "onebit", "twobit", "ef_signsgd"])
-def test_payloads_are_added_in_the_order_of_the_ranks(name):
-    """In fp32 (2²⁷ + 1) - 2²⁷ is 0, and in any other order it is 1."""
+IN_ORDER = {
+    **{name: LOSSY[name] for name in ("gradient_dropping", "onebit", "twobit", "ef_signsgd")},
+    "gradient_dropping of few": partial(LOSSY["gradient_dropping"], sparsity=0.999),
+}
+"""Sparse sums of few entries are merged."""
+
+
+@pytest.mark.parametrize("make", IN_ORDER.values(), ids=IN_ORDER)
+@pytest.mark.parametrize("slopes", [(2.0**27, 1.0, -(2.0**27)), (1.0, 2.0**27, -(2.0**27))], ids=str)
+def test_payloads_are_added_in_the_order_of_the_ranks(make, slopes):
+    """In fp32 (2²⁷ + 1) - 2²⁷ is 0. If the last is not added last, it is 1: with one of these orders or the other."""
 
     def work(rank, group):
-        model = Parts((8, 8), (3,))
-        averager = averaged(model, group, LOSSY[name]())[1]
-        (sum(part.sum() for part in model.parts) * [2.0**27, 1.0, -(2.0**27)][rank]).backward()
+        model = Parts((64, 64), (3,))
+        averager = averaged(model, group, make())[1]
+        (sum(part.sum() for part in model.parts) * slopes[rank]).backward()
         averager.average()
         return torch.cat([part.grad.view(-1) for part in model.parts])
 
     assert all(not grad.any() for grad in run_ranks(3, work))
+
+
+def test_an_average_of_few_entries_has_the_loss_scale():
+    """Such an average stays sparse; those of small models do not."""
+
+    def work(rank, group, scale):
+        model = Parts((64, 64), (3,))
+        averager = averaged(model, group, LOSSY["gradient_dropping"](sparsity=0.999))[1]
+        (scale * parts_loss(model, rank, 0)).backward()
+        averager.average(grad_scale=scale)
+        return torch.cat([part.grad.view(-1) for part in model.parts])
+
+    plain, scaled = (run_ranks(2, partial(work, scale=scale))[0] for scale in (1.0, 1024.0))
+    assert 3 < plain.count_nonzero() < 16
+    assert torch.equal(scaled, 1024 * plain)
 
 
 @every

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tests.averaging.workers import Table, averaged, backward, prescribed_loss, weights
+from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same, train, weights
 from tests.threads import checked_collectives, run_ranks
 
 
@@ -41,3 +41,21 @@ def test_a_dense_step_may_follow_a_skipped_first_sparse_one():
         first, second = run_ranks(2, work)
     assert torch.equal(first, second)
     assert bool(torch.isfinite(first).all())
+
+
+def test_a_dense_step_that_is_not_finite_keeps_what_is_unsent_also_where_it_is_committed():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, schedule=lambda epoch, step: 0.9 if step < 2 else 0.0)
+        train(model, optimizer, averager, rank, 2, prescribed_loss)
+        before = averager.state_dict()["memory"]
+        backward(model, optimizer, rank, 2, prescribed_loss)
+        if rank:
+            model.bias.grad[0] = math.nan
+        averager.average()
+        averager.commit()
+        assert before["velocity"]["kernel"].any()
+        assert same(averager.state_dict()["memory"], before)
+        return any(bool(p.grad.isfinite().any()) for p in model.parameters())
+
+    assert run_ranks(2, work) == [False, False]
