@@ -36,6 +36,16 @@ WHOLE = 1_000_000
 FINAL = {"warmup_epochs": 0, "dense_epochs": 0, "start_sparsity": 0.9999}
 """Options that make a compressor skip its warm-up, so that all steps are like most of a run."""
 
+TITLES = {
+    "compute": "computation alone",
+    "no_exchange": "computation alone",
+    "dgc": "`dgc`",
+    "powersgd_hook": "torch's PowerSGD hook, rank 4",
+    "fp16_hook": "torch's fp16 hook",
+    "ddp": "DDP",
+}
+"""Methods with a title of their own in tables, in the order of the rows."""
+
 ROUNDS = ("local", "dga", "auto", "sparseloco", "sparseloco-late")
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]

@@ -50,12 +50,6 @@ CPU = torch.device("cpu")
 
 CSV = report.DATA / "step_times.csv"
 COMPUTATION = "compute"
-TITLES = {
-    COMPUTATION: "computation alone",
-    "ddp": "DDP",
-    "fp16_hook": "torch's fp16 hook",
-    "powersgd_hook": "torch's PowerSGD hook, rank 4",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +83,7 @@ def table() -> str:
 
 def title(method: str) -> str:
     """The method's title in a table: "dgc@all_gather" is `dgc`."""
-    return TITLES.get(method, f"`{method.partition('@')[0]}`")
+    return methods.TITLES.get(method, f"`{method.partition('@')[0]}`")
 
 
 def link(rate_mbit: int) -> str:

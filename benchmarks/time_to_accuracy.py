@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
 from benchmarks.link import emulated, result
-from benchmarks.methods import with_hook
+from benchmarks.methods import TITLES, with_hook
 from benchmarks.step_time import link
 from lightning_gradcomp.app import compose
 from lightning_gradcomp.app.messages import hide_messages
@@ -50,13 +50,6 @@ Curve = list[tuple[float, float]]
 
 CSV = report.DATA / "time_to_accuracy.csv"
 COMPUTATION = "no_exchange"
-TITLES = {
-    COMPUTATION: "computation alone",
-    "dgc": "`dgc`",
-    "powersgd_hook": "torch's PowerSGD hook, rank 4",
-    "fp16_hook": "torch's fp16 hook",
-    "ddp": "DDP",
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,7 +269,7 @@ class GradientAverager:
         sparsity = decision.sparsity or 0.0 if decision.compressor else 0.0
         self.stats = Stats(dense_bytes=self.ranks.dense_traffic(self.gradients.nbytes), sparsity=sparsity)
         self._gradient_norm = self._measured_norm() / grad_scale
-        if self.compressor.state_for(self.optimizer).owns_momentum:
+        if self.state.update.owns_momentum:
             compressed = set(self.gradients.layout.names)
             self._directions = frozenset(id(p) for name, p in self._named() if name in compressed)
         return decision

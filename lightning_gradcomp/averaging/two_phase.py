@@ -26,9 +26,9 @@ import torch
 from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Sparse, concatenate, mean_of
+from lightning_gradcomp.compressors.decoded import Decoded, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Slice
-from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed
+from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed, pack_slice, slice_bytes, unpack_slice
 from lightning_gradcomp.errors import refusal
 
 
@@ -81,17 +81,13 @@ class PartitionResidual:
         """
         if self._next is None:
             return False
-        for name, (start, stop) in zip(self.own.layout.names, self.own.layout.bounds, strict=True):
-            if name not in stepped:
-                self._next[start:stop] = self.residual[start:stop]
+        self.own.layout.copy_except(stepped, self.residual, self._next)
         self.residual, self._next, self.used = self._next, None, True
         return True
 
     def clear(self, names: Set[str]) -> None:
         """Clear the residual of these parameters, after it was sent."""
-        for name, (start, stop) in zip(self.own.layout.names, self.own.layout.bounds, strict=True):
-            if name in names:
-                self.residual[start:stop] = 0
+        self.own.layout.zero(names, self.residual)
         self.used = self.used and bool(set(self.layout.names) - names)
 
     def whole(self) -> torch.Tensor:
@@ -192,34 +188,25 @@ class TwoPhaseExchange(Exchange):
         partitions, own = self.slices, self._residual.own.layout
         pull = Uncompressed(self.extras.values) if self.dense_pull else codec
         with self.phase("compress"):
-            pushed = [_encode(codec, partition.of(flat), partition.layout) for partition in partitions]
+            pushed = [pack_slice(codec, partition.of(flat), partition.layout) for partition in partitions]
         rows = self.scatter([payload for payload, _ in pushed])
         with self.phase("decompress"):
             mean = flat.new_zeros(own.n)
             for row in rows:
-                _decode(codec, row, own).add_to(mean)
+                unpack_slice(codec, row, own).add_to(mean)
             mean.div_(len(rows))
             self._residual.add_to(mean)
         with self.phase("compress"):
-            payload, sent = _encode(pull, mean, own)
+            payload, sent = pack_slice(pull, mean, own)
             self._residual.subtract(mean, sent)
-        lengths = [pull.payload_bytes(partition.layout) if partition.layout.n else 0 for partition in partitions]
+        lengths = [slice_bytes(pull, partition.layout) for partition in partitions]
         payloads = self.gather_partitions(payload, lengths)
         with self.phase("decompress"):
-            means = [_decode(pull, row, partition.layout) for partition, row in zip(partitions, payloads, strict=True)]
+            means = [
+                unpack_slice(pull, row, partition.layout) for partition, row in zip(partitions, payloads, strict=True)
+            ]
             starts = [partition.start for partition in partitions]
             applied, own_sent = concatenate(means, starts), concatenate([decoded for _, decoded in pushed], starts)
             if isinstance(applied, Sparse) and isinstance(own_sent, Sparse):
                 own_sent = own_sent.only(torch.isin(own_sent.indices, applied.indices, assume_unique=True))
             return mean_of([applied], 1, layout.n, self.buffer), own_sent
-
-
-# With more workers than rows, some partitions are empty.
-
-
-def _encode(codec: Payloads, own: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
-    return codec.pack(own, layout) if len(own) else (own.new_empty(0, dtype=torch.uint8), EMPTY)
-
-
-def _decode(codec: Payloads, payload: torch.Tensor, layout: Layout) -> Decoded:
-    return codec.unpack(payload, layout) if layout.n else EMPTY

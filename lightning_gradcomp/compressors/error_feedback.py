@@ -108,7 +108,7 @@ class ErrorFeedback:
     # Between steps
 
     def decay(self, factor: float) -> None:
-        """Multiply what is unsent by `factor`. Below 1 this part of it is lost."""
+        """Multiply the residual by `factor`, from 0 to 1. What this removes is lost."""
         if self.unsent is not None:
             self.unsent.mul_(factor)
 
@@ -122,9 +122,7 @@ class ErrorFeedback:
         """Clear the residuals of these parameters, after they were sent."""
         if self.unsent is not None:
             names = names - self.update.withheld
-            for name, (start, stop) in zip(self.layout.names, self.layout.bounds, strict=True):
-                if name in names:
-                    self.unsent[start:stop] = 0
+            self.layout.zero(names, self.unsent)
             self.started = self.started - names
             if not self.started:
                 self.update.clear()

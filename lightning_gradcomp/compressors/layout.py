@@ -127,6 +127,12 @@ class Layout:
             if name not in names:
                 target[start:stop] = source[start:stop]
 
+    def zero(self, names: Set[str], flat: torch.Tensor) -> None:
+        """Set the parameters in `names` to 0 in a flat buffer."""
+        for name, (start, stop) in zip(self.names, self.bounds, strict=True):
+            if name in names:
+                flat[start:stop] = 0
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat` in the parameters' shapes, sharing its memory."""
         return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]

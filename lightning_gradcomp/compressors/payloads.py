@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.decoded import Decoded, Dense
+from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, Dense
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 
@@ -59,3 +59,21 @@ class Uncompressed(Payloads):
 
     def unpack(self, payload: torch.Tensor, layout: Layout) -> Dense:
         return Dense(unpack_values(payload, layout.n, self.values))
+
+
+# With more owners than rows, some slices of a buffer are empty.
+
+
+def pack_slice(codec: Payloads, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
+    """Like `codec.pack`, for a slice that may be empty."""
+    return codec.pack(flat, layout) if layout.n else (flat.new_empty(0, dtype=torch.uint8), EMPTY)
+
+
+def unpack_slice(codec: Payloads, payload: torch.Tensor, layout: Layout) -> Decoded:
+    """Like `codec.unpack`, for a slice that may be empty."""
+    return codec.unpack(payload, layout) if layout.n else EMPTY
+
+
+def slice_bytes(codec: Payloads, layout: Layout) -> int:
+    """Like `codec.payload_bytes`, for a slice that may be empty."""
+    return codec.payload_bytes(layout) if layout.n else 0

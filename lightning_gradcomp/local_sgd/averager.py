@@ -8,6 +8,7 @@ in flight at a time. The update rule and its source are in `anchor.py`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class RoundStats(Stats):
         self.seconds["exchange"] = before + perf_counter() - begin
 
 
-class RoundLoop:
+class RoundLoop(ABC):
     """The loop of rounds. Its subclasses, `DelayedAverager` and `ElasticAverager`, decide which ranks take part.
 
     Args:
@@ -215,9 +216,9 @@ class RoundLoop:
             self._end_round()
         self._step_ended = perf_counter()
 
+    @abstractmethod
     def _end_early(self) -> None:
         """End the round before newly frozen or unfrozen layers change the layout of updates."""
-        raise NotImplementedError
 
     def _end_round(self) -> None:
         """Send the update. Without a delay, also apply the average."""

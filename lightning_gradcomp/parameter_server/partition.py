@@ -21,7 +21,7 @@ from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompress
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
 from lightning_gradcomp.compressors.kernels.formats import DTYPES
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed
+from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed, slice_bytes
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.messages import SKIP, Request
 
@@ -63,7 +63,7 @@ class Part:
 
     def body_bytes(self, codec: Payloads) -> int:
         """Bytes of the uncompressed parameters in fp32 plus those of the payload."""
-        return 4 * self.dense_layout.n + (codec.payload_bytes(self.layout) if self.layout.n else 0)
+        return 4 * self.dense_layout.n + slice_bytes(codec, self.layout)
 
 
 def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:

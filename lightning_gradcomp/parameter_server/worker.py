@@ -17,9 +17,9 @@ from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors.base import Compressor
-from lightning_gradcomp.compressors.decoded import Decoded, Dense, Sparse, concatenate
+from lightning_gradcomp.compressors.decoded import Decoded, Sparse, concatenate
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.payloads import Payloads
+from lightning_gradcomp.compressors.payloads import pack_slice
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.partition import codec_of, parts
 
@@ -100,7 +100,7 @@ class Worker:
         has = dict(zip(gradients.names, gradients.present, strict=True))
         for part in self.parts:
             flat, dense = part.of(gradients.compressed_flat, gradients.dense_flat)
-            payload, decoded = _encode(codec, flat, part.layout)
+            payload, decoded = pack_slice(codec, flat, part.layout)
             bodies.append(torch.cat([dense.cpu().view(torch.uint8), payload.cpu()]))
             self._sent.append(decoded)
             views = zip(part.names, [*part.layout.views(flat), *part.dense_layout.views(dense)], strict=True)
@@ -183,8 +183,3 @@ class Worker:
         """Resume from a `state_dict` of this worker, or of one that has left."""
         self.memory.load_state_dict(state["memory"])
         self.steps = state["steps"]
-
-
-def _encode(codec: Payloads, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Decoded]:
-    """Like `codec.pack`, but a server without compressed parameters gets an empty payload."""
-    return codec.pack(flat, layout) if layout.n else (torch.empty(0, dtype=torch.uint8), Dense(flat))

@@ -149,16 +149,12 @@ class AsyncStrategy(UnwrappedStrategy):
         )
 
     def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Like `Strategy.optimizer_step`, but pushes the gradient to the servers and pulls the weights."""
         with self.explained("pushing and pulling"):
             pushing: Any = _Pushing(optimizer, self.averager)
-            result = super().optimizer_step(pushing, closure, model, **kwargs)
+            result = super().optimizer_step(pushing, closure, *args, **kwargs)
         sigterm.stop_after_batch(self.averager, self.pl_module.trainer)
         if self._ends:
             self.agree()  # before callbacks read or replace the weights

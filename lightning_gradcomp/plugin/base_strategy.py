@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
@@ -154,9 +155,9 @@ class BaseStrategy(ParallelStrategy):
         if self.no_sync_batchnorm and self._layer_sync is not None:
             raise refusal(f"sync_batchnorm with {type(self).__name__}", True, f"False: {self.no_sync_batchnorm}")
 
+    @abstractmethod
     def make_averager(self, trainer: Trainer) -> Averager:
         """Make the averager of a fit, after model and optimizers are set up. Collective."""
-        raise NotImplementedError
 
     def describe(self) -> str:
         """Describe the fit in one line for the log."""
@@ -268,6 +269,7 @@ class DDPBase(BaseStrategy, DDPStrategy):
     checkpoint_state: str
     """How a checkpoint saves the states of all ranks: one of `CHECKPOINT_STATES`."""
 
+    @abstractmethod
     def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
         """Add this strategy's state to a checkpoint.
 
@@ -279,11 +281,10 @@ class DDPBase(BaseStrategy, DDPStrategy):
         Returns:
             The dict that holds the ranks' states.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def restore_states(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what `put_states` added. The checkpoint may be another strategy's, or from a different world size."""
-        raise NotImplementedError
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         super().check(trainer, module)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
@@ -148,18 +148,14 @@ class DelayedStrategy(UnwrappedStrategy):
         return loss
 
     def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Like `Strategy.optimizer_step`; then sends an update, and applies an average that is due."""
         averager, trainer = self.averager, self.pl_module.trainer
         averager.epoch = trainer.current_epoch
         measuring = averager.round_schedule.measuring
         with averager.stepping():
-            step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+            step = partial(super().optimizer_step, optimizer, closure, *args, **kwargs)
             result = closure() if averager.resting else step()  # Lightning needs the closure's result
         self._awaits_backward = False  # also if the module calls loss.backward() itself
         if measuring and not averager.round_schedule.measuring:

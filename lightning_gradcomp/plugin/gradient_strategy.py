@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -44,13 +45,13 @@ class GradientStrategy(BaseStrategy):
     _clips_itself: tuple[Trainer, float] | None = None
     """The Trainer and its threshold, which the compressor applies during a fit."""
 
+    @abstractmethod
     def averager_options(self) -> dict[str, Any]:
         """The averager's options that are specific to this strategy."""
-        raise NotImplementedError
 
+    @abstractmethod
     def average_after_backward(self) -> bool:
         """Average the gradients if this backward ends an accumulation. Returns True if the averager averaged them."""
-        raise NotImplementedError
 
     # Around a fit
 
@@ -167,11 +168,7 @@ class GradientStrategy(BaseStrategy):
             rank_zero_info(autotune.outcome)
 
     def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Like Lightning's. Also commits error feedback, and compares replicas at the chosen interval."""
         averager, gradients = self.averager, 0
@@ -184,7 +181,7 @@ class GradientStrategy(BaseStrategy):
             check_gradients(averager.compressor, optimizer, gradients)
             return result
 
-        result = super().optimizer_step(optimizer, counted_closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # a wrapper of another optimizer may lack torch's
             averager.commit(optimizer)
         every = self.verify_replicas_every_n_steps

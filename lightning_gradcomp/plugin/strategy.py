@@ -170,11 +170,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         return self._hook.after_backward(self.averager)
 
     def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Like the template's. In manual optimization, averages the gradients after the closure."""
 
@@ -185,7 +181,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
             return result
 
         with self._hook.stepping():
-            return super().optimizer_step(optimizer, closure_then_average, model, **kwargs)
+            return super().optimizer_step(optimizer, closure_then_average, *args, **kwargs)
 
     def _average_for(self, optimizer: torch.optim.Optimizer) -> None:
         self._average(partial(self._hook.before_optimizer_step, self.averager, optimizer))

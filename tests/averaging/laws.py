@@ -52,7 +52,7 @@ def cases(classes):
 
 
 def _remembers(make):
-    """True if what is not sent is kept."""
+    """True if the compressor keeps a residual."""
     return make().state_for(None).kind is not None
 
 

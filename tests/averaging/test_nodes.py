@@ -9,7 +9,18 @@ import torch
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager
 from tests.averaging.laws import CODECS, LOSSY, PARTITIONED, REMEMBERING, with_defaults
-from tests.averaging.workers import Table, all_equal, averaged, backward, dgc, prescribed_loss, same, train, weights
+from tests.averaging.workers import (
+    Table,
+    all_equal,
+    averaged,
+    backward,
+    dgc,
+    flat_gradients,
+    prescribed_loss,
+    same,
+    train,
+    weights,
+)
 from tests.threads import run_ranks, subgroups
 
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS and "," not in label}
@@ -96,10 +107,6 @@ def test_a_node_sends_its_payload_once(topology, make):
     assert abs(NODE * nodes[0][1] - ring) <= NODE  # of a ring through all ranks, one edge leaves a node
 
 
-def flat_gradients(model):
-    return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)]).double()
-
-
 def test_with_adamw_too_what_each_rank_measured_becomes_the_nodes():
     def work(rank, group, steps, per_node, saved=None):
         model, inside = Table(), "dense" if per_node > 1 else "compressed"
@@ -147,7 +154,7 @@ def test_a_gradient_that_one_rank_of_a_node_lacks_is_0_there():
         averager.average()
         averager.commit()
         assert averager.flagged
-        return flat_gradients(model)
+        return flat_gradients(model).double()
 
     lacking, zero = (run_ranks(2 * NODE, partial(work, lacking)) for lacking in (True, False))
     assert all_equal(lacking + zero)

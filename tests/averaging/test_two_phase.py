@@ -1,4 +1,4 @@
-"""Topologies with partitions: equal to a simulation in one process to the bit, and nothing is lost."""
+"""Topologies with partitions: bit-identical to a simulation in one process, and nothing is lost."""
 
 import re
 from functools import partial
@@ -13,7 +13,7 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.laws import CODECS, KEPT, LOSSY, REMEMBERING, Parts
-from tests.averaging.workers import Table, averaged, backward, prescribed_loss, same
+from tests.averaging.workers import Table, averaged, backward, flat_gradients, prescribed_loss, recorded, same
 from tests.reference.two_phase import Workers
 from tests.threads import run_ranks
 
@@ -47,10 +47,6 @@ def begin(group, make, topology="two_phase", **options):
     return model, *averaged(model, group, make(), topology=topology, **options)
 
 
-def flat_gradients(model):
-    return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)])
-
-
 @on([2, 3, 4], CODECS)
 @pytest.mark.parametrize("topology", ["two_phase", "server"])
 def test_it_is_the_simulation_in_one_process_to_the_bit(make, world, topology):
@@ -67,18 +63,7 @@ def test_and_with_eight_servers():
 
 
 def is_the_simulation(make, world, topology, steps):
-    def work(rank, group):
-        model, optimizer, averager = begin(group, make, topology)
-        seen = []
-        for step in range(steps):
-            backward(model, optimizer, rank, step, prescribed_loss)
-            own = flat_gradients(model).clone()
-            averager.average()
-            averager.commit()
-            seen.append((own, flat_gradients(model).clone()))
-        return seen, averager.state_dict()["memory"]
-
-    ranks = run_ranks(world, work)
+    ranks = run_ranks(world, lambda rank, group: recorded(*begin(group, make, topology), rank, steps))
     shapes = {"kernel": (10, 4, 3, 3), "matrix": (12, 25)}
     momentum = 0.9 if make().needs_optimizer else 0.0
     workers = Workers(make(), shapes, CUTS[world], momentum, dense_pull=topology == "server")

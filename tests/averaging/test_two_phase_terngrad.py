@@ -17,7 +17,19 @@ from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.traffic import traffic
 from lightning_gradcomp.compressors.terngrad import TernGrad
 from tests.averaging.laws import Parts, note_sent, parts_loss
-from tests.averaging.workers import SGD, Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
+from tests.averaging.workers import (
+    SGD,
+    Table,
+    all_equal,
+    averaged,
+    backward,
+    flat_gradients,
+    prescribed_loss,
+    recorded,
+    same,
+    train,
+    weights,
+)
 from tests.reference.terngrad_server import Server
 from tests.threads import run_ranks, subgroups
 
@@ -26,23 +38,12 @@ terngrad = partial(TernGrad, min_elements=40, warmup_epochs=0)
 topologies = pytest.mark.parametrize("topology", ["two_phase", "server"])
 
 
-def flat_gradients(model):
-    return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)])
-
-
 def steps_of(world, compressor, topology, steps=6):
     """For each rank: (its gradient, the average) at every step, and its state at the end."""
 
     def work(rank, group):
-        model, seen = Table(), []
-        optimizer, averager = averaged(model, group, compressor, topology=topology)
-        for step in range(steps):
-            backward(model, optimizer, rank, step, prescribed_loss)
-            own = flat_gradients(model).clone()
-            averager.average()
-            averager.commit()
-            seen.append((own, flat_gradients(model).clone()))
-        return seen, averager.state_dict()["memory"]
+        model = Table()
+        return recorded(model, *averaged(model, group, compressor, topology=topology), rank, steps)
 
     return run_ranks(world, work)
 

@@ -141,6 +141,23 @@ def train(model, optimizer, averager, rank, steps, loss=image_loss, scheduler=No
             scheduler.step()
 
 
+def flat_gradients(model):
+    """The gradients of a Table's compressed parameters: a copy."""
+    return torch.cat([model.kernel.grad.reshape(-1), model.matrix.grad.reshape(-1)])
+
+
+def recorded(model, optimizer, averager, rank, steps):
+    """(its gradient, the average) of a Table at every step, and the state at the end."""
+    seen = []
+    for step in range(steps):
+        backward(model, optimizer, rank, step, prescribed_loss)
+        own = flat_gradients(model)
+        averager.average()
+        averager.commit()
+        seen.append((own, flat_gradients(model)))
+    return seen, averager.state_dict()["memory"]
+
+
 def train_ddp(model, optimizer, group, rank, steps, loss=image_loss, scheduler=None, **options):
     """The same with DDP, which the averager stands in for."""
     wrapped = DistributedDataParallel(model, process_group=group, **options)
