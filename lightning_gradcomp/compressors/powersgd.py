@@ -24,7 +24,7 @@ import torch
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.layout import CHUNK, Layout
-from lightning_gradcomp.compressors.updates import Gradient, StateDict, Update
+from lightning_gradcomp.compressors.updates import AdamStep, Gradient, StateDict, Update, is_adam
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -79,8 +79,8 @@ def batches_of(layout: Layout) -> list[Batch]:
     return batches
 
 
-class GradientAndQueries(Gradient):
-    """The gradient accumulates, and each matrix keeps a query Q for the next step, the same on all ranks."""
+class Queries(Update):
+    """Each matrix keeps a query Q for the next step, the same on all ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -93,13 +93,16 @@ class GradientAndQueries(Gradient):
         """The queries after this step is committed."""
 
     def commit(self, stepped: Set[str]) -> None:
+        super().commit(stepped)
         pairs = zip(self.layout.names, self.queries, self.next_queries, strict=True)
         self.queries = self.next_queries = [new if name in stepped else old for name, old, new in pairs]
 
     def state_dict(self, names: Sequence[str]) -> StateDict:
-        return {"query": {name: q.clone() for name, q in zip(self.layout.names, self.queries, strict=True)}}
+        queries = {name: q.clone() for name, q in zip(self.layout.names, self.queries, strict=True)}
+        return {**super().state_dict(names), "query": queries}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        super().load_state_dict(state)
         queries = []
         for name, q in zip(self.layout.names, self.queries, strict=True):
             saved = state["query"].get(name, q)
@@ -107,6 +110,14 @@ class GradientAndQueries(Gradient):
                 raise ValueError(f"query of {name!r}: got shape {tuple(saved.shape)}, allowed: {tuple(q.shape)}")
             queries.append(saved.to(q.device, copy=True))
         self.queries = self.next_queries = queries
+
+
+class GradientAndQueries(Queries, Gradient):
+    """The gradient accumulates."""
+
+
+class AdamStepAndQueries(Queries, AdamStep):
+    """Adam's step accumulates."""
 
 
 @register("powersgd")
@@ -130,7 +141,7 @@ class PowerSGD(LossyCompressor):
 
     card: ClassVar[Card] = Card(
         sends="two thin fp32 factors of each matrix, as averages",
-        remembers="a residual, and the Q of the previous step",
+        remembers="a residual, and the Q of the previous step; with Adam, moments and unsent updates",
         pick="there are many ranks, or a vision Transformer trains over 1 Gbit/s",
         source="[Vogels et al. 2019](https://arxiv.org/abs/1905.13727)",
     )
@@ -166,8 +177,8 @@ class PowerSGD(LossyCompressor):
                 raise refusal(f"rows or columns with PowerSGD(rank={self.rank})", got, allowed)
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        """Gradients accumulate, even with Adam: a low-rank average leaves no element unsent for long."""
-        return GradientAndQueries(self.rank)
+        """The gradient accumulates; with Adam and AdamW, their step."""
+        return AdamStepAndQueries(self.rank) if is_adam(optimizer) else GradientAndQueries(self.rank)
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """One all-reduce of all P's and one of all Q's."""
@@ -176,7 +187,7 @@ class PowerSGD(LossyCompressor):
         return [("mean", 4 * self.rank * out), ("mean", 4 * self.rank * rest)]
 
     def average(
-        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: GradientAndQueries
+        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Queries
     ) -> tuple[Chunked, Chunked]:
         """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P. The average is P Qᵀ, and P Q_localᵀ was sent.
 

@@ -6,8 +6,8 @@ Combinations that exercise no code of their own are left out:
   (all_gather) and twice (two_phase); a server decodes the same payloads.
 - In nodes a worker's gradient is a mean, and nothing else changes. Nodes run default options, and with a server one
   method that sends few numbers, one that sends all in few bits, and one whose sums are exact.
-- AdamW matters to methods that accumulate its steps. Of the others, whose state is the same as with SGD, only PowerSGD
-  and no compression run with it. On topologies with partitions it runs with default options; in nodes, with DGC.
+- AdamW matters to methods that accumulate its steps. Of the others, whose state is the same as with SGD, only no
+  compression runs with it. On topologies with partitions it runs with default options; in nodes, with DGC.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def cells() -> dict[str, Cell]:
         ("all_gather", NODE, "sgd"): plain,
         ("two_phase", NODE, "sgd"): partitioned,
         ("server", NODE, "sgd"): {label: LOSSY[label] for label in FEW},
-        ("all_gather", 1, "adamw"): {**accumulating, "powersgd": LOSSY["powersgd"], "none": EVERY["none"]},
-        ("two_phase", 1, "adamw"): with_defaults(accumulating),
+        ("all_gather", 1, "adamw"): {**accumulating, "none": EVERY["none"]},
+        ("two_phase", 1, "adamw"): {label: make for label, make in partitioned.items() if _owns_adamw(make)},
         ("server", 1, "adamw"): {label: LOSSY[label] for label in ("dgc", "onebit")},
         ("all_gather", NODE, "adamw"): {"dgc": LOSSY["dgc"]},
         ("two_phase", NODE, "adamw"): {"dgc": LOSSY["dgc"]},

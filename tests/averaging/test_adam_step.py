@@ -67,7 +67,7 @@ def everything_kept(averager):
 
 def test_every_method_with_error_feedback_is_here():
     names = {label.split(",")[0] for label in STEPPING}
-    assert names == {"dgc", "gradient_dropping", "onebit", "twobit", "terngrad"}
+    assert names == {"dgc", "gradient_dropping", "onebit", "twobit", "terngrad", "powersgd"}
     assert "terngrad" not in STEPPING  # its default remembers nothing
 
 
