@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Xiao et al. 2017, arXiv 1708.07747), downloaded by torchvision or installed by Debian."""
+"""Fashion-MNIST (Xiao et al. 2017, arXiv 1708.07747), downloaded by torchvision or from Debian's package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FashionMNIST(Files):
 
     name, channels, classes = "Fashion-MNIST", 1, 10
     how_to_get = (
-        "Get it with data.download=true, or, on Debian and Ubuntu, with apt install dataset-fashion-mnist and "
+        "Get it with data.download=true, or, on Debian, with apt install dataset-fashion-mnist and "
         "data.dir=/usr/share/datasets/fashion-mnist"
     )
 
@@ -105,14 +105,14 @@ def read_part(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
     """
     pixels = read_bytes(folder / f"{part}-images-idx3-ubyte", header=16)
     labels = read_bytes(folder / f"{part}-labels-idx1-ubyte", header=8)
-    return pixels.view(len(labels), 1, 28, 28), labels.long()
+    return torch.tensor(pixels.reshape(len(labels), 1, 28, 28)), torch.tensor(labels, dtype=torch.int64)
 
 
-def read_bytes(path: Path, *, header: int) -> torch.Tensor:
+def read_bytes(path: Path, *, header: int) -> np.ndarray:
     """The bytes after the header: uint8 [n]. The file may be compressed, with .gz at the end of its name."""
     packed = path.with_name(f"{path.name}.gz")
     content = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).copy())
+    return np.frombuffer(content, np.uint8, offset=header)
 
 
 def normalised(pixels: torch.Tensor) -> torch.Tensor:
