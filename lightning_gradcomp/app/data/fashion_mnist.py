@@ -58,11 +58,11 @@ class FashionMNIST(Files):
     @property
     def folder(self) -> Path:
         """The folder of the four files."""
-        return self.root if any(self.root.glob("train-images-idx3-ubyte*")) else self.root / FOLDER
+        return self.root if has_files(self.root) else self.root / FOLDER
 
     def check(self) -> None:
-        if not (self.download or self.folder.is_dir()):
-            raise self.missing(f"there is no folder {FOLDER}")
+        if not (self.download or has_files(self.folder)):
+            raise self.missing(f"there is no train-images-idx3-ubyte.gz here or in {FOLDER}/")
 
     def prepare_data(self) -> None:
         """Runs on rank 0 only, while the others wait."""
@@ -71,7 +71,7 @@ class FashionMNIST(Files):
                 with redirect_stdout(sys.stderr):  # the text of the progress bar
                     Images(str(self.root), download=True)
             except (OSError, RuntimeError) as error:  # no network, a full disk; a damaged file
-                raise self.missing(f"the download failed: {error}") from error
+                raise self.missing(f"the download failed: {' '.join(str(error).split())}") from error
 
     def load(self) -> Pair:
         try:
@@ -83,6 +83,11 @@ class FashionMNIST(Files):
         if self.augment.changes_images:
             return Augmented(self.augment.to_train(self.size, [MEAN], [STD]), pixels, labels), val
         return TensorDataset(normalised(pixels), labels), val
+
+
+def has_files(folder: Path) -> bool:
+    """Whether the files are in `folder`, compressed or not."""
+    return any(folder.glob("train-images-idx3-ubyte*"))
 
 
 class Augmented(TensorDataset):
