@@ -1,7 +1,9 @@
 """Data sets in files of their real formats, tiny ones that are made here, and how ranks share their images."""
 
+import gzip
 import pickle
 import shutil
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +12,10 @@ import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
 from torchvision.datasets import CIFAR10 as TorchvisionCIFAR10
+from torchvision.datasets import FashionMNIST as TorchvisionFashionMNIST
 from torchvision.transforms import v2
 
-from lightning_gradcomp.app.data import CIFAR10, Augment, Digits, ImageFolder, ImageNet, SharedImages
+from lightning_gradcomp.app.data import CIFAR10, Augment, Digits, FashionMNIST, ImageFolder, ImageNet, SharedImages
 from lightning_gradcomp.app.data.digits import digits
 from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
 from lightning_gradcomp.app.data.files import MissingData
@@ -85,6 +88,84 @@ def test_a_download_that_fails_is_answered_with_a_sentence(tmp_path, monkeypatch
     with pytest.raises(MissingData, match=r"the download failed: .*refused") as refused:
         data.prepare_data()
     assert str(tmp_path / "here") in str(refused.value) and "recipe=digits" in str(refused.value)
+
+
+def write_fashion_mnist(folder):
+    """The four files, of 20 images to train with and 6 to validate with. Returns the pixels by part."""
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    pixels = {}
+    for part, count in (("train", 20), ("t10k", 6)):
+        pixels[part] = generator.integers(0, 256, (count, 1, 28, 28), dtype=np.uint8)
+        images = struct.pack(">4i", 0x803, count, 28, 28) + pixels[part].tobytes()
+        labels = struct.pack(">2i", 0x801, count) + bytes(index % 10 for index in range(count))
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    return pixels
+
+
+def extract(folder):
+    """Replace the compressed files in `folder` by their content."""
+    for packed in folder.glob("*.gz"):
+        packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+        packed.unlink()
+
+
+@pytest.mark.parametrize("extracted", [False, True])
+@pytest.mark.parametrize("below", ["", "FashionMNIST/raw"])
+def test_fashion_mnist_of_debian_and_of_torchvision(tmp_path, below, extracted):
+    pixels = write_fashion_mnist(tmp_path / "data" / below)
+    if extracted:
+        extract(tmp_path / "data" / below)
+    data = FashionMNIST(4, str(tmp_path / "data"), download=not below)  # nothing to download
+    data.check()
+    data.prepare_data()
+    train, val = data.load()
+    assert (data.channels, data.size, data.classes) == (1, 28, 10)
+    assert (len(train), len(val)) == (20, 6) and [int(label) for _, label in val] == [0, 1, 2, 3, 4, 5]
+    for images, wanted in ((train, pixels["train"]), (val, pixels["t10k"])):
+        found = torch.stack([image for image, _ in images])
+        undone = (found * 0.3530 + 0.2860) * 255
+        torch.testing.assert_close(undone, torch.from_numpy(wanted).float(), rtol=0, atol=0.01)
+
+
+def test_fashion_mnist_is_augmented_if_asked(tmp_path):
+    write_fashion_mnist(tmp_path / "data")
+    plain = FashionMNIST(4, str(tmp_path / "data"))
+    augmented = FashionMNIST(4, str(tmp_path / "data"), augment=Augment(crop_and_flip=True, random_erase=0.5))
+    torch.manual_seed(0)
+    on_rank(augmented, 0, 1)
+    [(images, labels), *_] = augmented.train_dataloader()
+    assert images.shape == (4, 1, 28, 28) and images.dtype == torch.float32 and labels.dtype == torch.int64
+    assert not torch.equal(augmented.train[0][0], augmented.train[0][0])
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(augmented.val, plain.load()[1], strict=True))
+    same = Augment().to_train(28, [0.2860], [0.3530])  # the same scale as without augmentation
+    torch.testing.assert_close(same(augmented.train.tensors[0][0]), plain.load()[0][0][0])
+
+
+def test_fashion_mnist_is_missing_or_damaged(tmp_path, monkeypatch):
+    data = FashionMNIST(4, str(tmp_path / "data"), download=False)
+    data.folder.mkdir(parents=True)  # as a download that failed leaves it
+    with pytest.raises(MissingData, match=r"^Fashion-MNIST: there is no train-images-idx3-ubyte.gz .*apt install"):
+        data.check()
+    monkeypatch.setattr(TorchvisionFashionMNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody listens
+    data.download = True
+    data.check()  # it may be fetched
+    with pytest.raises(MissingData, match=r"the download failed: .*refused.*apt install dataset-fashion-mnist"):
+        data.prepare_data()
+    folder = tmp_path / "elsewhere"
+    write_fashion_mnist(folder)
+    data = FashionMNIST(4, str(folder))
+    images, labels = folder / "train-images-idx3-ubyte.gz", folder / "t10k-labels-idx1-ubyte.gz"
+    whole = images.read_bytes()
+    for damaged in (whole[:-30], b"<html>", gzip.compress(gzip.decompress(whole)[:-30])):
+        images.write_bytes(damaged)
+        with pytest.raises(MissingData, match=r"Fashion-MNIST: files are missing or damaged in .*elsewhere: "):
+            data.load()
+    images.write_bytes(whole)
+    labels.unlink()
+    with pytest.raises(MissingData, match="t10k-labels-idx1-ubyte"):
+        data.load()
 
 
 @pytest.fixture
@@ -240,7 +321,12 @@ def test_mixed_batches_have_shared_labels():
 
 @pytest.mark.parametrize(
     ("recipe", "shape"),
-    [("digits", (1, 8, 10)), ("swin_t_cifar10", (3, 32, 10)), ("resnet50_imagenet", (3, 224, 1000))],
+    [
+        ("digits", (1, 8, 10)),
+        ("swin_fashion_mnist", (1, 28, 10)),
+        ("swin_t_cifar10", (3, 32, 10)),
+        ("resnet50_imagenet", (3, 224, 1000)),
+    ],
 )
 def test_a_dry_run_has_random_images_of_the_data_s_shape(recipe, shape):
     data = built(f"recipe={recipe}", "dry_run=true").data

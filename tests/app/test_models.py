@@ -48,6 +48,40 @@ def test_stems_follow_the_size_of_the_images(name, images, parameters):
         assert (model.conv1.kernel_size, model.conv1.stride) == ((3, 3), (1, 1))
 
 
+@pytest.mark.parametrize(
+    ("stem", "size", "positions"), [("imagenet", 28, 7), ("small", 28, 28), ("small", 72, 72), ("auto", 72, 18)]
+)
+def test_a_stem_is_chosen(stem, size, positions):
+    with torch.device("meta"):
+        model = resnet18(channels=1, classes=10, size=size, stem=stem)
+        inputs = []
+        model.layer1.register_forward_pre_hook(lambda module, given: inputs.append(given[0].shape))
+        assert model(torch.empty(2, 1, size, size)).shape == (2, 10)
+    assert inputs == [(2, 64, positions, positions)]
+
+
+def test_a_small_swin_has_patches_and_windows():
+    model = swin_mini(channels=1, classes=10, size=28, patch=2, window=7)
+    assert model.features[0](torch.randn(1, 1, 28, 28)).shape == (1, 14, 14, 48)
+    assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+    biases = [table.shape[0] for name, table in model.named_parameters() if name.endswith("bias_table")]
+    assert biases == [13 * 13] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "allowed"),
+    [
+        (resnet18, {"stem": "large"}, "auto, small, imagenet"),
+        (swin_mini, {"patch": 0}, "a whole number from 1 to 28"),
+        (swin_mini, {"window": 29}, "a whole number from 1 to 28"),
+    ],
+)
+def test_a_wrong_option_of_a_network_is_refused(make, option, allowed):
+    [(name, value)] = option.items()
+    with pytest.raises(ValueError, match=rf"^model\.{name}: got {value!r}, allowed: {allowed}"):
+        make(channels=1, classes=10, size=28, **option)
+
+
 @pytest.mark.parametrize(("make", "size"), [(swin_mini, 224), (swin_t, 8)])
 def test_images_of_a_wrong_size_are_refused(make, size):
     with pytest.raises(ValueError, match=rf"^model with images of {size} pixels: got 'swin_"):

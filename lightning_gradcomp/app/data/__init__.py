@@ -3,8 +3,9 @@
 from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.cifar10 import CIFAR10
 from lightning_gradcomp.app.data.digits import Digits
+from lightning_gradcomp.app.data.fashion_mnist import FashionMNIST
 from lightning_gradcomp.app.data.folders import ImageFolder, ImageNet
 from lightning_gradcomp.app.data.shared import SharedImages
 from lightning_gradcomp.app.data.synthetic import Synthetic
 
-__all__ = ["CIFAR10", "Augment", "Digits", "ImageFolder", "ImageNet", "SharedImages", "Synthetic"]
+__all__ = ["CIFAR10", "Augment", "Digits", "FashionMNIST", "ImageFolder", "ImageNet", "SharedImages", "Synthetic"]

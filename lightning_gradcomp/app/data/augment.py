@@ -60,6 +60,11 @@ class Augment:
             if not 0 <= (got := getattr(self, option)) <= 1:
                 raise refusal(f"augment.{option}", got, "0 to 1")
 
+    @property
+    def changes_images(self) -> bool:
+        """Whether training images are transformed one by one, rather than mixed in batches or not at all."""
+        return self.crop_and_flip or self.trivial_augment or self.random_erase > 0
+
     def check_size(self, size: int) -> None:
         """Raises ValueError if `resize` doesn't fit images of `size` pixels."""
         if self.resize is not None and not SMALL < size <= self.resize:

@@ -12,18 +12,31 @@ from lightning_gradcomp.app.data.augment import SMALL
 from lightning_gradcomp.errors import refusal
 
 
-def swin_mini(*, channels: int, classes: int, size: int = 32) -> nn.Module:
-    """(batch, channels, height, width) -> logits (batch, classes), for height and width from 8, multiples of 8.
+def swin_mini(*, channels: int, classes: int, size: int = 32, patch: int = 1, window: int = 4) -> nn.Module:
+    """(batch, channels, height, width) -> logits (batch, classes), for images of 8 to 64 pixels per side.
 
-    torchvision's `SwinTransformer` with one token per pixel, two stages of two blocks (48 and 96 wide), and 4x4
-    windows: on 8x8 images the first stage has four windows, shifted in its second block, and the second stage one.
+    torchvision's `SwinTransformer` with two stages of two blocks (48 and 96 wide). On 8x8 images, with one token per
+    pixel and 4x4 windows, the first stage has four windows, shifted in its second block, and the second stage one. So
+    it is on 28x28 images with patches of 2x2 pixels and 7x7 windows. Other sizes are padded to whole windows.
+
+    Args:
+        channels: channels of an image.
+        classes: number of classes.
+        size: height and width of an image in pixels.
+        patch: height and width in pixels of the patch that becomes a token.
+        window: height and width in tokens of the windows of the attention.
 
     Raises:
-        ValueError: if images have more than 64 pixels per side, which would mean thousands of tokens.
+        ValueError: if images have more than 64 pixels per side, which would mean thousands of tokens, or if an option
+            is out of range.
     """
     if size > SMALL:
         raise refusal(f"model with images of {size} pixels", "swin_mini", "swin_t, resnet18, resnet50")
-    return small_images(1, channels, embed_dim=48, depths=[2, 2], num_heads=[3, 6], num_classes=classes)
+    for option, got in (("patch", patch), ("window", window)):
+        if type(got) is not int or not 1 <= got <= size:
+            raise refusal(f"model.{option}", got, f"a whole number from 1 to {size} (data.size)")
+    blocks: dict[str, Any] = {"depths": [2, 2], "num_heads": [3, 6]}
+    return small_images(patch, window, channels, embed_dim=48, **blocks, num_classes=classes)
 
 
 def swin_t(*, channels: int, classes: int, size: int) -> nn.Module:
@@ -40,12 +53,12 @@ def swin_t(*, channels: int, classes: int, size: int) -> nn.Module:
     if size < 16:
         raise refusal(f"model with images of {size} pixels", "swin_t", "swin_mini, resnet18, resnet50")
     blocks: dict[str, Any] = {"depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24]}
-    return small_images(2, channels, embed_dim=96, **blocks, stochastic_depth_prob=0.2, num_classes=classes)
+    return small_images(2, 4, channels, embed_dim=96, **blocks, stochastic_depth_prob=0.2, num_classes=classes)
 
 
-def small_images(patch: int, channels: int, *, embed_dim: int, **options: Any) -> SwinTransformer:
-    """A Swin with patches of `patch` x `patch` pixels and windows of 4x4 patches."""
-    model = SwinTransformer(patch_size=[patch, patch], embed_dim=embed_dim, window_size=[4, 4], **options)
+def small_images(patch: int, window: int, channels: int, *, embed_dim: int, **options: Any) -> SwinTransformer:
+    """A Swin with patches of `patch` x `patch` pixels and windows of `window` x `window` patches."""
+    model = SwinTransformer(patch_size=[patch] * 2, embed_dim=embed_dim, window_size=[window] * 2, **options)
     stem = model.features[0]
     assert isinstance(stem, nn.Sequential)
     stem[0] = nn.Conv2d(channels, embed_dim, kernel_size=patch, stride=patch)  # torchvision's requires three channels
