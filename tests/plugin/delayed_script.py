@@ -79,7 +79,7 @@ class Net(L.LightningModule):
 
 
 class Several(Net):
-    """Two optimizers in turns, as in a GAN: one steps in every batch, the other in every second; neither in the fourth."""
+    """Two optimizers in turns, as in a GAN: one in every batch, the other in every second, neither in the fourth."""
 
     def __init__(self):
         super().__init__()
