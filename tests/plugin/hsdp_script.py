@@ -68,6 +68,25 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Several(Net):
+    """Two optimizers by hand, each with its own backward pass and clipping, as in a GAN."""
+
+    def __init__(self, adamw=False, wrapped=None):
+        super().__init__(adamw, wrapped)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+
+    def configure_optimizers(self):
+        first = torch.optim.AdamW(self.net[:3].parameters(), lr=0.01)
+        return first, torch.optim.SGD(self.net[3].parameters(), lr=0.05, momentum=0.9)
+
+
 def data(batch=8):
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(320, 16, generator=generator)
@@ -75,9 +94,9 @@ def data(batch=8):
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch)
 
 
-def fit(strategy, *, adamw=False, wrapped=None, epochs=1, ckpt_path=None, seed=0, **options):
+def fit(strategy, *, adamw=False, wrapped=None, epochs=1, ckpt_path=None, seed=0, make=Net, **options):
     L.seed_everything(seed, verbose=False)
-    net = Net(adamw, wrapped)
+    net = make(adamw, wrapped)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=epochs, **QUIET, **options)
     trainer.fit(net, data(), ckpt_path=ckpt_path)
     return trainer, weights(net)
@@ -111,6 +130,10 @@ def whole(replicate, shard):
 
 def dgc():
     return lgc.DGC(sparsity=0.9, warmup_epochs=0, dense_epochs=0, min_elements=40)
+
+
+def onebit():
+    return lgc.OneBit(warmup_epochs=0, min_elements=40)
 
 
 def replicas_apart(trainer):
@@ -148,6 +171,7 @@ def like_fsdp():
         "adamw, accumulated": {"adamw": True, "accumulate_grad_batches": 3},
         "bf16-mixed": {"precision": "bf16-mixed"},
         "bf16-true": {"precision": "bf16-true"},
+        "several optimizers": {"make": Several},
     }.items():
         _, ours = fit(hsdp("none"), **options)
         _, theirs = fit(FSDPsOwn(2, 2), **options)
@@ -175,6 +199,21 @@ def trained():
             "memory": sorted({str(part.dtype) for parts in memory.values() for part in parts.values()}),
         }
     return found
+
+
+def several():
+    """Two optimizers, compressed; and a run that goes on."""
+    path = FOLDER / "several"
+    first, _ = fit(hsdp(onebit()), make=Several, seed=RANK)
+    first.save_checkpoint(path)
+    _, straight = fit(hsdp(onebit()), make=Several, seed=RANK, epochs=2)
+    trainer, resumed = fit(hsdp(onebit()), make=Several, epochs=2, ckpt_path=path)
+    spent = trainer.strategy.averager.spent
+    return {
+        "replicas_apart": replicas_apart(trainer),
+        "resumed": apart(straight, resumed),
+        "ratio": spent.dense_bytes / spent.bytes_sent,
+    }
 
 
 def wrapped():
@@ -264,6 +303,7 @@ def refused():
 found = {
     "like_fsdp": like_fsdp(),
     "trained": trained(),
+    "several": several(),
     "wrapped": wrapped(),
     "sgd": checkpoints(False, {"2x2 to 1x4": whole(1, 4), "1x4 to ddp": forced(dgc())}),
     "adamw": checkpoints(

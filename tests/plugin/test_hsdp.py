@@ -18,7 +18,7 @@ def outcome(tmp_path_factory):
     return json.loads(run_world(4, script, str(tmp_path_factory.mktemp("hsdp")), timeout=150).splitlines()[-1])
 
 
-@pytest.mark.parametrize("how", ["sgd, clipped", "adamw, accumulated", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("how", ["sgd, clipped", "adamw, accumulated", "bf16-mixed", "bf16-true", "several optimizers"])
 def test_without_compression_it_is_fsdps_own_hsdp(outcome, how):
     assert outcome["like_fsdp"][how] <= 1e-6
 
@@ -32,6 +32,12 @@ def test_replicas_stay_equal_in_compressed_steps(outcome, how):
     assert seen["memory"] == ["torch.float32"]
     assert seen["summary"]["steps"] == (5 if how == "adamw" else 10)
     assert 0 < seen["summary"]["bytes_sent"] < seen["summary"]["dense_bytes"]
+
+
+def test_several_optimizers_train_and_resume(outcome):
+    seen = outcome["several"]
+    assert seen["replicas_apart"] == seen["resumed"] == 0
+    assert seen["ratio"] > 2
 
 
 @pytest.mark.parametrize("how", ["compiled", "checkpointed"])
@@ -104,20 +110,15 @@ class WithoutConfigureModel(Net):
     configure_model = L.LightningModule.configure_model
 
 
-class Manual(Net):
-    automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("mesh", "net", "options", "message"),
     [
         ({"shard": 3}, Net(), {}, "the mesh of 1 node with 4 ranks each: got 'replicate=1 x shard=3', allowed: .* 4"),
         ({"replicate": 3, "shard": 2}, Net(), {}, "got 'replicate=3 x shard=2'"),
         ({}, WithoutConfigureModel(), {}, "got 'no configure_model"),
-        ({}, Manual(), {}, "automatic_optimization with CompressedHSDPStrategy: got False, allowed: True"),
         ({}, Net(), {"sync_batchnorm": True}, "sync_batchnorm with CompressedHSDPStrategy: got True, allowed: False"),
     ],
-    ids=["3 shards", "3 x 2", "no configure_model", "manual optimization", "sync_batchnorm"],
+    ids=["3 shards", "3 x 2", "no configure_model", "sync_batchnorm"],
 )
 def test_what_can_not_be_honoured_is_refused_before_the_launch(mesh, net, options, message):
     strategy = lgc.CompressedHSDPStrategy("dgc", **mesh)
