@@ -204,9 +204,9 @@ def trained():
 def several():
     """Two optimizers, compressed; and a run that goes on."""
     path = FOLDER / "several"
-    first, _ = fit(hsdp(onebit()), make=Several, seed=RANK)
+    first, _ = fit(hsdp(onebit()), make=Several)
     first.save_checkpoint(path)
-    _, straight = fit(hsdp(onebit()), make=Several, seed=RANK, epochs=2)
+    _, straight = fit(hsdp(onebit()), make=Several, epochs=2)
     trainer, resumed = fit(hsdp(onebit()), make=Several, epochs=2, ckpt_path=path)
     spent = trainer.strategy.averager.spent
     return {
