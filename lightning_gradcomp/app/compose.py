@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import lightning as L
 from hydra.core.config_store import ConfigStore
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from lightning_gradcomp.app import sharding
 from lightning_gradcomp.app.callbacks import SaveOnSigterm, SeedEachStep
-from lightning_gradcomp.app.classifier import Classifier
-from lightning_gradcomp.app.data import SharedImages, Synthetic
+from lightning_gradcomp.app.data import SharedData
 from lightning_gradcomp.app.ranks import Ranks, place
+from lightning_gradcomp.app.task import Task
 from lightning_gradcomp.averaging.fsdp.mesh import mesh_shape
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, CompressedHSDPStrategy
@@ -26,7 +26,7 @@ from lightning_gradcomp.registry import entries
 PACKAGE = Path(__file__).resolve().parents[1]
 LAST = Path("checkpoints") / "last.ckpt"
 DRY_BATCH = 2
-"""Images per rank and step in a dry run."""
+"""Examples per rank and step in a dry run."""
 
 
 def shipped(folder: str) -> Path:
@@ -35,7 +35,7 @@ def shipped(folder: str) -> Path:
 
 
 def register() -> None:
-    """Register what is not in conf/ with Hydra: recipes, compressors of other packages, and a resolver."""
+    """Register what is not in conf/ with Hydra: recipes, compressors of other packages, and resolvers."""
     store = ConfigStore.instance()
     for path in shipped("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
@@ -44,11 +44,17 @@ def register() -> None:
             target = {"_target_": f"{entry.cls.__module__}.{entry.cls.__qualname__}"}
             store.store(group="compressor", name=entry.name, node=target)
     OmegaConf.register_new_resolver("per_256", per_256, replace=True)
+    OmegaConf.register_new_resolver("of_task", of_task, replace=True)
 
 
 def per_256(lr: float, *, _root_: DictConfig) -> float:
     """Scale `lr`, given for 256 images, to the images of an optimizer step (Goyal et al. 2017, arXiv 1706.02677)."""
     return float(lr) * _root_.data.batch_size * _root_.trainer.accumulate_grad_batches / 256
+
+
+def of_task(attribute: str, *, _root_: DictConfig) -> str:
+    """`monitor` or `mode` of the task's class."""
+    return getattr(get_class(_root_.task._target_), attribute)
 
 
 def use_own_compressor(config: DictConfig, words: list[str]) -> None:
@@ -71,8 +77,8 @@ def use_own_compressor(config: DictConfig, words: list[str]) -> None:
 class Run(NamedTuple):
     """The objects of a run."""
 
-    task: Classifier
-    data: SharedImages
+    task: Task
+    data: SharedData
     trainer: L.Trainer
     ranks: Ranks
 
@@ -88,25 +94,43 @@ def build(config: DictConfig) -> Run:
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data, _convert_="all")
     if config.dry_run:
-        sizes = {"size": data.size, "classes": data.classes, "channels": data.channels}
-        batch = DRY_BATCH * ranks.world
-        data = Synthetic(batch, images=2 * batch, seed=config.seed, **sizes)
+        data = data.stand_in(DRY_BATCH * ranks.world)
     else:
         data.check()
     data.check_batch(ranks.world)
+    task = build_task(config, data)
+    strategy = _strategy(config, ranks)
+    if isinstance(strategy, CompressedHSDPStrategy):
+        shape = mesh_shape(config.strategy.replicate, config.strategy.shard, ranks.nodes, ranks.per_node)
+        if config.task.get("channels_last"):
+            raise refusal("task.channels_last with strategy=hsdp", True, "false: FSDP2 does not support such weights")
+        sharding.check(task, strategy.compressor, shape[1])
+    return Run(task, data, _trainer(config, ranks, strategy), ranks)
+
+
+def build_task(config: DictConfig, data: SharedData) -> Task:
+    """The task of a composed config, with its network, for `data`.
+
+    Raises:
+        ValueError: if they don't go together, or the optimizer does not accept an option.
+    """
+    make = instantiate(config.task, _convert_="all")
+    if not isinstance(data, make.func.data):
+        raise refusal(
+            f"data for {make.func.__name__}", type(data).__name__, f"a {make.func.data.__name__}, or another task"
+        )
     model = instantiate(config.model, _convert_="all")
     if not isinstance(model, nn.Module):
-        model = model(channels=data.channels, classes=data.classes, size=data.size)
-    task = instantiate(config.task, _convert_="all")(model=model, classes=data.classes)
+        try:
+            model = model(**data.model_options)
+        except TypeError as error:
+            raise ValueError(f"model: {error}") from error
+    task = make(model=model, data=data)
     try:
         task.optimizer(task.parameter_groups())
     except (ValueError, TypeError) as error:
         raise ValueError(f"optimizer: {error}") from error
-    strategy = _strategy(config, ranks)
-    if isinstance(strategy, CompressedHSDPStrategy):
-        shape = mesh_shape(config.strategy.replicate, config.strategy.shard, ranks.nodes, ranks.per_node)
-        sharding.check(task, strategy.compressor, shape[1])
-    return Run(task, data, _trainer(config, ranks, strategy), ranks)
+    return task
 
 
 def _check_numbers(config: DictConfig) -> None:

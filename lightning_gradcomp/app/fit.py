@@ -43,7 +43,7 @@ def fit(yaml: str) -> dict[str, Any]:
                 print(f"\nstopped after step {trainer.global_step}; to resume: the same command with ckpt={folder}")
             sys.exit(STOPPED)
         seconds = time.perf_counter() - start
-        if not run.task.images:  # the checkpoint was saved at the last step, before validation
+        if not run.task.counts:  # the checkpoint was saved at the last step, before validation
             done = f"more: {config.ckpt} has completed all steps; evaluate=true validates it"
             raise refusal("trainer.max_epochs", trainer.max_epochs, done)
         if trainer.checkpoint_callbacks:
@@ -52,7 +52,7 @@ def fit(yaml: str) -> dict[str, Any]:
         [monitor] = [each for each in callbacks if isinstance(each, CommunicationMonitor)]
         result = summary.collect(config, run, monitor.summary(), seconds)
     if trainer.is_global_zero:
-        summary.write(result, folder)
+        summary.write(result, run.task.words(), folder)
     dist.destroy_process_group()
     return result
 

@@ -22,18 +22,28 @@ from lightning_gradcomp.errors import refusal
 
 OPTIONS = "RUN..., folders of runs or of sweeps; --out FOLDER"
 STEPS, MEGABYTES, SECONDS = "optimizer steps", "MB of gradients sent by a rank", "seconds"
-FIGURES = {"accuracy": ("val_acc", "validation accuracy"), "loss": ("train_loss", "training loss")}
+FIGURES = {
+    "accuracy": ("val_acc", "validation accuracy"),
+    "validation_loss": ("val_loss", "validation loss"),
+    "loss": ("train_loss", "training loss"),
+}
 """Name of a figure -> its column of metrics.csv and the axis label."""
+RESULTS = {
+    "val_acc": ("accuracy, %", 100, "{:.2f}"),
+    "val_loss": ("loss, nats", 1, "{:.4f}"),
+    "val_bits_per_byte": ("bits per byte", 1, "{:.4f}"),
+}
+"""Entry of summary.json -> its column of the table, factor and format. The table has those of its runs."""
 
 IGNORED = ("seed", "folder", "ckpt", "trainer.devices", "trainer.num_nodes", "trainer.log_every_n_steps")
 IGNORED += ("trainer.enable_progress_bar",)
 """Options that don't separate groups of runs, like those of the logger. The number of ranks does, however it is set."""
 
-HEAD = ("method", "options", "runs (seeds)", "N", "accuracy, %", "sent by a rank", "ratio", "topology", "ms a step")
 NOTES = """\
-Accuracy is that of the last validation. Groups of several runs show mean ± standard deviation; so do the bands in the
-figures. Bytes are those of the gradients that left rank 0. The ratio is what an uncompressed ring all-reduce of N ranks
-would have sent in the whole run, divided by what was sent. Milliseconds are the sum of each phase's median."""
+Accuracy and loss are those of the last validation. Groups of several runs show mean ± standard deviation; so do the
+bands in the figures. Bytes are those of the gradients that left rank 0. The ratio is what an uncompressed ring
+all-reduce of N ranks would have sent in the whole run, divided by what was sent. Milliseconds are the sum of each
+phase's median."""
 
 
 def main(words: list[str]) -> int:
@@ -283,7 +293,9 @@ def page(groups: list[Group], figures: list[str]) -> str:
         "Versions": _each(f"{name} {number}" for run in runs for name, number in run.summary["packages"].items()),
     }
     parts.append("\n".join(f"- {name}: {fact}" for name, fact in facts.items()))
-    rows = [HEAD, ["---"] * len(HEAD), *map(_row, groups)]
+    results = [name for name in RESULTS if any(name in run.summary for run in runs)]
+    cells = [_row(group, results) for group in groups]
+    rows = [list(cells[0]), ["---"] * len(cells[0]), *(list(row.values()) for row in cells)]
     parts += ["\n".join(f"| {' | '.join(row)} |" for row in rows), NOTES.replace("\n", " ")]
     parts += [f"![{FIGURES[name][1]}](figures/{name}.png)" for name in figures]
     for group in groups:
@@ -305,19 +317,24 @@ def _hardware(run: Run) -> str:
     return f"{device}, {cores} cores of {processor}; {nodes} node{'s' * (nodes > 1)} with {ranks} ranks"
 
 
-def _row(group: Group) -> list[str]:
-    runs = group.runs
-    return [
-        group.method,
-        f"`{' '.join(group.options)}`".replace("|", r"\|") if group.options else "",
-        f"{len(runs)} ({', '.join(str(run.options['seed']) for run in runs)})",
-        str(runs[0].world),
-        _spread([100 * run.summary["val_acc"] for run in runs], "{:.2f}"),
-        human(sum(run.cost["totals"]["bytes_sent"] for run in runs) / len(runs)),
-        digits(sum(run.cost["totals"]["ratio"] for run in runs) / len(runs)),
-        _each(run.cost.get("topology", "rounds") for run in runs),
-        _spread([sum(run.cost["milliseconds"].values()) for run in runs], "{:.0f}"),
-    ]
+def _row(group: Group, results: list[str]) -> dict[str, str]:
+    """Column -> cell, with a column for each of the `results`."""
+    runs, found = group.runs, {}
+    for name in results:
+        title, factor, form = RESULTS[name]
+        values = [factor * run.summary[name] for run in runs if name in run.summary]
+        found[title] = _spread(values, form) if values else ""
+    return {
+        "method": group.method,
+        "options": f"`{' '.join(group.options)}`".replace("|", r"\|") if group.options else "",
+        "runs (seeds)": f"{len(runs)} ({', '.join(str(run.options['seed']) for run in runs)})",
+        "N": str(runs[0].world),
+        **found,
+        "sent by a rank": human(sum(run.cost["totals"]["bytes_sent"] for run in runs) / len(runs)),
+        "ratio": digits(sum(run.cost["totals"]["ratio"] for run in runs) / len(runs)),
+        "topology": _each(run.cost.get("topology", "rounds") for run in runs),
+        "ms a step": _spread([sum(run.cost["milliseconds"].values()) for run in runs], "{:.0f}"),
+    }
 
 
 def _spread(values: list[float], form: str) -> str:

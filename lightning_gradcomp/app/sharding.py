@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -11,9 +10,6 @@ from lightning_gradcomp.averaging.fsdp.shards import Sharding
 from lightning_gradcomp.averaging.gradients import check_shards
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
-
-if TYPE_CHECKING:
-    from lightning_gradcomp.app.classifier import Classifier
 
 LISTS = (nn.Sequential, nn.ModuleList)
 
@@ -30,10 +26,8 @@ def blocks(network: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def check(module: Classifier, compressor: Compressor, shards: int) -> None:
+def check(module: nn.Module, compressor: Compressor, shards: int) -> None:
     """Raises ValueError if the model can't be divided into `shards`, or the compressor can't handle its shards."""
-    if module.channels_last:
-        raise refusal("task.channels_last with strategy=hsdp", True, "false: FSDP2 does not support such weights")
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     for name, shape in shapes.items():
         if not shape:

@@ -38,7 +38,7 @@ def collect(config: DictConfig, run: Run, communication: dict[str, Any], seconds
     devices: Any = trainer.strategy.parallel_devices  # pyrefly: ignore[missing-attribute] - every strategy here has it
     return {
         **evaluation(config, run),
-        "best_val_acc": None if score is None else score.item(),
+        f"best_{run.task.monitor}": None if score is None else score.item(),
         "epochs": trainer.current_epoch,
         "wall_seconds": seconds,
         "communication": communication,
@@ -55,38 +55,32 @@ def collect(config: DictConfig, run: Run, communication: dict[str, Any], seconds
 
 
 def evaluation(config: DictConfig, run: Run) -> dict[str, Any]:
-    """The accuracy of the last validation, and the options."""
-    task = run.task
-    counts = {"val_correct": task.correct, "val_images": task.images}
-    return {"val_acc": task.correct / task.images, **counts, "config": OmegaConf.to_container(config)}
+    """The result of the last validation, and the options."""
+    return {**run.task.result(), "config": OmegaConf.to_container(config)}
 
 
-def write(result: dict[str, Any], folder: Path) -> None:
-    """Write summary.json or evaluation.json, and print the result as a table."""
-    name = "evaluation.json" if result["config"]["evaluate"] else "summary.json"
+def write(result: dict[str, Any], words: tuple[str, str], folder: Path) -> None:
+    """Write summary.json or evaluation.json, and print the result as a table.
+
+    Args:
+        words: the name of the result and its value, as printed.
+    """
+    evaluate, ckpt = (result["config"][option] for option in ("evaluate", "ckpt"))
+    name = "evaluation.json" if evaluate else "summary.json"
     (folder / name).write_text(json.dumps(result, indent=2) + "\n")
-    print(_evaluated(result) if result["config"]["evaluate"] else table(result, folder))
+    print(f"\n{' '.join(words)} of {ckpt}" if evaluate else table(result, words, folder))
 
 
-def accuracy(result: dict[str, Any]) -> str:
-    """Format the accuracy, as in `98.06% (353 of 360 images)`."""
-    return f"{result['val_acc']:.2%} ({result['val_correct']} of {result['val_images']} images)"
-
-
-def _evaluated(result: dict[str, Any]) -> str:
-    return f"\nvalidation accuracy {accuracy(result)} of {result['config']['ckpt']}"
-
-
-def table(result: dict[str, Any], folder: Path) -> str:
-    """Lines to print: accuracy, bytes, time, files."""
+def table(result: dict[str, Any], words: tuple[str, str], folder: Path) -> str:
+    """Lines to print: result, bytes, time, files."""
     config, communication = result["config"], result["communication"]
     epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] > 1)}"
     model, data, compressor = (short(config[group]["_target_"]) for group in ("model", "data", "compressor"))
     if config["dry_run"]:
-        data = "random images (dry run)"
+        data = "random data (dry run)"
     title = f"{model} on {data}, {compressor}, {epochs} in {result['wall_seconds']:.0f} s on {result['device']}"
     phases, gpus, ranks = communication["milliseconds"], result["gpus_per_node"], result["devices_per_node"]
-    rows = {"validation accuracy": accuracy(result), **_sent(communication)}
+    rows = {words[0]: words[1], **_sent(communication)}
     if 0 < gpus < ranks:
         rows["GPUs a node"] = f"{gpus}, shared by {ranks} processes, which exchange over gloo"
     rows["time per step"] = (

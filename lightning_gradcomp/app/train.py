@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def job(config: DictConfig) -> float:
-    """Train or validate one composed run. Returns the validation accuracy, for Hydra's sweepers."""
+    """Train or validate one composed run. Returns the metric that the task monitors, for Hydra's sweepers."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         run = _checked(config, folder)
@@ -67,7 +67,7 @@ def job(config: DictConfig) -> float:
         _fail(f"{error}; the run's folder is {folder}")
     if ranks.is_rank_zero() and (folder / "metrics.csv").exists():
         _report_on(folder)
-    return result["val_acc"]
+    return result[run.task.monitor]
 
 
 def _checked(config: DictConfig, folder: Path) -> compose.Run:

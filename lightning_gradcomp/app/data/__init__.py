@@ -1,10 +1,24 @@
-"""Image data sets as LightningDataModules."""
+"""Data sets of images and of text as LightningDataModules."""
 
 from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.cifar10 import CIFAR10
 from lightning_gradcomp.app.data.digits import Digits
 from lightning_gradcomp.app.data.folders import ImageFolder, ImageNet
-from lightning_gradcomp.app.data.shared import SharedImages
+from lightning_gradcomp.app.data.images import SharedImages
+from lightning_gradcomp.app.data.shared import SharedData
 from lightning_gradcomp.app.data.synthetic import Synthetic
+from lightning_gradcomp.app.data.text import Text
+from lightning_gradcomp.app.data.tokens import SharedTokens
 
-__all__ = ["CIFAR10", "Augment", "Digits", "ImageFolder", "ImageNet", "SharedImages", "Synthetic"]
+__all__ = [
+    "CIFAR10",
+    "Augment",
+    "Digits",
+    "ImageFolder",
+    "ImageNet",
+    "SharedData",
+    "SharedImages",
+    "SharedTokens",
+    "Synthetic",
+    "Text",
+]

@@ -8,7 +8,8 @@ from sklearn.model_selection import StratifiedKFold, train_test_split
 from torch.utils.data import TensorDataset
 
 from lightning_gradcomp.app.data.augment import Augment
-from lightning_gradcomp.app.data.shared import Pair, SharedImages
+from lightning_gradcomp.app.data.images import SharedImages
+from lightning_gradcomp.app.data.shared import Pair
 from lightning_gradcomp.errors import refusal
 
 CHANNELS = 1

@@ -1,4 +1,4 @@
-"""Data sets whose images are files, and the error for files that are missing."""
+"""Data sets whose images are files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from lightning_gradcomp.app.data.augment import Augment
-from lightning_gradcomp.app.data.shared import SharedImages
-from lightning_gradcomp.errors import Refused
-
-MEANWHILE = "Meanwhile, gradcomp recipe=digits needs none, and dry_run=true checks everything but the data"
-
-
-class MissingData(Refused):
-    """Files that are missing or can't be used."""
+from lightning_gradcomp.app.data.images import SharedImages
+from lightning_gradcomp.app.data.missing import MissingData, missing
 
 
 class Files(SharedImages):
@@ -48,5 +42,5 @@ class Files(SharedImages):
 
     def missing(self, why: str) -> MissingData:
         """The error for files that can't be used: why, where they were looked for, how to get them."""
-        where = f"Looked in {self.root.resolve()} (data.dir, or the environment's GRADCOMP_DATA)"
-        return MissingData(f"{self.name}: {why}. {where}. {self.how_to_get}. {MEANWHILE}.")
+        option = "data.dir, or the environment's GRADCOMP_DATA"
+        return missing(self.name, why, self.root, option, self.how_to_get)

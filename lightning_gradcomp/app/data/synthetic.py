@@ -6,7 +6,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_gradcomp.app.data.augment import Augment
-from lightning_gradcomp.app.data.shared import Pair, SharedImages
+from lightning_gradcomp.app.data.images import SharedImages
+from lightning_gradcomp.app.data.shared import Pair
 from lightning_gradcomp.errors import refusal
 
 DIFFERENT = 64

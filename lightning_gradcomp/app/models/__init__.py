@@ -1,7 +1,11 @@
-"""Image networks: some with the package's own stems for small images, and those of torchvision and timm unchanged.
+"""Networks for images and for text.
 
-Every function takes the data's channels, classes and image size in pixels, and returns a module:
+Image networks: some with the package's own stems for small images, and those of torchvision and timm unchanged. Every
+function takes the data's channels, classes and image size in pixels, and returns a module:
 (batch, channels, size, size) -> logits (batch, classes).
+
+Language models: every function takes the data's vocabulary and context, and returns a module:
+int64 tokens (batch, length) -> logits (batch, length, vocabulary).
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ from typing import Any
 import torchvision
 from torch import nn
 
+from lightning_gradcomp.app.models.gpt import GPT
 from lightning_gradcomp.app.models.resnet import resnet
 from lightning_gradcomp.app.models.swin import swin_mini, swin_t
 from lightning_gradcomp.errors import refusal
 
 resnet18 = partial(resnet, "resnet18")
 resnet50 = partial(resnet, "resnet50")
+gpt_mini = partial(GPT, layers=4, width=64, heads=4, positions="learned", tied=False)
+gpt_small = partial(GPT, layers=12, width=768, heads=12, positions="learned", tied=True)
 
 NETWORKS = {"resnet18": resnet18, "resnet50": resnet50, "swin_mini": swin_mini, "swin_t": swin_t}
 

@@ -1,0 +1,98 @@
+"""Text files as bytes: a folder of your own, or Python's standard library, which every machine has."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from lightning_gradcomp.app.data.missing import MissingData, missing
+from lightning_gradcomp.app.data.tokens import SharedTokens
+
+EVERY = 20
+"""Every 20th file is for validation."""
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+"""Folders of the standard library's path that are installed packages or tests."""
+
+
+class Text(SharedTokens):
+    """The bytes of text files, sorted by path and joined by newlines. Every 20th file is for validation.
+
+    Of fewer than 20 files, the last twentieth of the bytes is. Hidden files and folders are skipped. Every rank holds
+    the whole text in memory.
+
+    Args:
+        batch_size: windows per step, over all ranks together.
+        dir: a folder with text files. None: Python's standard library: its `*.py` without tests, about 12 MB,
+            different in every version of Python.
+        pattern: glob pattern of the files in `dir`.
+        context: bytes that the network sees at once.
+        validation_windows: number of windows to validate with, evenly spaced; None: all.
+        seed: seed for the order of the windows.
+
+    Raises:
+        ValueError: if an option is out of range; in `check`, if there is no text or too little of it, or a file
+            contains a zero byte, which text does not.
+    """
+
+    name, vocabulary, unit = "text", 256, "byte"
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        dir: str | None = None,
+        pattern: str = "**/*",
+        context: int = 64,
+        validation_windows: int | None = 2048,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, context, validation_windows, seed)
+        self.is_library, self.pattern = dir is None, pattern
+        self.root = Path(sysconfig.get_path("stdlib") if dir is None else dir).expanduser()
+
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        files = self.files()
+        texts = [self._read(path) for path in files]
+        if len(files) >= EVERY:
+            val = texts[EVERY - 1 :: EVERY]
+            train = [text for index, text in enumerate(texts, 1) if index % EVERY]
+            return joined(train), joined(val)
+        whole = joined(texts)
+        cut = len(whole) - len(whole) // EVERY
+        return whole[:cut], whole[cut:]
+
+    def files(self) -> list[Path]:
+        """The files, sorted by their paths relative to the folder.
+
+        Raises:
+            MissingData: if there is none.
+        """
+        if not self.root.is_dir():
+            raise self._missing("there is no such folder")
+        pattern = "**/*.py" if self.is_library else self.pattern
+        relative = [path.relative_to(self.root) for path in self.root.glob(pattern) if path.is_file()]
+        kept = [path for path in relative if not any(part.startswith(".") for part in path.parts)]
+        if self.is_library:
+            kept = [path for path in kept if not LEFT_OUT & set(path.parts)]
+        if not kept:
+            raise self._missing(f"no file matches {pattern}")
+        return [self.root / path for path in sorted(kept)]
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise self._missing(str(error)) from error
+        if b"\0" in text:
+            raise self._missing(f"{path} is not a text: it has a zero byte; data.pattern chooses files")
+        return text
+
+    def _missing(self, why: str) -> MissingData:
+        how_to_get = "Put text files there, or train on Python's standard library with data.dir=null"
+        return missing(self.name, why, self.root, "data.dir", how_to_get)
+
+
+def joined(texts: list[bytes]) -> torch.Tensor:
+    """The texts with newlines in between, uint8 [bytes]; at least one of them is not empty."""
+    return torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
