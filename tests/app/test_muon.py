@@ -9,8 +9,9 @@ from torch import nn
 
 from lightning_gradcomp.app.models import resnet18, swin_mini
 from lightning_gradcomp.app.muon import MuonAdamW, hidden_matrices, with_rules
+from tests.averaging.workers import HAS_MUON
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+pytestmark = pytest.mark.skipif(not HAS_MUON, reason="torch 2.8 lacks Muon")
 
 
 class TinyGPT(nn.Module):
