@@ -13,6 +13,7 @@ from lightning_gradcomp.app.callbacks import SeedEachStep
 from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.app.summary import table
 from tests.app.conftest import built
+from tests.averaging.workers import HAS_MUON
 
 
 def rates(scheduler: WarmupCosine, epoch_steps: int, epochs: int) -> list[float]:
@@ -38,13 +39,14 @@ def test_warm_up_then_cosine():
     ("words", "precision", "fused"),
     [((), "32-true", True), ((), "16-mixed", False), (("optimizer.fused=false",), "32-true", False)],
 )
-def test_optimizers_are_fused_where_gradients_can_still_be_clipped(words, precision, fused):
-    run = built("model=swin_mini", "optimizer=adamw", "trainer.max_epochs=3", *words)
+@pytest.mark.parametrize("name", ["adamw", *["muon"] * HAS_MUON])
+def test_optimizers_are_fused_where_gradients_can_still_be_clipped(name, words, precision, fused):
+    run = built("model=swin_mini", f"optimizer={name}", "trainer.max_epochs=3", *words)
     run.data.trainer, run.trainer.datamodule, run.task.trainer = run.trainer, run.data, run.trainer
     run.data.setup("fit")
     run.trainer.strategy.precision_plugin = SimpleNamespace(precision=precision)
     made = run.task.configure_optimizers()
-    assert made["optimizer"].defaults["fused"] is fused and made["lr_scheduler"]["interval"] == "step"
+    assert made["optimizer"].param_groups[-1]["fused"] is fused and made["lr_scheduler"]["interval"] == "step"
 
 
 def test_ranks_draw_other_numbers_and_a_resumed_run_the_same():

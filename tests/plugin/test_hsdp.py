@@ -9,6 +9,7 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.plugin.hsdp import _replaced
+from tests.averaging.workers import HAS_MUON
 from tests.processes import run_world
 
 
@@ -69,6 +70,12 @@ def test_checkpoints_load_on_other_meshes(outcome, optimizer, way):
     weights_apart, remembered_apart = outcome[optimizer][way]
     assert weights_apart == 0
     assert remembered_apart <= 1e-6
+
+
+@pytest.mark.skipif(not HAS_MUON, reason="torch 2.8 lacks Muon")
+def test_muon_orthogonalizes_whole_matrices(outcome):
+    assert outcome["muon"]["like_whole"] <= 1e-5
+    assert outcome["muon"]["replicas_apart"] == outcome["muon"]["resumed"] == 0
 
 
 def test_fit_validate_and_fit_again(outcome):
