@@ -81,6 +81,25 @@ def test_two_optimizers_are_one_with_two_groups(options):
     assert not all_equal(one)
 
 
+def test_ranks_with_the_same_data_train_as_one():
+    """MuLoCo's inner loop: without compression and an outer momentum, an average of equal updates changes nothing."""
+
+    def work(rank, group):
+        model, optimizers, averager = set_up(group, period=3, delay=0, outer=Nesterov(1.0, 0.0))
+        train(model, optimizers, averager, 0, 8, bowl_loss)
+        averager.drain()
+        return weights(model)
+
+    model = Table()
+    optimizers = muon_and_adamw(model)
+    for step in range(8):
+        backward(model, optimizers, 0, step, bowl_loss)
+        for optimizer in optimizers:
+            optimizer.step()
+    for got in run_ranks(2, work):
+        torch.testing.assert_close(got, weights(model), rtol=1e-4, atol=1e-4)  # Muon computes in bf16
+
+
 def test_a_drain_averages_the_moments_of_all_optimizers():
     def work(rank, group):
         model, optimizers, averager = set_up(group, period=4, delay=2)
