@@ -19,7 +19,7 @@ from lightning_gradcomp.app.data import SharedData
 from lightning_gradcomp.app.ranks import Ranks, place
 from lightning_gradcomp.app.task import Task
 from lightning_gradcomp.averaging.fsdp.mesh import mesh_shape
-from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.errors import Refused, is_whole, refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, CompressedHSDPStrategy
 from lightning_gradcomp.registry import entries
 
@@ -116,20 +116,19 @@ def build_task(config: DictConfig, data: SharedData) -> Task:
     """
     make = instantiate(config.task, _convert_="all")
     if not isinstance(data, make.func.data):
-        raise refusal(
-            f"data for {make.func.__name__}", type(data).__name__, f"a {make.func.data.__name__}, or another task"
-        )
+        allowed = f"a {make.func.data.__name__} with task={config.task._target_}"
+        raise refusal("data", config.data._target_, allowed)
     model = instantiate(config.model, _convert_="all")
     if not isinstance(model, nn.Module):
         try:
             model = model(**data.model_options)
         except TypeError as error:
-            raise ValueError(f"model: {error}") from error
+            raise Refused(f"model: {error}") from error
     task = make(model=model, data=data)
     try:
         task.optimizer(task.parameter_groups())
     except (ValueError, TypeError) as error:
-        raise ValueError(f"optimizer: {error}") from error
+        raise Refused(f"optimizer: {error}") from error
     return task
 
 

@@ -21,15 +21,19 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, NoReturn
 
+import hydra
 import lightning as L
 import torch
 import torch.distributed as dist
+from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_gradcomp.app import compose
 from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
 from lightning_gradcomp.averaging.memory import Memory
@@ -201,7 +205,8 @@ def read(words: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help=f"{networks}, or your LightningModule: package.module:Class")
+    others = "your LightningModule as package.module:Class, or recipe=NAME and further options of a run"
+    add("model", metavar="MODEL", nargs="?", help=f"{networks}, {others}")
     add("--batch-size", type=int, metavar="B", help=f"samples per rank, for {networks} (32)")
     add("--image-size", type=int, metavar="S", help=f"pixels per side, for {networks} (224)")
     add("--classes", type=int, metavar="C", help=f"for {networks} (1000)")
@@ -209,11 +214,15 @@ def read(words: list[str]) -> argparse.Namespace:
     add("--delay-ms", type=float, metavar="D", help=f"delay of that link, one way ({DELAY_MS})")
     add("--ranks", type=int, metavar="N", help="number of ranks (default: those started, or 2)")
     add("--step-ms", type=float, metavar="MS", help="time of a step without an exchange (default: measured here)")
-    options, rest = parser.parse_known_args(words)
+    run = [word for word in words if "=" in word and not word.startswith("-")]
+    options, rest = parser.parse_known_args([word for word in words if word not in run])
+    if run and options.model:
+        rest.append(run[0])
     if rest:
         raise refusal("argument", rest[0], "one MODEL, and the options of gradcomp plan --help")
-    if options.model not in NETWORKS and not re.fullmatch(r"(\w+\.)*\w+:\w+", options.model or ""):
-        raise refusal("MODEL", options.model, f"{networks}, or a LightningModule as package.module:Class")
+    options.run, options.model = run, " ".join(run) or options.model
+    if not run and options.model not in NETWORKS and not re.fullmatch(r"(\w+\.)*\w+:\w+", options.model or ""):
+        raise refusal("MODEL", options.model, f"{networks}, {others}")
     for name, (least, most) in LIMITS.items():
         given, option = getattr(options, name), f"--{name.replace('_', '-')}"
         if given is not None and not least <= given <= most:
@@ -235,10 +244,11 @@ def main(words: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a user's hooks warn that they have no Trainer
         group, device = join()
-        plan = measured(workload_of(options, device), group, device, options.step_ms)
+        n = options.ranks or (group.size() if group else 2)
+        plan = measured(workload_of(options, n, device), group, device, options.step_ms)
         links = links_of(options, group, device)
     if group is None or group.rank() == 0:
-        print(text(options, plan, links, options.ranks or (group.size() if group else 2), device))
+        print(text(options, plan, links, n, device))
     if group:
         dist.barrier(group)
         dist.destroy_process_group()
@@ -275,8 +285,10 @@ class Workload(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def workload_of(options: argparse.Namespace, device: torch.device) -> Workload:
-    """torchvision's network with random images and momentum SGD, or the user's LightningModule."""
+def workload_of(options: argparse.Namespace, n: int, device: torch.device) -> Workload:
+    """torchvision's network with random images and momentum SGD, a run of `n` ranks, or the user's LightningModule."""
+    if options.run:
+        return composed(options.run, n, device)
     if options.model not in NETWORKS:
         return lightning_module(options.model, device)
     from torchvision.models import get_model  # of the extra `recipes`
@@ -287,6 +299,23 @@ def workload_of(options: argparse.Namespace, device: torch.device) -> Workload:
     labels = torch.randint(classes, (batch,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return Workload(model, lambda: nn.functional.cross_entropy(model(images), labels), optimizer)
+
+
+def composed(words: list[str], n: int, device: torch.device) -> Workload:
+    """The network, optimizer and loss of the run that `gradcomp WORDS` would start, on a rank's share of random data.
+
+    Raises:
+        ValueError: if the run does not accept an option.
+    """
+    compose.register()
+    with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
+        config = hydra.compose("train", words)
+    data = instantiate(config.data, _convert_="all")
+    data.check_batch(n)
+    data = data.stand_in(data.batch_size // n)
+    task = compose.build_task(config, data).to(device)
+    batch = move_data_to_device(next(iter(DataLoader(data.load()[0], data.batch_size))), device)
+    return Workload(task, lambda: task.training_step(batch, 0), task.optimizer(task.parameter_groups()))
 
 
 def lightning_module(path: str, device: torch.device) -> Workload:

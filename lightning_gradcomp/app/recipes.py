@@ -11,7 +11,7 @@ def main(words: list[str]) -> int:
     if words:
         raise refusal("gradcomp recipes", " ".join(words), "no further words")
     for path in sorted(shipped("recipes").glob("*.yaml")):
-        print(f"{path.stem:<20}{head(path.read_text())}")
+        print(f"{path.stem:<24}{head(path.read_text())}")
     return 0
 
 

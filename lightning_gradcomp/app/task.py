@@ -21,7 +21,7 @@ POSITIONS = "relative_position_bias_table"
 
 
 class Task(L.LightningModule):
-    """A network to train. A subclass has a `training_step`, and defines what a validation counts and means.
+    """A network to train. A subclass defines the loss, and what a validation counts.
 
     Args:
         model: the network.
@@ -51,6 +51,10 @@ class Task(L.LightningModule):
         super().__init__()
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.decay_all, self.compiled = decay_all, compile
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """The loss of a batch."""
+        raise NotImplementedError
 
     def count(self, batch: Any) -> torch.Tensor:
         """Numbers of a validation batch, 1-D, to be summed over all batches and ranks."""

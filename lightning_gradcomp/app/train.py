@@ -48,7 +48,7 @@ def main() -> None:
     except (Refused, OSError, HydraException, OmegaConfBaseException) as error:
         if DEBUG:
             raise
-        sys.exit(f"gradcomp: {error}")
+        sys.exit(f"gradcomp: {_reason(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -59,7 +59,7 @@ def job(config: DictConfig) -> float:
     try:
         run = _checked(config, folder)
     except REFUSALS as error:
-        _fail(error.__cause__ if isinstance(error, InstantiationException) else error)
+        _fail(_reason(error))
     try:
         yaml = OmegaConf.to_yaml(config)
         result = fit(yaml) if ranks.launched() else ranks.start(run.ranks.per_node, fit, yaml)
@@ -84,6 +84,11 @@ def _checked(config: DictConfig, folder: Path) -> compose.Run:
     if ranks.is_rank_zero():
         OmegaConf.save(config, folder / "config.yaml")  # unresolved: it contains no secrets from the environment
     return run
+
+
+def _reason(error: BaseException) -> object:
+    """What a class said, without Hydra's words around it."""
+    return error.__cause__ if isinstance(error, InstantiationException) else error
 
 
 def _fail(error: object) -> NoReturn:

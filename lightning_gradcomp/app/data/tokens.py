@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -43,7 +43,7 @@ class SharedTokens(SharedData):
 
     vocabulary: int
     """Number of different tokens."""
-    unit: ClassVar[str] = "token"
+    unit: str = "token"
     """What a token is, in the names of metrics: "byte" gives val_bits_per_byte."""
     examples = "windows"
 
