@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gradcomp.app.sharding import blocks
 from lightning_gradcomp.errors import refusal
 
 
@@ -88,26 +89,25 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """The two-dimensional parameters named `...weight`, without embeddings and the last one, which is the head.
+    """The two-dimensional parameters named `...weight` in the model's blocks (`sharding.blocks`), without embeddings.
 
-    Tables of positions have other names. A head that is tied to an embedding is one parameter with it.
+    The head and the input layers are outside of all blocks. Tables of positions have other names.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    named = model.named_parameters(remove_duplicate=False)
-    matrices = [parameter for name, parameter in named if parameter.dim() == 2 and name.endswith("weight")]
-    return set(matrices) - set(matrices[-1:]) - embeddings
+    named = (pair for block in blocks(model) for pair in block.named_parameters())
+    return {each for name, each in named if each.dim() == 2 and name.endswith("weight")} - embeddings
 
 
 def with_rules(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """Split parameter groups for `MuonAdamW`: `hidden_matrices(model)` get Muon, all others AdamW.
 
     Raises:
-        ValueError: if the model has no hidden matrices.
+        ValueError: if the model's blocks have no matrices.
     """
     hidden = hidden_matrices(model)
     if not hidden:
-        allowed = "a model with linear layers before its head, such as a Transformer, or optimizer=adamw"
-        raise refusal("model with MuonAdamW", f"{type(model).__name__}, which has no hidden matrices", allowed)
+        allowed = "blocks with linear layers in nn.Sequential or nn.ModuleList, as in a Transformer; else AdamW"
+        raise refusal("model with MuonAdamW", f"{type(model).__name__}, whose blocks have no matrices", allowed)
     split = [
         {**group, "rule": rule, "params": [each for each in group["params"] if (each in hidden) == (rule == "muon")]}
         for group in groups

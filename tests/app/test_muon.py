@@ -15,19 +15,17 @@ pytestmark = pytest.mark.skipif(not HAS_MUON, reason="torch 2.8 lacks Muon")
 
 
 class TinyGPT(nn.Module):
-    """A Transformer with positions that are a plain parameter, and a head that may be tied to the embedding."""
+    """A Transformer with a block, positions that are a plain parameter, and a head."""
 
-    def __init__(self, tied=False):
+    def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(11, 8)
         self.places = nn.Parameter(torch.randn(5, 8))
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)])
         self.head = nn.Linear(8, 11, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
 
     def forward(self, text):
-        return self.head(self.block(self.tokens(text) + self.places))
+        return self.head(self.blocks[0](self.tokens(text) + self.places))
 
 
 def tiny_gpt():
@@ -41,7 +39,7 @@ def backward(model, step):
     text = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(step))
     model(text).logsumexp(-1).sum().backward()
     if step == 1:  # as of a parameter that is not used in a step
-        model.block.linear1.weight.grad = model.tokens.weight.grad = None
+        model.blocks[0].linear1.weight.grad = model.tokens.weight.grad = None
 
 
 def groups_of(model):
@@ -160,20 +158,25 @@ def test_a_group_without_a_rule_is_refused():
         MuonAdamW([{"params": [torch.ones(3)], "rule": "muon"}])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_muon_gets_the_matrices_between_embedding_and_head(tied):
-    model = TinyGPT(tied)
+def hidden_names(model):
     hidden = hidden_matrices(model)
-    found = [name for name, parameter in model.named_parameters() if parameter in hidden]
+    return [name for name, parameter in model.named_parameters() if parameter in hidden]
+
+
+def test_muon_gets_the_matrices_of_blocks():
     names = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
-    assert found == [f"block.{name}" for name in names]
+    assert hidden_names(TinyGPT()) == [f"blocks.0.{name}" for name in names]
+    model = TinyGPT()
+    model.head.weight = model.tokens.weight
+    model.blocks[0].tokens = model.tokens
+    assert hidden_names(model) == [f"blocks.0.{name}" for name in names]
 
 
-def test_convolutions_and_position_biases_get_adamw():
-    model = swin_mini(channels=1, classes=10, size=8)
-    hidden = hidden_matrices(model)
-    found = [name for name, parameter in model.named_parameters() if parameter in hidden]
-    assert {name.rsplit(".", 2)[-2] for name in found} == {"qkv", "proj", "0", "3", "reduction"}
-    assert all(".mlp." in name or name.split(".")[-2] in ("qkv", "proj", "reduction") for name in found)
-    with pytest.raises(ValueError, match=r"MuonAdamW.*ResNet.*no hidden matrices.*adamw"):
+def test_convolutions_position_biases_and_the_head_get_adamw():
+    found = hidden_names(swin_mini(channels=1, classes=10, size=8))
+    assert len(found) == 17
+    assert {name.split(".", 3)[-1] for name in found} == {
+        *("attn.qkv.weight", "attn.proj.weight", "mlp.0.weight", "mlp.3.weight", "weight")
+    }
+    with pytest.raises(ValueError, match=r"MuonAdamW.*ResNet.*blocks have no matrices"):
         with_rules([], resnet18(channels=1, classes=10, size=8))

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.app.muon import MuonAdamW, with_rules
+from lightning_gradcomp.app.muon import MuonAdamW
 from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
 from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.plugin import hsdp as hsdp_module
@@ -91,7 +91,8 @@ class Several(Net):
 
 class WithMuon(Net):
     def configure_optimizers(self):
-        return MuonAdamW(with_rules([{"params": list(self.parameters())}], self), lr=0.01)
+        matrix, *rest = self.parameters()
+        return MuonAdamW([{"params": [matrix], "rule": "muon"}, {"params": rest, "rule": "adamw"}], lr=0.01)
 
 
 def data(batch=8):
