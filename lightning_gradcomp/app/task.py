@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_gradcomp.app.data.shared import SharedData
+from lightning_gradcomp.app.muon import MuonAdamW, with_rules
 from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.app.sharding import blocks
 
@@ -123,4 +124,5 @@ class Task(L.LightningModule):
             without = not self.decay_all and (parameter.dim() <= 1 or name.endswith(POSITIONS))
             groups[without].append(parameter)
         every = ({"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0})
-        return [group for group in every if group["params"]]
+        made = [group for group in every if group["params"]]
+        return with_rules(made, self.model) if self.optimizer.func is MuonAdamW else made

@@ -68,16 +68,16 @@ class Gradients:
         """The model's parameters that the optimizers have."""
         every = shards.named if shards else [(plain_name(name), p) for name, p in model.named_parameters()]
         self._every = [(name, p) for name, p in every if name in mine]
+        self._all_names = {name for name, _ in every}
         self._trainable = self._trainable_now()
         named = [(name, p) for (name, p), trains in zip(self._every, self._trainable, strict=True) if trains]
         shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in every}
         compressor.check_names(shapes)
-        shapes = {name: shape for name, shape in shapes.items() if name in mine}
         names = compressor.choose(shapes)
         if shards:
-            check_shards(compressor, names & shards.trainable, shards.shapes_on(shards.number - 1))
+            check_shards(compressor, names & mine & shards.trainable, shards.shapes_on(shards.number - 1))
         self.chosen = {name: shape for name, shape in shapes.items() if name in names}
-        """Shape of every parameter that is compressed when it trains."""
+        """Shape of every parameter of the model that is compressed when it is averaged."""
         self.left_dense = {name: shape for name, shape in shapes.items() if name not in names}
         """Shape of every other parameter."""
         taken = [(name, p) for name, p in named if name in names]
@@ -138,9 +138,9 @@ class Gradients:
         return {name: tuple(p.shape) for name, p in zip(self.names, self.parameters, strict=True)}
 
     @property
-    def frozen(self) -> set[str]:
-        """Names of the frozen parameters."""
-        return {name for (name, _), trains in zip(self._every, self._trainable, strict=True) if not trains}
+    def left_out(self) -> set[str]:
+        """Names of the model's other parameters: frozen, or not the optimizers'."""
+        return self._all_names - set(self.names)
 
     @property
     def is_stale(self) -> bool:

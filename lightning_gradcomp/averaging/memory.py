@@ -49,8 +49,8 @@ class Memory:
         self._auto = topology.name == "auto"
         self.topology = "all_gather" if self._auto else topology.name
         """How the step's payloads travel."""
-        self._frozen: StateDict = {}
-        """State of the frozen parameters."""
+        self._left_out: StateDict = {}
+        """State of the parameters that `gradients` leaves out, until it is laid out for them again."""
         self.shared_by = ranks.per_worker
         """Number of ranks with the same state: a worker's. After loading it may differ until the next step."""
         self._offloads = topology.residual_device == "cpu" and gradients.device.type != "cpu"
@@ -216,12 +216,12 @@ class Memory:
         return kept
 
     def state_dict(self) -> StateDict:
-        """Kind -> parameter name -> tensor, including the state of frozen parameters."""
+        """Kind -> parameter name -> tensor, including the state of parameters that are left out."""
         dense = {f"dense_{kind}": parts for kind, parts in self.dense.state_dict().items()}
         kinds = {**self.compressed.state_dict(), **dense}
         if partition := self._partition_in_use:
             kinds[PARTITION] = partition.state_dict()
-        return {kind: {**self._frozen.get(kind, {}), **parts} for kind, parts in kinds.items()}
+        return {kind: {**self._left_out.get(kind, {}), **parts} for kind, parts in kinds.items()}
 
     def load_state_dict(
         self,
@@ -230,7 +230,7 @@ class Memory:
         trained: Sequence[str] = (),
         shared_by: int = 1,
     ) -> None:
-        """Replace all state. The state of a frozen parameter is kept until it trains again.
+        """Replace all state. The state of a parameter that is left out is kept until it is averaged again.
 
         Args:
             state: kind -> parameter name -> tensor.
@@ -257,8 +257,8 @@ class Memory:
         self.compressed, self.dense, self.partition, self.shared_by = compressed, dense, partition, shared_by
         self.topology = topology
         self.offload()
-        frozen = self.gradients.frozen
-        self._frozen = {kind: {n: t for n, t in parts.items() if n in frozen} for kind, parts in state.items()}
-        for name, part in self._frozen.pop(PARTITION, {}).items():  # its owner may differ when it trains again
-            [kind] = self._frozen.keys() & {"residual", "velocity", "unsent_step"}
-            self._frozen[kind][name] = self._frozen[kind].get(name, 0) + part * workers
+        names = self.gradients.left_out
+        self._left_out = {kind: {n: t for n, t in parts.items() if n in names} for kind, parts in state.items()}
+        for name, part in self._left_out.pop(PARTITION, {}).items():  # its owner may differ when it is averaged again
+            [kind] = self._left_out.keys() & {"residual", "velocity", "unsent_step"}
+            self._left_out[kind][name] = self._left_out[kind].get(name, 0) + part * workers

@@ -91,7 +91,7 @@ class RoundLoop(ABC):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         compressor: Compressor | str,
         schedule: RoundSchedule,
         process_group: dist.ProcessGroup | None,
@@ -102,7 +102,8 @@ class RoundLoop(ABC):
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self.compressor: Compressor = build(compressor)
         self.round_schedule = schedule
         self.outer, self.error_decay, self.stale_only = outer or PLAIN_AVERAGING, error_decay, stale_only
@@ -137,7 +138,7 @@ class RoundLoop(ABC):
             group,
             outer=self.outer,
             epoch=self._current_epoch(),
-            local_optimizer=self.optimizer,
+            local_optimizers=self.optimizers,
             error_decay=self.error_decay,
             period=self.round_schedule.shortest,
         )
@@ -164,7 +165,7 @@ class RoundLoop(ABC):
         return self.round_schedule.delay
 
     def step(self, weight: int = 1) -> None:
-        """Step the optimizer. Send the update at the end of a round, and apply an average that is due.
+        """Step the optimizers in their order. Send the update at the end of a round, and apply an average that is due.
 
         Args:
             weight: number of samples in this step, which weights the update in averages. A rank without data calls
@@ -176,20 +177,24 @@ class RoundLoop(ABC):
         """
         with self.stepping(weight):
             if weight and not self.resting:
-                self.optimizer.step()
+                for optimizer in self.optimizers:
+                    optimizer.step()
 
     @contextmanager
     def stepping(self, weight: int = 1) -> Iterator[None]:
-        """Like `step`, but the caller steps the optimizer: `with averager.stepping(): scaler.step(optimizer)`.
+        """Like `step`, but the caller steps the optimizers: `with averager.stepping(): scaler.step(optimizer)`.
 
-        Do not step it while the averager is `resting`.
+        Do not step them while the averager is `resting`.
         """
         if weight < 0:
             raise refusal("weight", weight, "a number of samples, 0 or more")
+        self.begin_step()
+        yield
+        self.end_step(weight)
+
+    def begin_step(self) -> None:
+        """The part of `stepping` before the block, for a caller that does not know yet if an optimizer will step."""
         if self._is_single:
-            yield
-            self.steps += 1
-            self.flags = [self.flag]
             return
         if self._anchor.trainable_changed:
             self._end_early()
@@ -197,8 +202,13 @@ class RoundLoop(ABC):
         if not self._steps_since_drain:
             self._anchor.copy_from_model()  # the caller may have changed the weights, identically on all ranks
             self._step_ended = None
-        yield
+
+    def end_step(self, weight: int = 1) -> None:
+        """The part of `stepping` after the block."""
         self.steps += 1
+        if self._is_single:
+            self.flags = [self.flag]
+            return
         self._steps_since_drain += 1
         self._steps_in_round += 1
         self._samples_in_round += 0 if self.resting else weight
@@ -230,7 +240,7 @@ class RoundLoop(ABC):
         """Set the anchor's pseudo-gradients. Returns this rank's report, and True if the update is finite."""
         finite = self._anchor.set_pseudo_gradients()
         if not finite:
-            zero_nonfinite_state(self.optimizer)
+            zero_nonfinite_state(self.optimizers)
         report = self._report(self._samples_in_round if finite else 0)
         self._samples_in_round = self._steps_in_round = 0
         self._rounds_ended += 1
@@ -309,7 +319,8 @@ class DelayedAverager(RoundLoop):
 
     Args:
         model: the bare module, not wrapped in DDP. All ranks start with rank 0's weights and buffers.
-        optimizer: any torch optimizer. Between drains its state is local to the rank.
+        optimizer: any torch optimizer, or a list of several. Between drains its state is local to the rank. One step of
+            a round is one `step`, in which each of several may step, or a block of `stepping`.
         compressor: compresses the update of each round, with error feedback over rounds.
         period: K, the number of steps in a round, the same on all ranks. With `delay="auto"`, the smallest K.
         delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. "auto" measures the
@@ -320,8 +331,9 @@ class DelayedAverager(RoundLoop):
         stale_only: apply only averages, no local steps. Weights are then the same on all ranks at every step, all
             gradients of a round are taken at the same weights, and every update is late.
         pending_share: fraction of its own update that a rank keeps in its weights from the end of the round until the
-            average arrives, 0 to 1. 1 is the paper's rule. Default: 0.5 with Adam and AdamW on several ranks, because
-            their steps are mostly the rank's own noise, little of which survives averaging; otherwise 1.
+            average arrives, 0 to 1. 1 is the paper's rule. Default: 0.5 if one of the optimizers is Adam or AdamW, on
+            several ranks, because their steps are mostly the rank's own noise, little of which survives averaging;
+            otherwise 1.
         participation: fraction of the ranks that train in a round, drawn anew for each round (C in federated
             averaging). The others rest: they take no optimizer steps but receive the average.
         error_decay: None: a drain sends the residuals, uncompressed. A number from 0 to 1: each rank keeps its residual
@@ -338,7 +350,7 @@ class DelayedAverager(RoundLoop):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         compressor: Compressor | str = "none",
         *,
         period: int = 8,
@@ -386,7 +398,7 @@ class DelayedAverager(RoundLoop):
         """Fraction of a rank's own update that its weights contain while the average is pending."""
         if self._pending_share is not None:
             return self._pending_share
-        adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+        adam = any(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in self.optimizers)
         return 0.5 if adam and self.world > 1 else 1.0
 
     @property
@@ -401,7 +413,7 @@ class DelayedAverager(RoundLoop):
         """Make the weights bit-identical on all ranks. Collective; does nothing if no step was taken since the last.
 
         Waits for the pending exchange and applies its average. Then averages the open round and all residuals in fp32,
-        without the outer optimizer. Averages the floating-point buffers in the `state_dict` and the optimizer's
+        without the outer optimizer. Averages the floating-point buffers in the `state_dict` and the optimizers'
         moments, and copies other buffers from rank 0. The next round starts here.
 
         With `error_decay`, the open round is averaged like any other, and each rank keeps its moments and its residual.
@@ -419,7 +431,7 @@ class DelayedAverager(RoundLoop):
             with self.spent.stalled():
                 finite = self._average_open_round(doing)
                 self._anchor.reset_model()
-                samples, averaged = self._samples_since_drain, self.optimizer if self.error_decay is None else None
+                samples, averaged = self._samples_since_drain, self.optimizers if self.error_decay is None else []
                 sent = sync_buffers_and_moments(self.ranks, self._buffers, averaged, samples, moments_valid=finite)
                 self.spent.add_bytes(sent)
                 self._steps_since_drain = self._samples_since_drain = 0
@@ -466,7 +478,7 @@ class DelayedAverager(RoundLoop):
     def state_dict(self) -> dict[str, Any]:
         """The state, the same on all ranks. Collective: it drains first.
 
-        A run that resumes from it, with the model's and the optimizer's state after the drain, is bit-identical to the
+        A run that resumes from it, with the model's and the optimizers' state after the drain, is bit-identical to the
         original run. The number of ranks may change.
 
         With `error_decay`, the entry "rounds" is local to each rank: its moments and its residual. A different number
@@ -478,7 +490,7 @@ class DelayedAverager(RoundLoop):
         return {"steps": self.steps, "rounds_ended": ended, "rounds": rounds, "round_schedule": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`. Collective. Load the model's and the optimizer's first, the same on all ranks.
+        """Resume from `state`. Collective. Load the model's and the optimizers' first, the same on all ranks.
 
         Raises:
             ValueError: if a tensor's shape differs from its parameter's.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -48,7 +48,8 @@ class ElasticAverager(RoundLoop):
     Args:
         model: the bare module. The first process starts from its own weights; later ones receive those of the ranks
             present. Layers may be frozen and unfrozen, on all ranks in the same round; this ends the round.
-        optimizer: any torch optimizer. A new rank receives its moments with the weights, from the same rank.
+        optimizer: any torch optimizer, or a list of several. A new rank receives its moments with the weights, from the
+            same rank.
         compressor: compresses the update of each round. Its warm-up must not count epochs.
         lighthouse: the address of torchft's lighthouse, http://HOST:PORT.
         period: K, the number of steps in a round.
@@ -70,7 +71,7 @@ class ElasticAverager(RoundLoop):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         compressor: Compressor | str = "none",
         *,
         lighthouse: str,
@@ -210,8 +211,9 @@ class ElasticAverager(RoundLoop):
             name: (z if z.requires_grad else self._anchor.live[name]).detach().clone()
             for name, z in self._anchor.module.named_parameters()
         }
-        moments, counts = self.optimizer.state_dict(), {"steps": self.steps, "rounds": self._rounds.steps}
-        return {"weights": weights, "buffers": buffers, "outer": outer, "optimizer": moments, **counts}
+        moments = [optimizer.state_dict() for optimizer in self.optimizers]
+        counts = {"steps": self.steps, "rounds": self._rounds.steps}
+        return {"weights": weights, "buffers": buffers, "outer": outer, "optimizers": moments, **counts}
 
     @torch.no_grad()
     def _load_agreed(self, state: dict[str, Any]) -> None:
@@ -221,7 +223,8 @@ class ElasticAverager(RoundLoop):
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state["buffers"][name])
         self._anchor.reset_model()
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, moments in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(moments)
         own = self._rounds.state_dict()
         self._rounds.load_shared_state({**own, "outer": state["outer"], "steps": state["rounds"]})
         self.steps, self._samples_in_round = state["steps"], 0

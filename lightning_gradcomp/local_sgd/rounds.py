@@ -19,8 +19,8 @@ from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.sync import moments_of, sample_weight
 
-LOCAL = "local_"
-"""Prefix of the local optimizer's state names, as in "local_exp_avg"."""
+LOCAL = "local"
+"""Prefix of the local optimizers' state names, as in "local0_exp_avg", of the first optimizer."""
 NUMBERS = 6
 """Count of numbers in a report. Each is sent as fp64, which is exact for integers up to 2**53."""
 
@@ -68,7 +68,7 @@ class Rounds:
         process_group: a group that nothing else uses.
         outer: options of the outer optimizer.
         epoch: the first epoch.
-        local_optimizer: the model's optimizer. With `error_decay`, its moments are part of this rank's state.
+        local_optimizers: the model's optimizers. With `error_decay`, their moments are part of this rank's state.
         error_decay: factor by which the residuals are multiplied once per round; None for no decay.
         period: training steps in a round; converts the compressor's `warmup_steps` to rounds.
 
@@ -84,12 +84,12 @@ class Rounds:
         *,
         outer: Nesterov,
         epoch: int | None,
-        local_optimizer: torch.optim.Optimizer,
+        local_optimizers: Sequence[torch.optim.Optimizer],
         error_decay: float | None,
         period: int,
     ) -> None:
         check_error_decay(error_decay)
-        self.anchor, self.local_optimizer, self.error_decay = anchor, local_optimizer, error_decay
+        self.anchor, self.local_optimizers, self.error_decay = anchor, local_optimizers, error_decay
         momentum = outer.momentum
         self.sgd = torch.optim.SGD(anchor.module.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
         if isinstance(compressor, LossyCompressor) and (dense := compressor.dense_steps):
@@ -188,13 +188,13 @@ class Rounds:
     # Checkpoints
 
     def _local_moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(kind, parameter name, tensor) for each state tensor of the local optimizer with its parameter's shape."""
+        """(kind, parameter name, tensor) for each state tensor of a local optimizer with its parameter's shape."""
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.anchor.live.items()}
-        for parameter, kind, value in moments_of(self.local_optimizer):
-            yield LOCAL + kind, names[parameter], value
+        for number, parameter, kind, value in moments_of(self.local_optimizers):
+            yield f"{LOCAL}{number}_{kind}", names[parameter], value
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, in GradientAverager's format; with `error_decay`, also the local optimizer's moments."""
+        """This rank's state, in GradientAverager's format; with `error_decay`, also the local optimizers' moments."""
         state = self.averager.state_dict()
         if self.error_decay is not None:
             for kind, name, value in self._local_moments():

@@ -84,12 +84,16 @@ class Buffers:
             self._start[name] = current[name].clone()
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-    """(parameter, torch's name, value) for each state tensor of its parameter's shape, such as Adam's moments."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                yield parameter, kind, value
+def moments_of(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[tuple[int, torch.Tensor, str, torch.Tensor]]:
+    """(number of the optimizer, parameter, torch's name, value) for each state tensor of its parameter's shape, such as
+    Adam's moments."""
+    for number, optimizer in enumerate(optimizers):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            for kind, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
+                    yield number, parameter, kind, value
 
 
 def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
@@ -100,17 +104,17 @@ def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
 
 @torch.no_grad()
 def sync_buffers_and_moments(
-    ranks: Ranks, buffers: Buffers, optimizer: torch.optim.Optimizer | None, samples: int, *, moments_valid: bool
+    ranks: Ranks, buffers: Buffers, optimizers: Sequence[torch.optim.Optimizer], samples: int, *, moments_valid: bool
 ) -> int:
     """Make buffers and optimizer moments the same on all ranks. Collective.
 
-    Moments are averaged over the ranks whose optimizer has the same state entries as that of the rank with the most
+    Moments are averaged over the ranks whose optimizers have the same state entries as those of the rank with the most
     elements. The other ranks keep theirs.
 
     Args:
         ranks: all ranks.
         buffers: the model's buffers.
-        optimizer: its moments are averaged. None: each rank keeps its moments.
+        optimizers: their moments are averaged. Ranks keep those of other optimizers.
         samples: number of samples of this rank since the last drain.
         moments_valid: True if this rank's moments count in the average.
 
@@ -119,8 +123,8 @@ def sync_buffers_and_moments(
     """
     numbers: dict[torch.Tensor, int] = {}
     moments = {
-        (numbers.setdefault(parameter, len(numbers)), kind): value
-        for parameter, kind, value in (moments_of(optimizer) if optimizer else ())
+        (number, numbers.setdefault(parameter, len(numbers)), kind): value
+        for number, parameter, kind, value in moments_of(optimizers)
     }
     lengths = [value.numel() for value in moments.values()]
     fingerprint = [sum(lengths), crc32(repr(list(moments)).encode())]
@@ -141,9 +145,9 @@ def sync_buffers_and_moments(
     return ranks.gather_traffic(own.nbytes) + sent
 
 
-def zero_nonfinite_state(optimizer: torch.optim.Optimizer) -> None:
-    """Replace NaN and infinities in the optimizer's state with 0: a NaN in a momentum would spoil every later step."""
-    for state in optimizer.state.values():
+def zero_nonfinite_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Replace NaN and infinities in the optimizers' state with 0: a NaN in a momentum would spoil every later step."""
+    for state in (state for optimizer in optimizers for state in optimizer.state.values()):
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 value.nan_to_num_(0.0, 0.0, 0.0)

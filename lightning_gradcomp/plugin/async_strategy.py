@@ -172,7 +172,7 @@ class AsyncStrategy(UnwrappedStrategy):
             self.barrier()  # all ranks have stopped pushing
             if self.averager.steps != self._pulled:
                 self._pull()
-            sync_buffers_and_moments(self._ranks, self._buffers, None, self.averager.steps, moments_valid=True)
+            sync_buffers_and_moments(self._ranks, self._buffers, [], self.averager.steps, moments_valid=True)
             self.barrier()
 
     def _pull(self) -> None:

@@ -26,9 +26,10 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast, identical, ignored_by_ddp
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin.manual_steps import ManualSteps
 
 
-class DDPHook:
+class DDPHook(ManualSteps):
     """The communication hook of one DDP module.
 
     Run the forward pass inside `forward`, then `before_backward`, backward and `after_backward`. Step each optimizer
@@ -41,11 +42,11 @@ class DDPHook:
     Args:
         ddp: the wrapped model.
         at_optimizer_step: False: a compressed step averages all gradients after backward, for automatic optimization.
-            True: it averages an optimizer's gradients before that optimizer steps. Gradients that `zero_grad()`
-            discards, as a GAN does with the other network's, are then not accumulated.
+            True: it averages an optimizer's gradients before that optimizer steps.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, at_optimizer_step: bool = False) -> None:
+        super().__init__()
         # Registered directly, because Lightning registers hooks only on CUDA.
         ddp.register_comm_hook(None, self._hook)
         self._ddp, self._at_optimizer_step = ddp, at_optimizer_step
@@ -58,9 +59,7 @@ class DDPHook:
         self._seconds = 0.0
         self.accumulating = False
         """True if the last backward left local gradients for a later one to add to."""
-        self._unused_average = self._stepping = False
-        self._pending: dict[int, bool] = {}
-        """With `at_optimizer_step`: id of each parameter with an unused gradient -> True if DDP averaged it."""
+        self._unused_average = False
         self._compressed: set[int] = set()
         """With `at_optimizer_step`: ids of the parameters whose last step was compressed."""
 
@@ -185,16 +184,8 @@ class DDPHook:
             averager.average(grad_scale=self._grad_scale, optimizer=optimizer)
         return not averaged
 
-    def _pending_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """ids of `optimizer`'s parameters whose gradients `before_optimizer_step` has yet to average or record."""
-        return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._pending.keys()
-
     def before_optimizer_step(self, averager: GradientAverager, optimizer: torch.optim.Optimizer) -> bool:
-        """With `at_optimizer_step`: average the gradients of `optimizer`'s parameters, and no others. Collective.
-
-        Returns:
-            True if the averager averaged here.
-        """
+        """With `at_optimizer_step`, as in `ManualSteps`."""
         ids = self._pending_of(optimizer)
         if not ids:
             return False
@@ -210,17 +201,9 @@ class DDPHook:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Wrap an optimizer's step, which uses the gradients."""
-        self._stepping = True
-        try:
+        with super().stepping():
             yield
-        finally:
-            self._stepping = False
         self._unused_average = False
-
-    def check_averaged(self, optimizer: torch.optim.Optimizer, what: str, allowed: str) -> None:
-        """Raise ValueError before `optimizer` steps, unless inside `stepping` or its gradients are averaged."""
-        if not self._stepping and self._pending_of(optimizer):
-            raise refusal(what, f"torch's own {type(optimizer).__name__}", allowed)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -40,7 +40,8 @@ class DelayedStrategy(UnwrappedStrategy):
 
     Args:
         compressor: a compressor for the update of each round, or its name.
-        period: K, the number of steps in a round. With `delay="auto"`, the smallest K.
+        period: K, the number of steps in a round. With `delay="auto"`, the smallest K. In manual optimization, one step
+            is a batch in whose `training_step` at least one optimizer steps.
         delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. With 0, ranks wait
             at the end of each round. `"auto"` measures the first rounds and chooses D; such runs do not repeat
             bit-identically.
@@ -60,10 +61,8 @@ class DelayedStrategy(UnwrappedStrategy):
         options: arguments with which `DDPStrategy` starts and connects processes, such as `process_group_backend`.
 
     Raises:
-        ValueError: before training starts, if an option is not supported, or for several optimizers or sync_batchnorm.
+        ValueError: before training starts, if an option is not supported, or for sync_batchnorm.
     """
-
-    one_optimizer = "1, whose steps are counted"
 
     def __init__(
         self,
@@ -102,16 +101,18 @@ class DelayedStrategy(UnwrappedStrategy):
             "participation": participation, "error_decay": error_decay,
         }  # fmt: skip
         """Options of `DelayedAverager`."""
-        self._in_training_step = self._awaits_backward = self._told_of_waits = False
+        self._in_training_step = self._stepped = self._told_of_waits = False
+        self._in_use = False
+        """True while the step in progress needs the weights, so that they can't be averaged."""
 
     def setup(self, trainer: Trainer) -> None:
-        self._awaits_backward = False  # an earlier fit may have been interrupted
+        self._in_use = False  # an earlier fit may have been interrupted
         super().setup(trainer)
 
     def make_averager(self, trainer: Trainer) -> DelayedAverager:
         return DelayedAverager(
             self.pl_module,
-            self.optimizers[0],
+            self.optimizers,
             self.compressor,
             process_group=torch.distributed.new_group(timeout=self._timeout),  # type: ignore[arg-type] - of all
             epoch=trainer.current_epoch,
@@ -135,35 +136,56 @@ class DelayedStrategy(UnwrappedStrategy):
                 )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._in_training_step = self._awaits_backward = True
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            self._in_training_step = False
-            self._awaits_backward = self.pl_module.automatic_optimization
+        with nullcontext() if self.pl_module.automatic_optimization else self._step_of_round():
+            self._in_training_step = self._in_use = True
+            try:
+                return super().training_step(*args, **kwargs)
+            finally:
+                self._in_training_step = False
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().backward(*args, **kwargs)
-        self._awaits_backward = False
+        self._in_use = not self.pl_module.automatic_optimization  # there, another forward pass may follow
         return loss
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Like `Strategy.optimizer_step`; then sends an update, and applies an average that is due."""
+        """Like `Strategy.optimizer_step`, but a resting rank only calls the closure, whose result Lightning needs."""
+        with self._step_of_round() if self.pl_module.automatic_optimization else nullcontext():
+            step = partial(super().optimizer_step, optimizer, closure, *args, **kwargs)
+            result = closure() if self.averager.resting else step()
+            self._stepped = True
+        return result
+
+    @contextmanager
+    def _step_of_round(self) -> Iterator[None]:
+        """One step of a round; at its end, sends an update, and applies an average that is due.
+
+        In automatic optimization it is the optimizer's step, which calls `training_step`. In manual optimization it is
+        `training_step`, if an optimizer steps in it. So no round ends between the steps of several optimizers, or while
+        `toggle_optimizer` freezes parameters.
+        """
         averager, trainer = self.averager, self.pl_module.trainer
         averager.epoch = trainer.current_epoch
         measuring = averager.round_schedule.measuring
-        with averager.stepping():
-            step = partial(super().optimizer_step, optimizer, closure, *args, **kwargs)
-            result = closure() if averager.resting else step()  # Lightning needs the closure's result
-        self._awaits_backward = False  # also if the module calls loss.backward() itself
+        self._stepped = False
+        averager.begin_step()
+        yield
+        if self._stepped:
+            averager.end_step()
+        self._in_use = False  # also if the module calls loss.backward() itself
         if measuring and not averager.round_schedule.measuring:
             rank_zero_info(averager.describe())
         if self._ends or averager.flagged:  # all ranks see the flags at the same step, and save drained weights
             self.agree()
         sigterm.stop_after_batch(averager, trainer)
-        return result
+
+    @property
+    def _ends(self) -> bool:
+        trainer = self.pl_module.trainer
+        steps = trainer.global_step + self.pl_module.automatic_optimization  # manual steps are already counted
+        return trainer.is_last_batch or 0 < trainer.max_steps <= steps
 
     def agree(self) -> None:
         """Drain, so that all ranks hold the average. Does nothing if no step was made since the last drain.
@@ -171,7 +193,7 @@ class DelayedStrategy(UnwrappedStrategy):
         After an interruption, when other ranks may not answer, this rank returns to the latest average.
 
         Raises:
-            ValueError: between a forward pass and its backward.
+            ValueError: between a forward pass and its backward, or in a `training_step` of manual optimization.
         """
         if self.averager is None:
             return
@@ -181,9 +203,11 @@ class DelayedStrategy(UnwrappedStrategy):
                     "Interrupted: this checkpoint holds the latest average; each rank's later steps are lost."
                 )
             return
-        if self._awaits_backward:
-            allowed = "after backward, as in on_train_batch_end: saving would average the weights that backward needs"
-            raise refusal("checkpoint with DelayedStrategy", "one between forward and backward", allowed)
+        if self._in_use:
+            automatic = self.pl_module.automatic_optimization
+            got = "one between forward and backward" if automatic else "one inside training_step"
+            allowed = "one in on_train_batch_end: saving averages weights that this step still needs"
+            raise refusal("checkpoint with DelayedStrategy", got, allowed)
         self.averager.drain()
 
     def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
@@ -201,4 +225,3 @@ class DelayedStrategy(UnwrappedStrategy):
             self.averager.load_state_dict(checkpoint[KEY])
             if self.averager.error_decay is not None:
                 self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager.rounds)
-            self.averager.steps = self._steps

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -20,8 +22,10 @@ from lightning_gradcomp.averaging.replicas import compare_replicas, replicated
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.manual_steps import ManualSteps
 from lightning_gradcomp.plugin.validation import (
     check_clipping,
+    check_clipping_averages,
     check_gradients,
     check_local_weights,
     check_optimizers,
@@ -32,7 +36,8 @@ from lightning_gradcomp.plugin.validation import (
 
 class GradientStrategy(BaseStrategy):
     """A strategy with a `GradientAverager`. It takes a decision once per batch, uses local weights in forward and
-    backward, and averages before Lightning's `on_after_backward`.
+    backward, and averages before Lightning's `on_after_backward`. In manual optimization it averages an optimizer's
+    gradients when that optimizer steps, before Lightning's `on_before_optimizer_step`.
 
     Private Lightning name used here: the fit loop's `_skip_backward`, set for passes that only update statistics.
     """
@@ -42,12 +47,18 @@ class GradientStrategy(BaseStrategy):
     """What this batch's step does."""
     _compared = 0
     """Number of steps at the last comparison of replicas."""
+    _guards: Sequence[Any] = ()
     _clips_itself: tuple[Trainer, float] | None = None
     """The Trainer and its threshold, which the compressor applies during a fit."""
 
     @abstractmethod
     def averager_options(self) -> dict[str, Any]:
         """The averager's options that are specific to this strategy."""
+
+    @property
+    @abstractmethod
+    def manual_steps(self) -> ManualSteps:
+        """Averages in manual optimization, during a fit."""
 
     @abstractmethod
     def average_after_backward(self) -> bool:
@@ -98,8 +109,16 @@ class GradientStrategy(BaseStrategy):
                 check_local_weights(trainer, self.pl_module)
             if self.verify_replicas_every_n_steps:
                 self.averager.compare_all_local_weights()
+            if not self.pl_module.automatic_optimization:
+                setattr(self.precision_plugin, "clip_gradients", self._clip_manually)  # noqa: B010 - shadows the method
+                hooked = [each for each in self.optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
+                self._guards = [each.register_step_pre_hook(self._check_averaged) for each in hooked]
 
     def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_gradients", None)
+        for guard in self._guards:
+            guard.remove()
+        self._guards = ()
         if self._clips_itself is not None:
             trainer, trainer.gradient_clip_val = self._clips_itself
             self._clips_itself = None
@@ -170,7 +189,8 @@ class GradientStrategy(BaseStrategy):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Like Lightning's. Also commits error feedback, and compares replicas at the chosen interval."""
+        """Like Lightning's. Also commits error feedback, and compares replicas at the chosen interval. In manual
+        optimization, averages the gradients after the closure."""
         averager, gradients = self.averager, 0
         averager.use_optimizers(self._corrected, self.optimizers)
 
@@ -179,9 +199,12 @@ class GradientStrategy(BaseStrategy):
             result = closure()
             gradients += 1
             check_gradients(averager.compressor, optimizer, gradients)
+            if not self.pl_module.automatic_optimization:
+                self._average_for(optimizer)
             return result
 
-        result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
+        with self.manual_steps.stepping():
+            result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # a wrapper of another optimizer may lack torch's
             averager.commit(optimizer)
         every = self.verify_replicas_every_n_steps
@@ -191,6 +214,28 @@ class GradientStrategy(BaseStrategy):
                 named = [(name, local(tensor)) for name, tensor in replicated(self.pl_module)]
                 compare_replicas(named, averager.steps, averager.ranks.group)
         return result
+
+    def _average_for(self, optimizer: torch.optim.Optimizer) -> None:
+        self._average(partial(self.manual_steps.before_optimizer_step, self.averager, optimizer))
+
+    def _clip_manually(
+        self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any
+    ) -> None:
+        """Clip the average in `self.clip_gradients(optimizer, ...)` of manual optimization, as with DDP.
+
+        Raises:
+            ValueError: if the compressor owns the momentum.
+        """
+        if clip_val > 0:
+            what = "in manual optimization", "self.clip_gradients"
+            check_clipping_averages(self.compressor, self._corrected, *what)
+        self._average_for(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        precision = self.precision_plugin
+        type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
+
+    def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        allowed = "one from self.optimizers(), whose step averages the gradients first"
+        self.manual_steps.check_averaged(optimizer, "optimizer in manual optimization", allowed)
 
     # Checkpoints
 

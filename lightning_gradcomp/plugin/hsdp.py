@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_gradcomp.averaging import save_sharded_state
+from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
 from lightning_gradcomp.averaging.fsdp.mesh import MESH, mesh_shape
@@ -36,6 +36,7 @@ from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin.base_strategy import warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
+from lightning_gradcomp.plugin.manual_steps import ManualSteps
 from lightning_gradcomp.plugin.rank_states import (
     FORMAT,
     KEY,
@@ -46,6 +47,36 @@ from lightning_gradcomp.plugin.rank_states import (
 )
 from lightning_gradcomp.plugin.validation import check_verification
 from lightning_gradcomp.registry import build
+
+
+class Steps(ManualSteps):
+    """Averages between replicas in manual optimization.
+
+    Args:
+        precision: the precision plugin, whose loss scale the gradients have.
+    """
+
+    def __init__(self, precision: object) -> None:
+        super().__init__()
+        self._precision = precision
+
+    @property
+    def grad_scale(self) -> float:
+        """The current loss scale."""
+        scaler = getattr(self._precision, "scaler", None)
+        return scaler.get_scale() if scaler else 1.0
+
+    def after_backward(self, model: torch.nn.Module) -> None:
+        """Note that the gradients have changed."""
+        self._pending |= {id(p): False for p in model.parameters() if p.requires_grad}
+
+    def before_optimizer_step(self, averager: GradientAverager, optimizer: torch.optim.Optimizer) -> bool:
+        if not (ids := self._pending_of(optimizer)):
+            return False
+        for each in ids:
+            del self._pending[each]
+        averager.average(grad_scale=self.grad_scale, optimizer=optimizer)
+        return True
 
 
 class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
@@ -81,7 +112,6 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
             supported.
     """
 
-    one_optimizer = "1"
     no_sync_batchnorm = "FSDP2 does not convert the layers; convert them in configure_model()"
 
     def __init__(
@@ -117,9 +147,6 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         if not is_overridden("configure_model", module):
             allowed = "a configure_model() that calls fully_shard(..., mesh=self.device_mesh['shard'])"
             raise refusal(f"{type(module).__name__} with CompressedHSDPStrategy", "no configure_model()", allowed)
-        if not module.automatic_optimization:
-            what = f"{type(module).__name__}.automatic_optimization with CompressedHSDPStrategy"
-            raise refusal(what, False, "True: clipping by hand would clip each replica's gradients before the average")
         super().check(trainer, module)
 
     @property
@@ -141,6 +168,7 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
             allowed = "fully_shard(..., mesh=self.device_mesh['shard']) of the modules that have parameters"
             raise refusal("configure_model() with CompressedHSDPStrategy", "a model that is not sharded", allowed)
         reshard(self.pl_module)  # an earlier validation leaves whole parameters
+        self._hook = Steps(self.precision_plugin)
         super().setup(trainer)
 
     def model_to_device(self) -> None:
@@ -172,10 +200,16 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
             self._accumulating = False
 
     def average_after_backward(self) -> bool:
+        if not self.pl_module.automatic_optimization:
+            self._hook.after_backward(self.pl_module)
+            return False
         if not self._accumulating:
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            self.averager.average(grad_scale=scaler.get_scale() if scaler else 1.0)
+            self.averager.average(grad_scale=self._hook.grad_scale)
         return not self._accumulating
+
+    @property
+    def manual_steps(self) -> ManualSteps:
+        return self._hook
 
     # Checkpoints
 
@@ -196,7 +230,8 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         if self.averager is None or not all_ranks_present(self.lightning_module):
             return super().optimizer_state(optimizer)
         with self.explained("saving a checkpoint"):
-            kept = self.averager.optimizer_state()
+            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            kept = {each: state for each, state in self.averager.optimizer_state().items() if each in own}
             before = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in kept}
             for parameter, state in kept.items():
                 optimizer.state[parameter].update(state)

@@ -8,15 +8,12 @@ when the optimizer steps, before Lightning's `on_before_optimizer_step`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
@@ -26,11 +23,11 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.base_strategy import DDPBase
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ, share_buffers, spare_buffers
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
+from lightning_gradcomp.plugin.manual_steps import ManualSteps
 from lightning_gradcomp.plugin.rank_states import export_optimizer_state, mean_optimizer_state, rank_state
 from lightning_gradcomp.plugin.validation import (
     check_checkpoint_state,
     check_clipping,
-    check_clipping_averages,
     check_verification,
 )
 from lightning_gradcomp.registry import build
@@ -104,7 +101,6 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
             "local_weights": local_weights,
         }
         self._buffers_spared = False
-        self._guards: list[Any] = []
 
     # Around a fit
 
@@ -128,13 +124,6 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
     def averager_options(self) -> dict[str, Any]:
         return {**self._averager_options, "ranks_per_node": self.num_processes}
 
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and not self.pl_module.automatic_optimization:
-            setattr(self.precision_plugin, "clip_gradients", self._clip_manually)  # noqa: B010 - shadows the method
-            hooked = [each for each in self.optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
-            self._guards = [each.register_step_pre_hook(self._check_averaged) for each in hooked]
-
     def on_train_start(self) -> None:
         self.rank_states.put_back_accumulated(self.averager)
         super().on_train_start()
@@ -146,10 +135,6 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
                 share_buffers(self.pl_module, self.averager.ranks)
 
     def teardown(self) -> None:
-        vars(self.precision_plugin).pop("clip_gradients", None)
-        for guard in self._guards:
-            guard.remove()
-        self._guards = []
         if isinstance(self.model, DistributedDataParallel):
             self._hook.release()
         super().teardown()
@@ -169,41 +154,9 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
     def average_after_backward(self) -> bool:
         return self._hook.after_backward(self.averager)
 
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Like the template's. In manual optimization, averages the gradients after the closure."""
-
-        def closure_then_average() -> Any:
-            result = closure()
-            if not self.pl_module.automatic_optimization:
-                self._average_for(optimizer)
-            return result
-
-        with self._hook.stepping():
-            return super().optimizer_step(optimizer, closure_then_average, *args, **kwargs)
-
-    def _average_for(self, optimizer: torch.optim.Optimizer) -> None:
-        self._average(partial(self._hook.before_optimizer_step, self.averager, optimizer))
-
-    def _clip_manually(
-        self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any
-    ) -> None:
-        """Clip the average in `self.clip_gradients(optimizer, ...)` of manual optimization, as with DDP.
-
-        Raises:
-            ValueError: if the compressor owns the momentum.
-        """
-        if clip_val > 0:
-            what = "in manual optimization", "self.clip_gradients"
-            check_clipping_averages(self.compressor, self._corrected, *what)
-        self._average_for(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
-        precision = self.precision_plugin
-        type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
-
-    def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        allowed = "one from self.optimizers(), whose step averages the gradients first"
-        self._hook.check_averaged(optimizer, "optimizer in manual optimization", allowed)
+    @property
+    def manual_steps(self) -> ManualSteps:
+        return self._hook
 
     # Checkpoints
 

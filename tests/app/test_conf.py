@@ -23,7 +23,8 @@ OURS = ("augment", "compressor", "data", "scheduler", "strategy", "task")
 BY_CODE = {
     "CIFAR10": set(),
     "Synthetic": {"channels"},
-    "Classifier": {"model", "classes"},
+    "Classifier": {"model", "data"},
+    "LanguageModel": {"model", "data"},
     "resnet18": {"channels", "classes", "size"},
     "CompressedDDPStrategy": {"compressor"},
     "CompressedHSDPStrategy": {"compressor"},

@@ -18,8 +18,8 @@ from torchvision.transforms import v2
 from lightning_gradcomp.app.data import CIFAR10, Augment, Digits, FashionMNIST, ImageFolder, ImageNet, SharedImages
 from lightning_gradcomp.app.data.digits import digits
 from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
-from lightning_gradcomp.app.data.files import MissingData
 from lightning_gradcomp.app.data.folders import read
+from lightning_gradcomp.app.data.missing import MissingData
 from lightning_gradcomp.app.data.shared import RankSampler
 from tests.app.conftest import built
 

@@ -181,7 +181,7 @@ def test_a_sweep_over_strategies_goes_on_after_a_job_that_fails(runs):
     for job in (jobs[0], jobs[2]):
         assert summary_of(job)["communication"]["steps"] == 4
         assert {path.name for path in job.iterdir()} == {"config.yaml", "summary.json", ".hydra"}
-    assert done.stdout.count("random images (dry run)") == 2
+    assert done.stdout.count("random data (dry run)") == 2
 
 
 def test_a_sigterm_to_the_command_reaches_all_ranks(runs):

@@ -8,6 +8,7 @@ Combinations that exercise no code of their own are left out:
   method that sends few numbers, one that sends all in few bits, and one whose sums are exact.
 - AdamW matters to methods that accumulate its steps. Of the others, whose state is the same as with SGD, only no
   compression runs with it. On topologies with partitions it runs with default options; in nodes, with DGC.
+- Muon with AdamW is an optimizer of several rules, which no method owns. All that take it run with default options.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from torch import nn
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION
-from tests.averaging.laws import EVERY, KEPT, LOSSY, PARTITIONED, REMEMBERING, with_defaults
-from tests.averaging.workers import Table, backward, prescribed_loss, weights
+from tests.averaging.laws import ANY_OPTIMIZER, EVERY, KEPT, LOSSY, PARTITIONED, REMEMBERING, with_defaults
+from tests.averaging.workers import HAS_MUON, Table, backward, muon_adamw, prescribed_loss, weights
 from tests.threads import GATHERS, checked_collectives, run_ranks, subgroups
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01),
     "plain": partial(torch.optim.SGD, lr=0.02),
     "adamw": partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
+    "muon": muon_adamw,
 }
 NODE = 2
 """Ranks per node. The sum of two is the same in any order."""
@@ -97,6 +99,7 @@ def cells() -> dict[str, Cell]:
         ("all_gather", 1, "adamw"): {**accumulating, "none": EVERY["none"]},
         ("two_phase", 1, "adamw"): {label: make for label, make in partitioned.items() if _owns_adamw(make)},
         ("server", 1, "adamw"): {label: LOSSY[label] for label in ("dgc", "onebit")},
+        ("all_gather", 1, "muon"): with_defaults(ANY_OPTIMIZER) if HAS_MUON else {},
         ("all_gather", NODE, "adamw"): {"dgc": LOSSY["dgc"]},
         ("two_phase", NODE, "adamw"): {"dgc": LOSSY["dgc"]},
     }

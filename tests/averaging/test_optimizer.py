@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.averaging import GradientAverager
-from tests.averaging.workers import Table, averaged, backward, dgc, prescribed_loss, weights
+from tests.averaging.workers import HAS_MUON, Table, averaged, backward, dgc, muon_adamw, prescribed_loss, weights
 from tests.threads import run_ranks
 
 KEYS = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
@@ -164,6 +164,7 @@ class AdamSubclass(torch.optim.AdamW):
         (SGDSubclass, "SGDSubclass"),
         (AdamSubclass, "AdamSubclass'"),
         (partial(torch.optim.SGD, maximize=True), "maximize"),
+        *[(muon_adamw, "MuonAdamW")] * HAS_MUON,
     ],
 )
 def test_dgc_refuses_optimizers_that_it_does_not_know(make, got):

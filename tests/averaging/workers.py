@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradcomp.app.muon import MuonAdamW
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.compressors import DGC
 
@@ -112,6 +113,18 @@ def bowl_gradient(weights, rank, step):
 def dgc(**options):
     """DGC for small tensors, without warm-up."""
     return DGC(**{"sparsity": 0.9, "values": "fp32", "min_elements": 50, **options})
+
+
+HAS_MUON = hasattr(torch.optim, "Muon")
+"""torch 2.8 lacks it."""
+
+
+def muon_adamw(parameters):
+    """Muon for matrices, AdamW for everything else."""
+    groups = {"muon": [], "adamw": []}
+    for parameter in parameters:
+        groups["muon" if parameter.dim() == 2 else "adamw"].append(parameter)
+    return MuonAdamW([{"rule": rule, "params": each} for rule, each in groups.items()], lr=0.01)
 
 
 OWN_OPTIONS = ("topology", "inside", "residual_device", "ranks_per_node", "steps_per_epoch", "epoch")

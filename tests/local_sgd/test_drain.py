@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.averaging.laws import EVERY
-from tests.averaging.workers import all_equal, conv_net, image_loss, weights
+from tests.averaging.workers import HAS_MUON, all_equal, conv_net, image_loss, weights
 from tests.local_sgd.training import CLOSE, run_ranks, set_up, train
 
 
@@ -56,13 +56,17 @@ def test_a_drain_without_buffers_and_moments():
     assert all_equal(run_ranks(2, work))
 
 
-def test_a_drain_averages_buffers_and_moments():
+@pytest.mark.parametrize(
+    ("name", "layer", "moment"),
+    [("adamw", 0, "exp_avg_sq"), *[("muon", 0, "exp_avg_sq"), ("muon", 4, "momentum_buffer")] * HAS_MUON],
+)
+def test_a_drain_averages_buffers_and_moments(name, layer, moment):
     def work(rank, group):
-        model, optimizer, averager = set_up(group, "adamw", Buffered, period=4, delay=2)
+        model, optimizer, averager = set_up(group, name, Buffered, period=4, delay=2)
         train(model, optimizer, averager, rank, 6, image_loss)
-        own = model.net[1].running_var.clone(), optimizer.state[model.net[0].weight]["exp_avg_sq"].clone()
+        own = model.net[1].running_var.clone(), optimizer.state[model.net[layer].weight][moment].clone()
         averager.drain()
-        after = model.net[1].running_var.clone(), optimizer.state[model.net[0].weight]["exp_avg_sq"].clone()
+        after = model.net[1].running_var.clone(), optimizer.state[model.net[layer].weight][moment].clone()
         assert torch.equal(model.table, torch.linspace(0, 1, 37) * 0.1)
         assert torch.equal(model.index, torch.tensor([2**40 + 1, -3]))
         assert torch.equal(model.mask, torch.full((3, 3), -torch.inf).triu(1))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lightning_gradcomp import DGC, SPARSELOCO, DelayedAverager, GradientDropping, OneBit, PowerSGD, TwoBit
+from lightning_gradcomp import DGC, SPARSELOCO, DelayedAverager, GradientDropping, Nesterov, OneBit, PowerSGD, TwoBit
 from lightning_gradcomp.averaging import mean_state
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, conv_net, image_loss, weights
 from tests.local_sgd.test_resume import stored
@@ -38,6 +38,16 @@ def test_rounds_follow_the_paper(mean, decay):
     how = {"period": 4, "delay": 0, "error_decay": decay}
     got = weights_at_each_step(3, 21, "sgd", compressor=sparse(mean=mean), **how)
     reference = PaperSparseLoCo(weights(Table()), TENSORS, 3, lr=0.02, period=4, decay=decay, mean=mean)
+    torch.testing.assert_close(got.double(), torch.from_numpy(follow(reference, 21)), **CLOSE)
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.4, 0.0), (0.9, 0.8)], ids=["outer learning rate", "muloco"])
+def test_an_outer_optimizer_steps_on_what_was_sent(lr, momentum):
+    """And leaves the error feedback as it is."""
+    how = {"period": 4, "delay": 0, "error_decay": 0.9, "outer": Nesterov(lr, momentum)}
+    got = weights_at_each_step(3, 21, "sgd", compressor=sparse(), **how)
+    outer = {"outer_lr": lr, "outer_momentum": momentum}
+    reference = PaperSparseLoCo(weights(Table()), TENSORS, 3, lr=0.02, period=4, decay=0.9, mean="ranks", **outer)
     torch.testing.assert_close(got.double(), torch.from_numpy(follow(reference, 21)), **CLOSE)
 
 

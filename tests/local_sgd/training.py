@@ -6,7 +6,7 @@ import torch
 
 from lightning_gradcomp import DelayedAverager
 from tests import threads
-from tests.averaging.workers import Table, backward, bowl_loss
+from tests.averaging.workers import HAS_MUON, Table, backward, bowl_loss, muon_adamw
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02),
@@ -14,6 +14,8 @@ OPTIMIZERS = {
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
 }
+if HAS_MUON:
+    OPTIMIZERS["muon"] = muon_adamw
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 

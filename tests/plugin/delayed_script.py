@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -25,6 +26,7 @@ METHODS = {
     "dgc": {"compressor": lgc.DGC(min_elements=32, warmup_epochs=0, dense_epochs=0, sparsity=0.9)},
     "gather": {"compressor": HALF, "error_decay": 0.9},
     "sidecar": {"compressor": HALF, "error_decay": 0.9, "checkpoint_state": "sidecar"},
+    "several": {"compressor": HALF, "error_decay": 0.9},
 }
 """Options of the strategy, by name of the test."""
 
@@ -48,13 +50,13 @@ class Net(L.LightningModule):
         self.sync_dist = sync_dist
         self.seen = {"batch": [], "epoch": [], "validation": [], "losses": []}
 
-    def loss(self, index):
-        seed = 1000 * self.current_epoch + 10 * index + self.global_rank
+    def loss(self, index, epoch):
+        seed = 1000 * epoch + 10 * index + self.global_rank
         images = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
         return nn.functional.cross_entropy(self.layers(images), (images.mean((1, 2, 3)) * 30 + 5).long().clamp(0, 9))
 
     def training_step(self, _, index):
-        loss = self.loss(index)
+        loss = self.loss(index, self.current_epoch)
         if self.sync_dist:
             self.log("loss", loss, sync_dist=True)
         return loss
@@ -70,15 +72,36 @@ class Net(L.LightningModule):
         self.seen["validation"].append(apart(self))
 
     def validation_step(self, _, index):
-        self.seen["losses"].append(float(self.loss(index)))
+        self.seen["losses"].append(float(self.loss(index, 9)))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
-def fit(strategy, *, resume=None, callbacks=(), net=None, every=6):
+class Several(Net):
+    """Two optimizers in turns, as in a GAN: one in every batch, the other in every second, neither in the fourth."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, _, index):
+        for number, optimizer in enumerate(self.optimizers()):
+            if index != 3 and (number == 0 or index % 2 == 0):
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(index, self.current_epoch))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        head = torch.optim.SGD(self.layers[4].parameters(), lr=0.02, momentum=0.9)
+        return head, torch.optim.AdamW(self.layers[:2].parameters(), lr=0.003)
+
+
+def fit(strategy, *, resume=None, callbacks=(), net=Net, every=6):
     L.seed_everything(3, verbose=False)
-    net = net or Net()
+    net = net()
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, val_check_interval=every, logger=False,
         callbacks=list(callbacks), enable_checkpointing=bool(callbacks), use_distributed_sampler=False,
@@ -99,23 +122,28 @@ def same(a, b):
 def goes_on(name):
     """A run that saves in the middle of a round, and one that goes on from there."""
     options = {"period": 3, "delay": 2, **METHODS[name]}
+    make = Several if name == "several" else Net
     saved = ModelCheckpoint(FOLDER / name, "{step}", every_n_train_steps=7, save_top_k=-1)
-    _, straight = fit(lgc.DelayedStrategy(**options), callbacks=[saved])
+    trainer, straight = fit(lgc.DelayedStrategy(**options), callbacks=[saved], net=make)
     path = FOLDER / name / "step=7.ckpt"
     again = ModelCheckpoint(FOLDER / f"{name} again", "{step}", every_n_train_steps=7, save_top_k=-1)
-    _, resumed = fit(lgc.DelayedStrategy(**options), callbacks=[again], resume=path)
+    _, resumed = fit(lgc.DelayedStrategy(**options), callbacks=[again], resume=path, net=make)
     in_checkpoint = "lightning_gradcomp_delayed" in torch.load(path, weights_only=True)
-    return {**straight.seen, "end": apart(straight), "differs": same(straight, resumed), "saved": in_checkpoint}
+    found = {"end": apart(straight), "differs": same(straight, resumed), "saved": in_checkpoint}
+    return {**straight.seen, **found, "steps": trainer.strategy.averager.steps}
 
 
 def compiled():
     """A compiled network, against the same run without."""
     options = {"period": 3, "delay": 2, **METHODS["dgc"]}
     _, plain = fit(lgc.DelayedStrategy(**options))
-    L.seed_everything(3, verbose=False)
-    net = Net()
-    net.layers.compile(backend="aot_eager")
-    _, after = fit(lgc.DelayedStrategy(**options), net=net)
+
+    def make():
+        net = Net()
+        net.layers.compile(backend="aot_eager")
+        return net
+
+    _, after = fit(lgc.DelayedStrategy(**options), net=make)
     return same(plain, after)
 
 
@@ -145,10 +173,16 @@ class Saves(Net):
         self.save("on_train_batch_end", index)
 
 
-def saves(place):
+class SavesAfterStepping(Several):
+    def training_step(self, batch, index):
+        super().training_step(batch, index)
+        self.trainer.save_checkpoint(FOLDER / "in_step.ckpt")
+
+
+def saves(make):
     """What saving there raises."""
     try:
-        fit(lgc.DelayedStrategy(period=3, delay=2), net=Saves(place))
+        fit(lgc.DelayedStrategy(period=3, delay=2), net=make)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -158,11 +192,12 @@ outcome["compiled"] = compiled()
 monitor = lgc.CommunicationMonitor()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    trainer, _ = fit("dga", callbacks=[monitor], net=Net(sync_dist=True), every=1.0)
+    trainer, _ = fit("dga", callbacks=[monitor], net=partial(Net, sync_dist=True), every=1.0)
 assert isinstance(trainer.strategy, lgc.DelayedStrategy)
 waits = [str(w.message) for w in caught if "waits for the other ranks" in str(w.message)]
 outcome["monitor"] = {"summary": monitor.summary(), "logged": sorted(trainer.logged_metrics), "waits": waits}
 places = "on_train_batch_end", "on_before_optimizer_step", "training_step", "on_before_backward"
-outcome["saves"] = {place: saves(place) for place in places}
+outcome["saves"] = {place: saves(partial(Saves, place)) for place in places}
+outcome["saves"]["manual"] = saves(SavesAfterStepping)
 if dist.get_rank() == 0:
     print(json.dumps(outcome))

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.app.muon import MuonAdamW
 from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
 from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.plugin import hsdp as hsdp_module
@@ -68,6 +70,31 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Several(Net):
+    """Two optimizers by hand, each with its own backward pass and clipping, as in a GAN."""
+
+    def __init__(self, adamw=False, wrapped=None):
+        super().__init__(adamw, wrapped)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+
+    def configure_optimizers(self):
+        first = torch.optim.AdamW(self.net[:3].parameters(), lr=0.01)
+        return first, torch.optim.SGD(self.net[3].parameters(), lr=0.05, momentum=0.9)
+
+
+class WithMuon(Net):
+    def configure_optimizers(self):
+        matrix, *rest = self.parameters()
+        return MuonAdamW([{"params": [matrix], "rule": "muon"}, {"params": rest, "rule": "adamw"}], lr=0.01)
+
+
 def data(batch=8):
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(320, 16, generator=generator)
@@ -75,9 +102,9 @@ def data(batch=8):
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch)
 
 
-def fit(strategy, *, adamw=False, wrapped=None, epochs=1, ckpt_path=None, seed=0, **options):
+def fit(strategy, *, kind=Net, adamw=False, wrapped=None, epochs=1, ckpt_path=None, seed=0, **options):
     L.seed_everything(seed, verbose=False)
-    net = Net(adamw, wrapped)
+    net = kind(adamw, wrapped)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=epochs, **QUIET, **options)
     trainer.fit(net, data(), ckpt_path=ckpt_path)
     return trainer, weights(net)
@@ -111,6 +138,10 @@ def whole(replicate, shard):
 
 def dgc():
     return lgc.DGC(sparsity=0.9, warmup_epochs=0, dense_epochs=0, min_elements=40)
+
+
+def onebit():
+    return lgc.OneBit(warmup_epochs=0, min_elements=40)
 
 
 def replicas_apart(trainer):
@@ -148,6 +179,7 @@ def like_fsdp():
         "adamw, accumulated": {"adamw": True, "accumulate_grad_batches": 3},
         "bf16-mixed": {"precision": "bf16-mixed"},
         "bf16-true": {"precision": "bf16-true"},
+        "several optimizers": {"kind": Several},
     }.items():
         _, ours = fit(hsdp("none"), **options)
         _, theirs = fit(FSDPsOwn(2, 2), **options)
@@ -175,6 +207,21 @@ def trained():
             "memory": sorted({str(part.dtype) for parts in memory.values() for part in parts.values()}),
         }
     return found
+
+
+def several():
+    """Two optimizers, compressed; and a run that goes on."""
+    path = FOLDER / "several"
+    first, _ = fit(hsdp(onebit()), kind=Several)
+    first.save_checkpoint(path)
+    _, straight = fit(hsdp(onebit()), kind=Several, epochs=2)
+    trainer, resumed = fit(hsdp(onebit()), kind=Several, epochs=2, ckpt_path=path)
+    spent = trainer.strategy.averager.spent
+    return {
+        "replicas_apart": replicas_apart(trainer),
+        "resumed": apart(straight, resumed),
+        "ratio": spent.dense_bytes / spent.bytes_sent,
+    }
 
 
 def wrapped():
@@ -222,6 +269,25 @@ def saving_fails(trainer, path):
     return [*seen, sorted(each.name for each in path.parent.iterdir())]
 
 
+def muon():
+    """Muon needs whole matrices: against a model that is not sharded; compressed, and resumed."""
+    if not hasattr(torch.optim, "Muon"):  # torch 2.8
+        return None
+    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):  # it orthogonalizes in fp32
+        _, sharded = fit(hsdp("none"), kind=WithMuon)
+        _, entire = fit(lgc.CompressedDDPStrategy("none"), kind=WithMuon)
+    dropping = lgc.GradientDropping(sparsity=0.9, min_elements=40)
+    trainer, _ = fit(hsdp(dropping), kind=WithMuon)
+    trainer.save_checkpoint(FOLDER / "muon")
+    _, straight = fit(hsdp(dropping), kind=WithMuon, epochs=2)
+    _, resumed = fit(hsdp(dropping), kind=WithMuon, epochs=2, ckpt_path=FOLDER / "muon")
+    return {
+        "like_whole": apart(sharded, entire),
+        "replicas_apart": replicas_apart(trainer),
+        "resumed": apart(straight, resumed),
+    }
+
+
 def evaluated():
     """A fit, a validation of a checkpoint of its weights alone, and another fit."""
     trainer, here = fit(hsdp())
@@ -264,6 +330,7 @@ def refused():
 found = {
     "like_fsdp": like_fsdp(),
     "trained": trained(),
+    "several": several(),
     "wrapped": wrapped(),
     "sgd": checkpoints(False, {"2x2 to 1x4": whole(1, 4), "1x4 to ddp": forced(dgc())}),
     "adamw": checkpoints(
@@ -276,6 +343,7 @@ found = {
             "2x2 to ddp": forced(dgc()),
         },
     ),
+    "muon": muon(),
     "evaluated": evaluated(),
     "refused": refused(),
 }

@@ -11,8 +11,9 @@ import lightning_gradcomp as lgc
 from tests.processes import run_world
 
 FOLDER = Path(__file__).parent
-METHODS = ["none", "dgc", "gather", "sidecar"]
-"""The last two: gradient dropping with an error_decay, by what becomes of what ranks remember."""
+METHODS = ["none", "dgc", "gather", "sidecar", "several"]
+"""The last three: gradient dropping with an error_decay, by what becomes of what ranks remember, and with two
+optimizers."""
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,17 @@ def test_ranks_are_equal_whenever_weights_are_read(outcome, method):
     assert len(seen["validation"]) == len(seen["epoch"]) == 2
     assert set(seen["validation"]) == set(seen["epoch"]) == {0}
     assert seen["end"] == 0
-    assert seen["losses"][-1] < seen["losses"][0]
+    assert sum(seen["losses"][2:]) < sum(seen["losses"][:2])  # of the same batches
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_resuming_in_mid_round_is_exact(outcome, method):
     assert outcome[method]["saved"]
     assert outcome[method]["differs"] == 0
+
+
+def test_a_step_of_a_round_is_a_batch_in_which_an_optimizer_steps(outcome):
+    assert (outcome["none"]["steps"], outcome["several"]["steps"]) == (20, 18)
 
 
 def test_a_compiled_network_trains_as_without(outcome):
@@ -62,6 +67,10 @@ def test_waiting_in_a_training_step_is_told_once(outcome):
 @pytest.mark.parametrize("place", ["training_step", "on_before_backward"])
 def test_a_checkpoint_between_forward_and_backward_is_refused(outcome, place):
     assert "Refused: checkpoint with DelayedStrategy: got 'one between forward and backward'" in outcome["saves"][place]
+
+
+def test_a_checkpoint_between_the_steps_of_several_optimizers_is_refused(outcome):
+    assert "checkpoint with DelayedStrategy: got 'one inside training_step'" in outcome["saves"]["manual"]
 
 
 @pytest.mark.parametrize("place", ["on_before_optimizer_step", "on_train_batch_end"])

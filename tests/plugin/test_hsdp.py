@@ -9,6 +9,7 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.plugin.hsdp import _replaced
+from tests.averaging.workers import HAS_MUON
 from tests.processes import run_world
 
 
@@ -18,7 +19,7 @@ def outcome(tmp_path_factory):
     return json.loads(run_world(4, script, str(tmp_path_factory.mktemp("hsdp")), timeout=150).splitlines()[-1])
 
 
-@pytest.mark.parametrize("how", ["sgd, clipped", "adamw, accumulated", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("how", ["sgd, clipped", "adamw, accumulated", "bf16-mixed", "bf16-true", "several optimizers"])
 def test_without_compression_it_is_fsdps_own_hsdp(outcome, how):
     assert outcome["like_fsdp"][how] <= 1e-6
 
@@ -32,6 +33,12 @@ def test_replicas_stay_equal_in_compressed_steps(outcome, how):
     assert seen["memory"] == ["torch.float32"]
     assert seen["summary"]["steps"] == (5 if how == "adamw" else 10)
     assert 0 < seen["summary"]["bytes_sent"] < seen["summary"]["dense_bytes"]
+
+
+def test_several_optimizers_train_and_resume(outcome):
+    seen = outcome["several"]
+    assert seen["replicas_apart"] == seen["resumed"] == 0
+    assert seen["ratio"] > 2
 
 
 @pytest.mark.parametrize("how", ["compiled", "checkpointed"])
@@ -63,6 +70,12 @@ def test_checkpoints_load_on_other_meshes(outcome, optimizer, way):
     weights_apart, remembered_apart = outcome[optimizer][way]
     assert weights_apart == 0
     assert remembered_apart <= 1e-6
+
+
+@pytest.mark.skipif(not HAS_MUON, reason="torch 2.8 lacks Muon")
+def test_muon_orthogonalizes_whole_matrices(outcome):
+    assert outcome["muon"]["like_whole"] <= 1e-5
+    assert outcome["muon"]["replicas_apart"] == outcome["muon"]["resumed"] == 0
 
 
 def test_fit_validate_and_fit_again(outcome):
@@ -104,20 +117,15 @@ class WithoutConfigureModel(Net):
     configure_model = L.LightningModule.configure_model
 
 
-class Manual(Net):
-    automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("mesh", "net", "options", "message"),
     [
         ({"shard": 3}, Net(), {}, "the mesh of 1 node with 4 ranks each: got 'replicate=1 x shard=3', allowed: .* 4"),
         ({"replicate": 3, "shard": 2}, Net(), {}, "got 'replicate=3 x shard=2'"),
         ({}, WithoutConfigureModel(), {}, "got 'no configure_model"),
-        ({}, Manual(), {}, "automatic_optimization with CompressedHSDPStrategy: got False, allowed: True"),
         ({}, Net(), {"sync_batchnorm": True}, "sync_batchnorm with CompressedHSDPStrategy: got True, allowed: False"),
     ],
-    ids=["3 shards", "3 x 2", "no configure_model", "manual optimization", "sync_batchnorm"],
+    ids=["3 shards", "3 x 2", "no configure_model", "sync_batchnorm"],
 )
 def test_what_can_not_be_honoured_is_refused_before_the_launch(mesh, net, options, message):
     strategy = lgc.CompressedHSDPStrategy("dgc", **mesh)

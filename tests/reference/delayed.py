@@ -56,7 +56,9 @@ class PaperDiLoCo:
 
 
 class PaperSparseLoCo:
-    """SparseLoCo (arXiv 2508.15706, algorithm 1) without the quantiser: plain SGD inside, outer learning rate 1.
+    """SparseLoCo (arXiv 2508.15706, algorithm 1) without the quantiser, and plain SGD inside.
+
+    With an outer momentum, it is a round of MuLoCo (arXiv 2505.23725): error feedback, then Nesterov on what was sent.
 
     Each worker accumulates e <- decay · e + (what its round has added to the weights), sends the largest entries of
     each compressed tensor and takes them out of e. An entry's sum over workers is divided by all, or by its senders.
@@ -65,22 +67,25 @@ class PaperSparseLoCo:
         tensors: (start, stop, number of entries that are sent), None for one that travels whole.
     """
 
-    def __init__(self, weights, tensors, workers, *, lr, period, decay, mean):
+    def __init__(self, weights, tensors, workers, *, lr, period, decay, mean, outer_lr=1.0, outer_momentum=0.0):
+        self.outer_lr, self.momentum = outer_lr, outer_momentum
         self.shared = np.array(weights, dtype=np.float64)
         self.tensors, self.lr, self.period, self.decay, self.mean = tensors, lr, period, decay, mean
         self.weights = [self.shared.copy() for _ in range(workers)]
         self.remembered = [np.zeros_like(self.shared) for _ in range(workers)]
-        self.t = 0
+        self.velocity, self.t = np.zeros_like(self.shared), 0
 
     def step(self, gradients):
-        """One inner step of every worker; at the end of a round what they send is added to the shared weights."""
+        """One inner step of every worker; at the end of a round an outer one, on what they send."""
         self.t += 1
         for w, g in zip(self.weights, gradients, strict=True):
             w -= self.lr * g
         if self.t % self.period == 0:
             sent = [self.send(e, w - self.shared) for e, w in zip(self.remembered, self.weights, strict=True)]
             senders = sum((s != 0).astype(int) for s in sent) if self.mean == "senders" else len(sent)
-            self.shared = self.shared + sum(sent) / np.maximum(senders, 1)
+            update = sum(sent) / np.maximum(senders, 1)
+            self.velocity = self.momentum * self.velocity + update
+            self.shared = self.shared + self.outer_lr * (update + self.momentum * self.velocity)
             self.weights = [self.shared.copy() for _ in self.weights]
 
     def send(self, e, update):
