@@ -11,7 +11,7 @@ For Adam and AdamW (Kingma & Ba 2015, Algorithm 1; decoupled weight decay: Loshc
 feedback on the gradient does not achieve this. If an element has been silent, a late gradient meets a small second
 moment, and each instalment becomes a full step. A worker therefore accumulates the steps that Adam would have made:
 
-    rank i:   m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) ρ g²      u = lr · m̂ / (√v̂ + ε)
+    rank i:   m ← β1 m + (1 - β1) g        v ← β v + (1 - β) ρ g²        u = lr · m̂ / (√v̂ + ε)
               e ← e + u                    s = C(e)                      e ← e - s
     all:      d = mean s / lr, in p.grad   θ ← (1 - lr · λ) θ - lr · d
 
@@ -21,6 +21,10 @@ Each rank has its own moments. At every step, sum of applied means of s + mean o
 second moment of the mean, which is up to N times smaller if the ranks' gradients differ by noise. ρ is measured on the
 uncompressed tensors, whose mean every rank has (McCandlish et al. 2018, arXiv 1812.06162, measure noise by the same
 norms).
+
+β = 1 - (1 - β2) ρ. A rank has N times fewer gradients than the mean has, and v averages over N times more steps. A rare
+gradient of one rank then makes the same step as in DDP: (1 - β) ρ is (1 - β2) / N², as for the mean, which divides it
+by N.
 """
 
 from __future__ import annotations
@@ -284,10 +288,12 @@ def add_adam_step(
         out: receives the new m, v and e. The new e may share g's memory.
     """
     (beta1, beta2), (new_m, new_v, new_e) = rule.betas, out
+    share = (1 - beta2) * scale.square()  # 1 - β
     torch.lerp(m, g, 1 - beta1, out=new_m)
-    scaled = torch.mul(g, scale, out=new_e)
-    torch.mul(v, beta2, out=new_v).addcmul_(scaled, scaled, value=1 - beta2)
-    denominator = torch.sqrt(new_v, out=new_e).div_((1 - beta2**t) ** 0.5).add_(rule.eps)
+    scaled = torch.mul(g, scale * share.sqrt(), out=new_e)
+    torch.mul(v, 1 - share, out=new_v).addcmul_(scaled, scaled)
+    correction = -torch.expm1(t * torch.log1p(-share))  # 1 - βᵗ
+    denominator = torch.sqrt(new_v, out=new_e).div_(correction.sqrt()).add_(rule.eps)
     torch.div(new_m, denominator, out=new_e).mul_(rule.lr / (1 - beta1**t)).add_(e)
 
 
