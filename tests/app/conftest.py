@@ -19,7 +19,7 @@ def command(tmp_path, monkeypatch, capsys):
 
     def start(number, run, yaml):
         started.append(OmegaConf.create(yaml))
-        return {"val_acc": 0.5}
+        return {"val_acc": 0.5, "val_loss": 2.0}
 
     monkeypatch.setattr(ranks, "start", start)
     for name in ("PL_GLOBAL_SEED", "HYDRA_FULL_ERROR"):  # which the command sets: restored afterwards

@@ -101,6 +101,14 @@ def test_without_a_link_it_answers_for_four(tiny, command):
     assert verdicts[3].endswith("don't compress: no method is modelled at 1.1x or better")
 
 
+def test_the_words_of_a_run_are_planned(command, tmp_path):
+    words = ("recipe=stdlib_gpt", "model.layers=1", "model.width=16", "data.batch_size=4")
+    code, out, _ = command("plan", *words, "--step-ms", "1000", "--rate-mbit", "10")
+    assert code == 0 and out.startswith(f"{' '.join(words)}: 12,528 parameters, 0.1 MB of gradients. ")
+    assert "pick " in out.splitlines()[-1] or "don't compress" in out.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
 def test_methods_that_the_optimizer_rules_out_are_left_out(tiny, command):
     code, out, _ = command("plan", "tiny_module:Rmsprop", "--rate-mbit", "10")
     assert code == 0
@@ -119,7 +127,15 @@ def test_ranks_measure_their_link_and_the_first_prints(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("", "MODEL: got None, allowed: resnet18, resnet50, swin, or a LightningModule as package.module:Class"),
+        ("", "MODEL: got None, allowed: resnet18, resnet50, swin, your LightningModule as package.module:Class, or "),
+        (
+            "resnet18 recipe=digits",
+            "argument: got 'recipe=digits', allowed: one MODEL, and the options of gradcomp plan",
+        ),
+        ("recipe=stdlib_gpt data.context=0", "data.context: got 0, allowed: a whole number from 1"),
+        ("recipe=stdlib_gpt optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
+        ("recipe=stdlib_gpt --ranks 3", "data.batch_size: got 32, allowed: a multiple of 3 (ranks), 3 or more"),
+        ("recipe=digits --classes 3", "--classes with recipe=digits: got 3, allowed: with resnet18"),
         ("nowhere.model:Net", "MODEL: got 'nowhere.model:Net', allowed: a class that can be imported here: No module"),
         ("tiny_module:Missing", "MODEL: got 'tiny_module:Missing', allowed: a LightningModule"),
         ("tiny_module:Argument", "Argument(): got "),

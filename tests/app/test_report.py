@@ -73,6 +73,23 @@ def test_the_page_of_a_sweep(tmp_path):
         assert f"(figures/{name}.png)" in text and (tmp_path / "out" / "figures" / f"{name}.png").exists()
 
 
+def test_a_language_model_s_page_has_its_loss(tmp_path):
+    folder = write_run(tmp_path / "0")
+    metrics = pd.read_csv(folder / "metrics.csv").rename(columns={"val_acc": "val_loss"})
+    metrics.to_csv(folder / "metrics.csv", index=False)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary.update(val_loss=2.0, val_bits_per_byte=2.8854)
+    del summary["val_acc"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = report.write([folder]).read_text()
+    row = row_of(text, "DGC")
+    assert (row["loss, nats"], row["bits per byte"], row["N"]) == ("2.0000", "2.8854", "2") and "accuracy, %" not in row
+    assert "(figures/validation_loss.png)" in text and "accuracy.png" not in text
+    write_run(tmp_path / "1", compressor="OneBit")
+    rows = [row_of(report.write([tmp_path], tmp_path / "out").read_text(), name) for name in ("DGC", "OneBit")]
+    assert [(row["accuracy, %"], row["loss, nats"]) for row in rows] == [("", "2.0000"), ("90.00", "")]
+
+
 def test_a_group_s_curve_has_the_mean_at_the_steps_that_all_seeds_have(tmp_path):
     write_run(tmp_path / "0", (0.5, 0.8))
     write_run(tmp_path / "1", (0.7, 0.9, 0.95), seed=1)

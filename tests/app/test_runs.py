@@ -9,9 +9,10 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
+from lightning_gradcomp.app.data import Text
 from lightning_gradcomp.app.data.digits import digits
-from lightning_gradcomp.app.models import swin_mini
-from tests.app.command import gradcomp
+from lightning_gradcomp.app.models import gpt_mini, swin_mini
+from tests.app.command import ROOT, gradcomp
 
 RUN = (
     "recipe=digits_swin",  # drops paths at random, so that a resumed run shows whether it draws the same numbers
@@ -25,6 +26,19 @@ RUN = (
 TINY = ("recipe=digits_swin", "trainer=smoke", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false")
 STOPPED_AT = 8  # in the midst of the second epoch
 SECRET = "918273645"
+TEXT = (
+    "recipe=stdlib_gpt",
+    "model.layers=1",
+    "model.width=16",
+    "data.dir=texts",
+    "data.context=16",
+    "data.validation_windows=33",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=6",
+    "trainer.accelerator=cpu",
+    "trainer.enable_progress_bar=false",
+)
+"""A language model on the bytes of tests/app/."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_gradcomp")
 
 
@@ -47,6 +61,13 @@ def runs(tmp_path_factory):
         start("rest", *RUN, "ckpt=last", folder=folder)
         start("eval", *RUN, "evaluate=true", "ckpt=best", folder=folder)
 
+    def language():
+        for name, *words in (("text", *TEXT), ("text_part", *TEXT, send("SIGINT", "group"))):
+            folder = tmp_path_factory.mktemp(name)
+            (folder / "texts").symlink_to(ROOT / "tests" / "app")
+            start(name, *words, "data.pattern=*.py", folder=folder)
+        start("text_rest", *TEXT, "data.pattern=*.py", "ckpt=last", folder=folder)
+
     def others():
         start("whole", *RUN)
         start("sweep", "-m", *TINY, "dry_run=true", "strategy=dga,dist_async,ddp")
@@ -63,8 +84,8 @@ def runs(tmp_path_factory):
         again = ("strategy=hsdp", "evaluate=true", "ckpt=last", "trainer.limit_val_batches=null")
         start("mesh", *TINY, *again, folder=folder)
 
-    with ThreadPoolExecutor(4) as pool:
-        for part in [pool.submit(part) for part in (interrupted_and_resumed, others, ended, sharded)]:
+    with ThreadPoolExecutor(5) as pool:
+        for part in [pool.submit(part) for part in (interrupted_and_resumed, language, others, ended, sharded)]:
             part.result()
     return done
 
@@ -161,6 +182,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs):
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
     costs = [summary_of(run)["communication"] for run in (whole, rest)]
     assert costs[0]["totals"]["bytes_sent"] == costs[1]["totals"]["bytes_sent"] > costs[1]["bytes_sent"]
+
+
+def test_a_language_model_s_loss_is_that_of_every_validation_byte(runs):
+    [folder] = folders(runs, "text")
+    state = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
+    model = gpt_mini(vocabulary=256, context=16, layers=1, width=16)
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    _, val = Text(dir=str(ROOT / "tests" / "app"), pattern="*.py", context=16, validation_windows=33).load()
+    windows = torch.stack([val[index] for index in range(33)])
+    with torch.no_grad():
+        loss = cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    summary = summary_of(folder)
+    assert summary["val_loss"] == pytest.approx(loss.item(), rel=1e-5) and summary["val_tokens"] == 33 * 16
+    assert summary["best_val_loss"] <= summary["val_loss"] + 1e-6
+    assert f"{summary['val_loss']:.4f} nats per byte" in runs["text"][1].stdout
+    assert "figures/validation_loss.png" in (folder / "report.md").read_text()
+
+
+def test_a_resumed_language_model_equals_an_uninterrupted_one(runs):
+    [whole] = folders(runs, "text")
+    _, rest = folders(runs, "text_rest")
+    weights, others = (torch.load(run / "checkpoints" / "last.ckpt")["state_dict"] for run in (whole, rest))
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    assert summary_of(whole)["val_loss"] == summary_of(rest)["val_loss"]
 
 
 def test_evaluate_does_not_train(runs):
