@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ POSITIONS = "relative_position_bias_table"
 """A parameter of Swin's attention: two-dimensional, but not the weight of a linear layer."""
 
 
-class Task(L.LightningModule):
+class Task(L.LightningModule, ABC):
     """A network to train. A subclass defines the loss, and what a validation counts.
 
     Args:
@@ -52,25 +53,25 @@ class Task(L.LightningModule):
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.decay_all, self.compiled = decay_all, compile
 
+    @abstractmethod
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def count(self, batch: Any) -> torch.Tensor:
         """Numbers of a validation batch, 1-D, to be summed over all batches and ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Metrics to log, from `counts`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result(self) -> dict[str, float]:
         """Entries of summary.json, from `counts`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def words(self) -> tuple[str, str]:
         """The result to print: its name and its value."""
-        raise NotImplementedError
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh

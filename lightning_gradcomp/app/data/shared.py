@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -40,7 +41,7 @@ Pair = tuple[Dataset[Any], Dataset[Any]]
 """Training and validation examples."""
 
 
-class SharedData(L.LightningDataModule):
+class SharedData(L.LightningDataModule, ABC):
     """Examples of any kind, `batch_size` per training step over all ranks together. Subclasses define which.
 
     Args:
@@ -69,23 +70,23 @@ class SharedData(L.LightningDataModule):
                 raise refusal(f"data.{option}", got, f"a whole number from {least}")
         self.batch_size, self.seed, self.workers, self.prefetch = batch_size, seed, workers, prefetch
 
+    @abstractmethod
     def load(self) -> Pair:
         """Read the examples or find their files, on every rank."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def model_options(self) -> dict[str, Any]:
         """The arguments with which conf/model/*.yaml build a network for these examples."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stand_in(self, batch_size: int) -> SharedData:
         """Random examples of the same shape: two batches to train on and one to validate, without any file."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def validation_batch(self) -> int:
         """Maximum number of examples in a rank's validation batch."""
-        raise NotImplementedError
 
     def sampler(self, rank: int, ranks: int, skip: int) -> Any:
         """The order of a rank's training examples, without the first `skip` of the next epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ class SharedTokens(SharedData):
                 raise refusal(f"data.{option}", got, "a whole number from 1")
         self.context, self.validation_windows = context, validation_windows
 
+    @abstractmethod
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to train and to validate with: integers in [0, vocabulary), of any integer dtype, 1-D."""
-        raise NotImplementedError
 
     @property
     def model_options(self) -> dict[str, Any]:
