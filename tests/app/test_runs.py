@@ -36,6 +36,7 @@ TEXT = (
     "trainer.max_epochs=2",
     "trainer.limit_train_batches=6",
     "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
     "trainer.enable_progress_bar=false",
 )
 """A language model on the bytes of tests/app/."""
