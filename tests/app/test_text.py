@@ -101,8 +101,11 @@ def test_validation_windows_are_evenly_spaced_and_the_same_for_all_seeds(folder)
         ({"pattern": "**/*"}, r"^text: .*data\.bin is not a text: it has a zero byte; data\.pattern chooses files\."),
         ({"context": 0}, r"^data\.context: got 0, allowed: a whole number from 1"),
         ({"validation_windows": 0}, r"^data\.validation_windows: got 0, allowed: a whole number from 1"),
-        ({"batch_size": 200}, r"^data\.batch_size: got 200, allowed: up to 117, the windows of data\.context=10 in "),
-        ({"context": 61, "batch_size": 2}, r"^data\.context: got 61, allowed: less than 61, the bytes to validate"),
+        (
+            {"batch_size": 200},
+            r"^bytes to train with: got \d+, allowed: 2001 or more, data\.batch_size=200 windows of ",
+        ),
+        ({"context": 61, "batch_size": 2}, r"^bytes to validate with: got 61, allowed: 62 or more, a window"),
     ],
 )
 def test_what_is_no_text_is_refused_before_a_rank_starts(folder, options, sentence):

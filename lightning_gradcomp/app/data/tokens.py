@@ -79,12 +79,14 @@ class SharedTokens(SharedData):
 
     def check(self) -> None:
         train, val = self.tokens()
-        if (windows := len(Windows(train, self.context))) < self.batch_size:
-            allowed = f"up to {windows}, the windows of data.context={self.context} in {len(train)} {self.unit}s"
-            raise refusal("data.batch_size", self.batch_size, allowed)
-        if len(val) <= self.context:
-            allowed = f"less than {len(val)}, the {self.unit}s to validate with"
-            raise refusal("data.context", self.context, allowed)
+        batch = f"data.batch_size={self.batch_size} windows of data.context={self.context}"
+        for tokens, purpose, windows, fills in (
+            (train, "train", self.batch_size, batch),
+            (val, "validate", 1, "a window"),
+        ):
+            if len(tokens) <= windows * self.context:
+                allowed = f"{windows * self.context + 1} or more, {fills}"
+                raise refusal(f"{self.unit}s to {purpose} with", len(tokens), allowed)
 
 
 class RandomTokens(SharedTokens):
