@@ -103,7 +103,7 @@ def test_validation_windows_are_evenly_spaced_and_the_same_for_all_seeds(folder)
         ({"validation_windows": 0}, r"^data\.validation_windows: got 0, allowed: a whole number from 1"),
         (
             {"batch_size": 200},
-            r"^bytes to train with: got \d+, allowed: 2001 or more, data\.batch_size=200 windows of ",
+            r"^bytes to train with: got \d+, allowed: 2001 or more, data\.batch_size=200 windows",
         ),
         ({"context": 61, "batch_size": 2}, r"^bytes to validate with: got 61, allowed: 62 or more, a window"),
     ],

@@ -80,10 +80,8 @@ class SharedTokens(SharedData):
     def check(self) -> None:
         train, val = self.tokens()
         batch = f"data.batch_size={self.batch_size} windows of data.context={self.context}"
-        for tokens, purpose, windows, fills in (
-            (train, "train", self.batch_size, batch),
-            (val, "validate", 1, "a window"),
-        ):
+        parts = ((train, "train", self.batch_size, batch), (val, "validate", 1, "a window"))
+        for tokens, purpose, windows, fills in parts:
             if len(tokens) <= windows * self.context:
                 allowed = f"{windows * self.context + 1} or more, {fills}"
                 raise refusal(f"{self.unit}s to {purpose} with", len(tokens), allowed)
