@@ -48,7 +48,7 @@ class GradientAverager:
     """Averages a model's gradients over a process group with compression; replaces DDP.
 
         averager = GradientAverager(model, DGC(), optimizer=optimizer)
-        with averager.local_weights():  # for DGC; other methods do not need it
+        with averager.local_weights():  # for DGC, Adam and AdamW; has no effect otherwise
             loss(model, batch).backward()
         averager.step()  # averager.average(), then optimizer.step()
 
@@ -64,8 +64,8 @@ class GradientAverager:
         compressor: an instance, or a name with default options.
         optimizer: steps the parameters; parameters that it does not have are not averaged. DGC requires
             `torch.optim.SGD`, `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and AdamW, every method
-            with error feedback except PowerSGD accumulates optimizer steps instead of gradients. Without an optimizer,
-            `average` commits the error feedback of all parameters.
+            with error feedback accumulates optimizer steps instead of gradients. Without an optimizer, `average`
+            commits the error feedback of all parameters.
         optimizers: several optimizers, instead of `optimizer`. All their parameters are averaged, and the compressor
             owns the momentum of none.
         local_weights: False: `local_weights()` has no effect, and gradients are taken at the weights that all ranks

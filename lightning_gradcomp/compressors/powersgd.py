@@ -9,6 +9,9 @@ The residual is local: M - P Q_localᵀ, as in the paper's Algorithm 2 and in th
 subtracts the local factor before the all-reduce. The code of the paper's experiments (`RankKReducer`) and torch's hook
 subtract the averaged P Qᵀ instead. Training is the same either way, but their residual is a random walk: it keeps each
 rank's difference from the mean forever.
+
+With Adam and AdamW, M is Adam's step plus the unsent steps (updates.py) instead of gradient plus residual. This is not
+in the paper.
 """
 
 from __future__ import annotations
@@ -125,7 +128,8 @@ class AdamStepAndQueries(Queries, AdamStep):
 class PowerSGD(LossyCompressor):
     """PowerSGD: low-rank factors, two all-reduces a step, error feedback; for any optimizer.
 
-    Source: Vogels et al., NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2.
+    Source: Vogels et al., NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2. With Adam and AdamW it compresses their
+    step instead of the gradient, which is not in the paper.
 
     Args:
         rank: r, the number of columns of the factors. A higher rank is closer to the gradient and sends more. The
