@@ -256,7 +256,7 @@ def accuracy(axes: Axes) -> None:
                 continue
             for setting, color, beside in zip(settings, (BLUE, ORANGE), (-0.17, 0.17), strict=True):
                 if runs := found[setting].get(method):
-                    points = results.differences(runs, found[setting]["none"])
+                    points = report.differences(runs, found[setting]["none"])
                     middle, half, place = mean(points), report.half_width(points), len(ticks) + beside
                     axes.plot([max(left, middle - half), middle + half], [place, place], color=color, linewidth=1.2)
                     axes.plot(middle, place, "o", color=color, markersize=4)

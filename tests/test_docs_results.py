@@ -5,7 +5,7 @@ from statistics import mean, stdev
 import pytest
 import yaml
 
-from benchmarks import results
+from benchmarks import report, results
 from tests.pages import DOCS
 
 ROOT = DOCS.parent
@@ -20,11 +20,9 @@ RECIPES = {
 
 
 def pairs(model, method, split, steps):
-    runs = results.read_csv()
-    folds = results.cross_validated(runs)[results.Setting(model, None, 2, steps)]
-    seeds = {name: found for (network, name), found in results.grouped(runs).items() if network == model}
-    of = folds if split == "folds" else seeds
-    return results.pairs(of[method], of["none"])
+    runs = [each for each in results.read_csv() if (each.fold is not None) == (split == "folds")]
+    of = results.by_setting(runs)[results.Setting(model, None, 2, steps)]
+    return report.pairs(of[method], of["none"])
 
 
 @pytest.mark.parametrize("name", RECIPES)
