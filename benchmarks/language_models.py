@@ -136,10 +136,19 @@ def table() -> str:
             losses = [one for one, _ in both] or [each.val_loss for each in runs]
             beside = f"{mean(other for _, other in both):.3f}" if both else "—"
             interval = report.interval([one - other for one, other in both], 3) if both else "—"
-            name, _, options = method.partition(" ")
-            words = [f"{steps:,}", ranks, f"`{name}` {options}".strip(), optimizer, beside]
+            words = [f"{steps:,}", ranks, summaries.code(method), optimizer, beside]
             rows.append([*words, report.spread(losses, 3), interval, f"{summaries.ratio(runs)}x", len(losses)])
-    head = ["steps", "ranks", "method", "optimizer", "dense", "method's", "difference", "fewer bytes", "seeds"]
+    head = [
+        "steps",
+        "ranks",
+        "method",
+        "optimizer",
+        "dense loss",
+        "method's loss",
+        "difference",
+        "fewer bytes",
+        "seeds",
+    ]
     return report.table(head, rows)
 
 

@@ -163,38 +163,37 @@ SHOWN = {
 """Network -> the methods in the table. The picture shows all methods."""
 
 
+HEAD = ("network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes")
+
+
 def accuracy() -> str:
     """The table of the digits: one row per setting and method, with the dense runs that it is paired with."""
     found, rows = cross_validated(read_csv()), []
     for setting in SETTINGS:
         for method in SHOWN[setting.model]:
             if runs := found[setting].get(method):
-                rows.append(_row(setting, method, runs, found[setting]["none"], 1))
+                both = report.pairs(runs, found[setting]["none"])
+                rows.append(_row(setting, f"`{method.partition(' ')[0]}`", runs, both, 1))
     return report.table(HEAD, rows)
 
 
 def fashion() -> str:
-    """The table of Fashion-MNIST: one row per setting and method, all that there are, and the number of seeds."""
-    found = by_setting(each for each in read_csv() if each.data == "FashionMNIST")
-    rows = [
-        [*_row(setting, method, runs, found[setting]["none"], 2), len(runs)]
-        for setting in sorted(found, key=_order)
-        for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0]))
-        if method != "none"
-    ]
+    """The table of Fashion-MNIST: one row per setting and method, all that have pairs, and the number of pairs."""
+    found, rows = by_setting(each for each in read_csv() if each.data == "FashionMNIST"), []
+    for setting in sorted(found, key=_order):
+        for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0])):
+            both = report.pairs(runs, found[setting]["none"])
+            if method != "none" and both:
+                rows.append([*_row(setting, summaries.code(method), runs, both, 2), len(both)])
     return report.table([*HEAD, "seeds"], rows)
 
 
-HEAD = ("network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes")
-
-
-def _row(setting: Setting, method: str, runs: list[Result], dense: list[Result], digits: int) -> list[object]:
+def _row(setting: Setting, name: str, runs: list[Result], both: list[report.Pair], digits: int) -> list[object]:
     """A row below HEAD. There must be a pair."""
-    both = report.pairs(runs, dense)
-    own, beside = zip(*both, strict=True)
+    own, dense = zip(*both, strict=True)
     interval = report.interval([one - other for one, other in both], digits)
-    words = [TITLES[setting.model], setting.ranks, f"`{method.partition(' ')[0]}`"]
-    return [*words, report.spread(beside, digits), report.spread(own, digits), interval, f"{ratio(runs)}x"]
+    words = [TITLES[setting.model], setting.ranks, name]
+    return [*words, report.spread(dense, digits), report.spread(own, digits), interval, f"{ratio(runs)}x"]
 
 
 def _identity(each: Result) -> tuple[str, str, str, int, int, float, int, int, str]:

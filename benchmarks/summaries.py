@@ -118,6 +118,12 @@ def place(method: str) -> tuple[int, int, str]:
     return ORDER.index(method.partition(" ")[0].partition(":")[0]), len(method), method
 
 
+def code(method: str) -> str:
+    """A method as it stands in a table: `sparseloco` K=30 D=0."""
+    name, _, options = method.partition(" ")
+    return f"`{name}` {options}".strip()
+
+
 def machine(summary: Summary) -> str:
     """The hardware and torch's version, which together determine the arithmetic."""
     name = summary["device"]
