@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pandas as pd
 import torch
@@ -20,6 +21,24 @@ DATA = Path(__file__).parents[1] / "docs" / "data"
 """The data behind the pages."""
 
 Line = TypeVar("Line")
+
+Pair = tuple[float, float]
+"""Result of a run and of the dense run that it is compared with."""
+
+
+class Outcome(Protocol):
+    """A run that is compared with a dense one."""
+
+    @property
+    def machine(self) -> str: ...
+
+    @property
+    def sample(self) -> Hashable:
+        """What the run and its dense run have in common, such as the seed."""
+
+    @property
+    def value(self) -> float:
+        """The result: accuracy in %, or loss."""
 
 
 def machine() -> str:
@@ -44,9 +63,30 @@ def half_width(differences: Sequence[float]) -> float:
 
 
 def interval(differences: Sequence[float], digits: int = 2) -> str:
-    """Mean ± half its 95 % confidence interval, for two or more differences."""
+    """Mean ± half its 95 % confidence interval; a single difference as it is."""
     rounded = round(mean(differences), digits) + 0.0  # no -0.00
-    return f"{rounded:+.{digits}f} ± {half_width(differences):.{digits}f}"
+    return f"{rounded:+.{digits}f}" + (f" ± {half_width(differences):.{digits}f}" if len(differences) > 1 else "")
+
+
+def pairs(runs: Iterable[Outcome], dense: Iterable[Outcome]) -> list[Pair]:
+    """Pair runs with the dense ones of the same sample, and of the same machine if there is one.
+
+    A sample run on several machines makes one pair, of the means, because its data are the same on all of them.
+    """
+    beside: dict[Hashable, list[Outcome]] = defaultdict(list)
+    for each in dense:
+        beside[each.sample].append(each)
+    found: dict[Hashable, list[Pair]] = defaultdict(list)
+    for each in runs:
+        if others := beside.get(each.sample):
+            nearest = [other for other in others if other.machine == each.machine] or others
+            found[each.sample].append((each.value, mean(other.value for other in nearest)))
+    return [(mean(own for own, _ in each), mean(other for _, other in each)) for each in found.values()]
+
+
+def differences(runs: Iterable[Outcome], dense: Iterable[Outcome]) -> list[float]:
+    """The difference to dense of each of `pairs`."""
+    return [own - other for own, other in pairs(runs, dense)]
 
 
 def read(path: Path, cls: type[Line]) -> list[Line]:

@@ -1,47 +1,28 @@
-"""docs/data/results.csv, one line per accuracy run, and the table of five-fold cross-validations in docs/results.md.
+"""Records finished runs: accuracies in docs/data/results.csv, one line per run, losses by language_models.py.
 
     gradcomp -m recipe=digits compressor=none,dgc data.fold=0,1,2,3,4 hydra.sweep.dir=runs/resnet18    # and so on
     python -m benchmarks.results runs && python -m docs.tables && python -m docs.pictures
 
 The CSV keeps the lines of earlier runs, which together take some ten hours. A run replaces an earlier one with the same
-network, method, data, ranks, steps, fold, seed and machine. Options of the compressor, warm-up or optimizer that differ
+data, network, method, ranks, steps, fold, seed and machine. Options of the compressor, warm-up or optimizer that differ
 from the recipe's are part of the method: "twobit warmup_epochs=3", "dgc optimizer.lr=0.005".
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-
-import lightning_gradcomp as lgc
-from benchmarks import report
-from lightning_gradcomp.app.compose import register, shipped
+from benchmarks import language_models, report, summaries
+from benchmarks.summaries import Summary, place, ratio
 from lightning_gradcomp.app.sizes import human
-from lightning_gradcomp.app.summary import short
 
-Key = tuple[str, str]
-"""Network and method."""
-
-Pair = tuple[float, float]
-"""Accuracy of a run and of the dense run that it is compared with, in %."""
-
-ORDER = ("none", "fp16", "bf16", "dgc", "gradient_dropping", "powersgd", "onebit", "terngrad", "twobit", "dga")
-ORDER += ("sparseloco",)
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "small Swin, AdamW"}
-RECIPES = {"resnet18": "digits", "resnet50": "digits_resnet50", "swin_mini": "digits_swin"}
-"""Network -> its recipe. SparseLoCo's compressor has the options of recipe=digits_sparseloco with all of them."""
-LABELLED = ("compressor", "optimizer")
-"""Groups of the config whose options a method's label includes if they differ from the recipe's."""
 CSV = report.DATA / "results.csv"
 
 
@@ -49,6 +30,7 @@ CSV = report.DATA / "results.csv"
 class Result:
     """A finished run; a line of the CSV."""
 
+    data: str
     model: str
     method: str
     ranks: int
@@ -68,97 +50,48 @@ class Result:
         """Validation accuracy."""
         return 100 * self.correct / self.images
 
+    @property
+    def sample(self) -> tuple[int | None, int]:
+        return self.fold, self.seed
+
+    @property
+    def value(self) -> float:
+        return self.percent
+
 
 class Setting(NamedTuple):
-    """What all methods of a cross-validation have in common."""
+    """What all methods that are compared have in common."""
 
     model: str
     dirichlet: float | None
     ranks: int
     steps: int
+    data: str = "Digits"
 
     def __str__(self) -> str:
         unequal = "" if self.dirichlet is None else f", Dirichlet {self.dirichlet:g}"
         return f"{TITLES[self.model]}, N={self.ranks}, {self.steps:,} steps{unequal}"
 
 
-def summaries(folder: Path) -> list[dict[str, Any]]:
-    """The summaries of all finished runs below `folder`."""
-    return [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
-
-
-def key(summary: dict[str, Any]) -> Key:
-    """Key of a run. Rounds are separate methods: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0"."""
-    config = summary["config"]
-    model, compressor, strategy = short(config["model"]["_target_"]), compressor_of(config), config["strategy"]
-    recipe = usual(RECIPES[model], compressor)
-    method = compressor
-    if short(strategy["_target_"]) == "DelayedStrategy":
-        kind = "dga" if compressor == "none" else f"dga:{compressor}"
-        if strategy["error_decay"] is not None:
-            kind = "sparseloco"
-            recipe = recipe | {"compressor": usual("digits_sparseloco", compressor)["compressor"]}
-        method = f"{kind} K={strategy['period']} D={strategy['delay']}"
-    return model, " ".join([method, *differing(config, recipe)])
-
-
-def compressor_of(config: dict[str, Any]) -> str:
-    """The name of the compressor, such as "dgc"."""
-    [name] = [entry.name for entry in lgc.entries() if entry.cls.__name__ == short(config["compressor"]["_target_"])]
-    return name
-
-
-@cache
-def usual(recipe: str, compressor: str) -> dict[str, Any]:
-    """The config of a recipe as it appears in a run's summary; with this compressor, unless the recipe has it."""
-    config = composed(f"recipe={recipe}")
-    return config if compressor_of(config) == compressor else composed(f"recipe={recipe}", f"compressor={compressor}")
-
-
-def composed(*words: str) -> dict[str, Any]:
-    """The config of a run, as it appears in its summary."""
-    register()
-    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        found: Any = OmegaConf.to_container(compose("train", list(words)))
-        return found
-
-
-def differing(config: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
-    """The options of a run that differ from the recipe's, as on a command line but without `compressor.`."""
-    for group in LABELLED:
-        for option, value in config[group].items():
-            if value != recipe[group].get(option, value):
-                yield f"{option}={value}" if group == "compressor" else f"{group}.{option}={value}"
-    for option, value in config["callbacks"].get("sparsity_warmup", {}).items():
-        if option != "_target_":
-            yield f"sparsity_warmup.{option}={value}"
-
-
-def place(method: str) -> tuple[int, int, str]:
-    """Sort key of a method in a table."""
-    return ORDER.index(method.partition(" ")[0].partition(":")[0]), len(method), method
-
-
-def result(summary: dict[str, Any]) -> Result:
+def result(summary: Summary) -> Result:
     """The line of a run."""
-    model, method = key(summary)
-    cost, machine = summary["communication"], summary["device"]
-    if machine == "CPU":
-        machine = f"{summary['cpu_cores']} cores of {summary['processor']}"
+    config, cost = summary["config"], summary["communication"]
+    model, data = summaries.ends(config)
     return Result(
+        data=data,
         model=model,
-        method=method,
+        method=summaries.method(config),
         ranks=cost["world_size"],
-        fold=summary["config"]["data"].get("fold"),
-        dirichlet=summary["config"]["data"].get("dirichlet"),
-        seed=summary["config"]["seed"],
+        fold=config["data"].get("fold"),
+        dirichlet=config["data"].get("dirichlet"),
+        seed=config["seed"],
         correct=summary["val_correct"],
         images=summary["val_images"],
         bytes_sent=cost["bytes_sent"],
         dense_bytes=cost["dense_bytes"],
         last_ratio=cost["last_step"]["ratio"],
         steps=cost["steps"],
-        machine=f"{machine}, torch {summary['packages']['torch']}",
+        machine=summaries.machine(summary),
     )
 
 
@@ -167,48 +100,26 @@ def read_csv() -> list[Result]:
     return report.read(CSV, Result)
 
 
-def grouped(results: Iterable[Result]) -> dict[Key, list[Result]]:
-    """Network and method -> the runs of all seeds on two ranks, with the fixed split."""
-    found: dict[Key, list[Result]] = defaultdict(list)
+Settings = dict[Setting, dict[str, list[Result]]]
+"""Setting -> method -> runs."""
+
+
+def by_setting(results: Iterable[Result]) -> Settings:
+    """Runs by setting and method."""
+    found: Settings = defaultdict(lambda: defaultdict(list))
     for each in results:
-        if each.fold is None and each.ranks == 2 and each.dirichlet is None:
-            found[each.model, each.method].append(each)
+        found[Setting(each.model, each.dirichlet, each.ranks, each.steps, each.data)][each.method].append(each)
     return found
 
 
-def cross_validated(results: Iterable[Result]) -> dict[Setting, dict[str, list[Result]]]:
-    """Setting -> method -> the runs of all folds."""
-    found: dict[Setting, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
-    for each in results:
-        if each.fold is not None:
-            found[Setting(each.model, each.dirichlet, each.ranks, each.steps)][each.method].append(each)
-    return found
-
-
-def pairs(results: Sequence[Result], dense: Sequence[Result]) -> list[Pair]:
-    """Pair runs with the dense ones of the same fold and seed, and of the same machine if there is one.
-
-    A fold run on several machines makes one pair, of the means, because its images are the same on all of them.
-    """
-    beside: dict[tuple[int | None, int], list[Result]] = defaultdict(list)
-    for each in dense:
-        beside[each.fold, each.seed].append(each)
-    found: dict[tuple[int | None, int], list[Pair]] = defaultdict(list)
-    for each in results:
-        if others := beside.get((each.fold, each.seed)):
-            nearest = [other for other in others if other.machine == each.machine] or others
-            found[each.fold, each.seed].append((each.percent, mean(other.percent for other in nearest)))
-    return [(mean(own for own, _ in each), mean(other for _, other in each)) for each in found.values()]
-
-
-def differences(results: Sequence[Result], dense: Sequence[Result]) -> list[float]:
-    """The difference to dense of each of `pairs`, in percentage points."""
-    return [own - other for own, other in pairs(results, dense)]
+def cross_validated(results: Iterable[Result]) -> Settings:
+    """The runs of all folds."""
+    return by_setting(each for each in results if each.fold is not None)
 
 
 def paired(results: Sequence[Result], dense: Sequence[Result]) -> str:
     """Difference to dense: mean ± half its 95 % confidence interval (number of pairs); a dash for fewer than two."""
-    found = differences(results, dense)
+    found = report.differences(results, dense)
     return f"{report.interval(found)} ({len(found)})" if len(found) > 1 else "—"
 
 
@@ -224,20 +135,14 @@ def folds(results: Sequence[Result]) -> str:
             human(mean(each.bytes_sent for each in runs)),
             ratio(runs),
         ]
-        for setting in sorted(found, key=_row)
+        for setting in sorted(found, key=_order)
         for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0]))
     ]
     return report.table(["network", "method", "accuracy, %", "difference to dense", "bytes sent", "ratio, run"], rows)
 
 
-def _row(setting: Setting) -> tuple[int, bool, int, int]:
+def _order(setting: Setting) -> tuple[int, bool, int, int]:
     return [*TITLES].index(setting.model), setting.dirichlet is not None, setting.ranks, -setting.steps
-
-
-def ratio(results: Sequence[Result]) -> str:
-    """Dense bytes of a run divided by bytes sent, with three digits, or all those before the decimal point."""
-    mean_ratio = mean(each.dense_bytes / each.bytes_sent for each in results)
-    return f"{mean_ratio:.3g}" if mean_ratio < 1000 else f"{mean_ratio:,.0f}"
 
 
 SETTINGS = (
@@ -258,32 +163,56 @@ SHOWN = {
 """Network -> the methods in the table. The picture shows all methods."""
 
 
+HEAD = ("network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes")
+
+
 def accuracy() -> str:
-    """The table: one row per setting and method, with the dense runs that it is paired with."""
+    """The table of the digits: one row per setting and method, with the dense runs that it is paired with."""
     found, rows = cross_validated(read_csv()), []
     for setting in SETTINGS:
         for method in SHOWN[setting.model]:
             if runs := found[setting].get(method):
-                both = pairs(runs, found[setting]["none"])
-                own, dense = zip(*both, strict=True)
-                interval = report.interval([one - other for one, other in both], 1)
-                words = [TITLES[setting.model], setting.ranks, f"`{method.partition(' ')[0]}`"]
-                rows.append([*words, report.spread(dense), report.spread(own), interval, f"{ratio(runs)}x"])
-    head = ["network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes"]
-    return report.table(head, rows)
+                both = report.pairs(runs, found[setting]["none"])
+                rows.append(_row(setting, f"`{method.partition(' ')[0]}`", runs, both, 1))
+    return report.table(HEAD, rows)
 
 
-def _identity(each: Result) -> tuple[str, str, int, int, float, int, int, str]:
+def fashion() -> str:
+    """The table of Fashion-MNIST: one row per setting and method, all that have pairs, and the number of pairs."""
+    found, rows = by_setting(each for each in read_csv() if each.data == "FashionMNIST"), []
+    for setting in sorted(found, key=_order):
+        for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0])):
+            both = report.pairs(runs, found[setting]["none"])
+            if method != "none" and both:
+                rows.append([*_row(setting, summaries.code(method), runs, both, 2), len(both)])
+    return report.table([*HEAD, "seeds"], rows)
+
+
+def _row(setting: Setting, name: str, runs: list[Result], both: list[report.Pair], digits: int) -> list[object]:
+    """A row below HEAD. There must be a pair."""
+    own, dense = zip(*both, strict=True)
+    interval = report.interval([one - other for one, other in both], digits)
+    words = [TITLES[setting.model], setting.ranks, name]
+    return [*words, report.spread(dense, digits), report.spread(own, digits), interval, f"{ratio(runs)}x"]
+
+
+def _identity(each: Result) -> tuple[str, str, str, int, int, float, int, int, str]:
     """The identity of a run: a run replaces the line with the same one."""
-    fold = -1 if each.fold is None else each.fold
-    return each.model, each.method, each.ranks, each.steps, each.dirichlet or 0, fold, each.seed, each.machine
+    fold, own = -1 if each.fold is None else each.fold, each.dirichlet or 0
+    return each.data, each.model, each.method, each.ranks, each.steps, own, fold, each.seed, each.machine
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", help="folders, searched recursively for runs")
-    new = [result(summary) for folder in parser.parse_args().runs for summary in summaries(folder)]
-    print(folds(report.record(CSV, new, _identity) if new else read_csv()))
+    parser.add_argument("--rate-mbit", type=int, help="the runs are language models' over a link of this rate")
+    arguments = parser.parse_args()
+    found = [each for folder in arguments.runs for each in summaries.found(folder)]
+    if texts := [(folder, summary) for folder, summary in found if "val_loss" in summary]:
+        language_models.record(texts, arguments.rate_mbit)
+    if accuracies := [result(summary) for _, summary in found if "val_correct" in summary]:
+        report.record(CSV, accuracies, _identity)
+    print(folds(read_csv()), fashion(), language_models.table(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
-from benchmarks import report, results, time_to_accuracy
+from benchmarks import language_models, report, results, time_to_accuracy
 from benchmarks import step_time as step_times
 from docs.tables import MODELS, step
 from lightning_gradcomp.app.models import NETWORKS
@@ -256,7 +256,7 @@ def accuracy(axes: Axes) -> None:
                 continue
             for setting, color, beside in zip(settings, (BLUE, ORANGE), (-0.17, 0.17), strict=True):
                 if runs := found[setting].get(method):
-                    points = results.differences(runs, found[setting]["none"])
+                    points = report.differences(runs, found[setting]["none"])
                     middle, half, place = mean(points), report.half_width(points), len(ticks) + beside
                     axes.plot([max(left, middle - half), middle + half], [place, place], color=color, linewidth=1.2)
                     axes.plot(middle, place, "o", color=color, markersize=4)
@@ -273,6 +273,49 @@ def accuracy(axes: Axes) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set(xlim=(left, 7), ylim=(len(ticks) - 0.4, -0.6), xlabel="accuracy minus dense, points")
     axes.spines["left"].set_visible(False)
+
+
+TEXT_STEPS = 600
+"""Of the runs of language models in the pictures."""
+
+
+class Curve(NamedTuple):
+    """How a method is drawn."""
+
+    name: str
+    method: str
+    optimizer: str
+    color: str
+    beside: tuple[float, float] = (0, -9)
+    """Points from the curve's end to the middle of its name."""
+    end: int = -1
+    """0: the name is at its beginning."""
+
+
+CURVES = (
+    Curve("dense", "none", "AdamW", ORANGE, (22, 0)),
+    Curve("onebit", "onebit", "AdamW", GREEN),
+    Curve("powersgd", "powersgd", "AdamW", VIOLET, (0, 9), 0),
+    Curve("dgc", "dgc", "AdamW", BLUE),
+    Curve("sparseloco", "sparseloco K=30 D=0", "AdamW", GREY),
+    Curve("dense, Muon", "none", "Muon", ORANGE),
+    Curve("muloco, Muon", "muloco K=30 D=0", "Muon", GREY),
+)
+"""Of language models; those with Muon are dashed."""
+
+
+def loss_by_bytes(axes: Axes) -> None:
+    """Validation loss of a small GPT against bytes sent, two ranks, means over seeds: those methods that have runs."""
+    for each in CURVES:
+        if points := language_models.curve(each.method, each.optimizer, TEXT_STEPS):
+            sent, _, losses = zip(*points, strict=True)
+            axes.plot(sent, losses, color=each.color, linestyle="--" if each.optimizer == "Muon" else "-")
+            style = {"textcoords": "offset points", "ha": "center", "va": "center", "color": each.color}
+            axes.annotate(each.name, (sent[each.end], losses[each.end]), each.beside, **style)
+    axes.margins(y=0.1)
+    axes.set(xscale="log", xlabel="sent by a rank", ylabel="validation loss, nats per byte", xlim=(1e4, 2e9))
+    axes.set_xticks([1e4, 1e5, 1e6, 1e7, 1e8, 1e9], ["10 kB", "100 kB", "1 MB", "10 MB", "100 MB", "1 GB"])
+    axes.minorticks_off()
 
 
 def latency(axes: Axes) -> None:
@@ -356,6 +399,7 @@ PICTURES: dict[str, Picture] = {
     "warm_up": (warm_up, (5, 3)),
     "which_method": (which_method, (5, 3.4)),
     "step_time": (step_time, (5, 3.8)),
+    "loss_by_bytes": (loss_by_bytes, (5, 3.6)),
     "accuracy": (accuracy, (5, 5.6)),
     "latency": (latency, (5, 3.2)),
     "timelines": (timelines, (5, 3.4)),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import lightning_gradcomp as lgc
-from benchmarks import report, results, step_time, time_to_accuracy
+from benchmarks import language_models, report, results, step_time, time_to_accuracy
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
@@ -142,6 +142,8 @@ def options(name: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "accuracy": results.accuracy,
     "csv": of_csv,
+    "fashion": results.fashion,
+    "language_models": language_models.table,
     "methods": methods,
     "options": options,
     "step_times": step_time.table,

@@ -1,11 +1,11 @@
-"""What a recipe says of its result is what docs/data/results.csv says."""
+"""What a recipe says of its result is what docs/data/results.csv or text.csv says."""
 
 from statistics import mean, stdev
 
 import pytest
 import yaml
 
-from benchmarks import results
+from benchmarks import language_models, report, results
 from tests.pages import DOCS
 
 ROOT = DOCS.parent
@@ -17,14 +17,18 @@ RECIPES = {
     "digits_swin": ("dgc", "folds", 30, 1320),
 }
 """Recipe -> of which runs it tells: method, of a cross-validation or of the fixed split, epochs and steps."""
+TEXTS = {
+    "stdlib_gpt": ("dgc", "AdamW"),
+    "stdlib_gpt_muloco": ("muloco K=30 D=0", "Muon"),
+    "stdlib_gpt_sparseloco": ("sparseloco K=30 D=0", "AdamW"),
+}
+"""Recipe of a language model -> method and optimizer."""
 
 
 def pairs(model, method, split, steps):
-    runs = results.read_csv()
-    folds = results.cross_validated(runs)[results.Setting(model, None, 2, steps)]
-    seeds = {name: found for (network, name), found in results.grouped(runs).items() if network == model}
-    of = folds if split == "folds" else seeds
-    return results.pairs(of[method], of["none"])
+    runs = [each for each in results.read_csv() if (each.fold is not None) == (split == "folds")]
+    of = results.by_setting(runs)[results.Setting(model, None, 2, steps)]
+    return report.pairs(of[method], of["none"])
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -35,4 +39,18 @@ def test_a_recipe_s_result_is_that_of_its_runs(name):
     found, dense = zip(*pairs(choices["override /model"], method, split, steps), strict=True)
     reached = f"{mean(found):.1f} % ± {stdev(found):.1f} after {epochs} epochs"
     beside = f"({len(found)} {split}, N=2; dense {mean(dense):.1f} ± {stdev(dense):.1f})"
+    assert f"# Result: {reached} {beside}, measured: docs/results.md\n" in text
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_language_model_s_result_is_that_of_its_runs(name):
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    method, optimizer = TEXTS[name]
+    of = {"none": [], method: []}
+    for each in language_models.read_csv():
+        if (each.optimizer, each.ranks, each.steps) == (optimizer, 2, 600) and each.method in of:
+            of[each.method].append(each)
+    found, dense = zip(*report.pairs(of[method], of["none"]), strict=True)
+    reached = f"{report.spread(found, 3)} nats per byte after 6 epochs"
+    beside = f"({len(found)} seeds, N=2; dense {report.spread(dense, 3)})"
     assert f"# Result: {reached} {beside}, measured: docs/results.md\n" in text

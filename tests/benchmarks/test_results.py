@@ -2,12 +2,13 @@
 
 import pytest
 
-from benchmarks import results
-from benchmarks.results import composed
+from benchmarks import results, summaries
+from benchmarks.summaries import composed
 
 
-def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichlet=None, machine="one"):
+def run(correct, *, method="dgc", fold=None, seed=0, ranks=2, steps=10, dirichlet=None, machine="one", data="Digits"):
     return results.Result(
+        data=data,
         model="swin_mini",
         method=method,
         ranks=ranks,
@@ -99,15 +100,20 @@ def test_runs_with_images_of_their_own_are_not_beside_others():
         ("recipe=digits strategy=dga compressor=onebit strategy.period=15 strategy.delay=0", "dga:onebit K=15 D=0"),
         ("recipe=digits_sparseloco", "sparseloco K=8 D=0"),
         ("recipe=digits_sparseloco compressor.values=fp32", "sparseloco K=8 D=0 values=fp32"),
+        ("recipe=swin_fashion_mnist", "dgc"),
+        ("recipe=stdlib_gpt compressor=dgc_int8 trainer.max_epochs=50", "dgc"),  # the recipe's compressor
+        ("recipe=stdlib_gpt compressor=none optimizer=muon", "none"),  # the optimizer is a column of its own
+        ("recipe=stdlib_gpt_sparseloco strategy.period=8", "sparseloco K=8 D=0"),
+        ("recipe=stdlib_gpt_muloco", "muloco K=30 D=0"),
     ],
 )
 def test_a_method_is_its_name_its_rounds_and_what_is_not_the_recipe_s(overrides, method):
-    assert results.key({"config": composed(*overrides.split())})[1] == method
+    assert summaries.method(composed(*overrides.split())) == method
 
 
 def test_a_table_has_methods_in_their_order_and_longer_rounds_later():
     names = ["none", "dgc", "dga K=8 D=8", "dga K=15 D=0", "dga:onebit K=8 D=8", "sparseloco K=8 D=0"]
-    assert sorted({*names}, key=results.place) == names
+    assert sorted({*names}, key=summaries.place) == names
 
 
 def test_the_page_s_table_has_dense_runs_of_the_same_pairs(monkeypatch):
@@ -119,3 +125,15 @@ def test_the_page_s_table_has_dense_runs_of_the_same_pairs(monkeypatch):
     monkeypatch.setattr(results, "read_csv", lambda: [*dense, *other, *lossy])
     *_, row = results.accuracy().splitlines()
     assert row == "| small Swin, AdamW | 8 | `dgc` | 80.5 ± 0.7 | 79.5 ± 0.7 | -1.0 ± 0.0 | 10x |"
+
+
+def test_fashion_mnist_has_a_table_of_its_own_with_whatever_seeds_exist(monkeypatch):
+    digits = [run(10, method="none"), run(20)]
+    dense = [run(correct, method="none", seed=seed, data="FashionMNIST") for seed, correct in enumerate((90, 92))]
+    lossy = [run(89, data="FashionMNIST"), run(92, data="FashionMNIST", seed=1)]
+    single = [run(88, method="powersgd", data="FashionMNIST")]
+    monkeypatch.setattr(results, "read_csv", lambda: [*digits, *dense, *lossy, *single])
+    assert results.fashion().splitlines()[2:] == [
+        "| small Swin, AdamW | 2 | `dgc` | 91.00 ± 1.41 | 90.50 ± 2.12 | -0.50 ± 6.35 | 10x | 2 |",
+        "| small Swin, AdamW | 2 | `powersgd` | 90.00 | 88.00 | -2.00 | 10x | 1 |",
+    ]

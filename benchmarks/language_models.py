@@ -1,0 +1,175 @@
+"""docs/data/text.csv, one line per run of a language model, and text_curves.csv, its loss after each epoch.
+
+    gradcomp -m recipe=stdlib_gpt compressor=none,dgc_int8 seed=0,1,2,3,4 hydra.sweep.dir=runs/text     # and so on
+    python -m benchmarks.results runs/text && python -m docs.tables && python -m docs.pictures
+
+A run replaces an earlier one with the same method, optimizer, ranks, steps, seed and machine. The curves of runs over a
+link are recorded with its rate, and nothing else of them:
+
+    python -m benchmarks.link --rate-mbit 100 -- gradcomp recipe=stdlib_gpt hydra.run.dir=runs/link_100/dgc
+    python -m benchmarks.results --rate-mbit 100 runs/link_100
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import pandas as pd
+
+from benchmarks import report, summaries
+from benchmarks.summaries import Summary
+
+CSV = report.DATA / "text.csv"
+CURVES = report.DATA / "text_curves.csv"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished run; a line of text.csv."""
+
+    method: str
+    optimizer: str
+    ranks: int
+    seed: int
+    steps: int
+    val_loss: float  # nats per byte, at the end
+    bytes_sent: int
+    dense_bytes: int
+    machine: str
+
+    @property
+    def sample(self) -> int:
+        return self.seed
+
+    @property
+    def value(self) -> float:
+        return self.val_loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A run after one of its epochs; a line of text_curves.csv."""
+
+    method: str
+    optimizer: str
+    ranks: int
+    seed: int
+    steps: int  # of the whole run
+    rate_mbit: int | None  # of each rank's link; None: all ranks on one machine
+    step: int
+    bytes_sent: int  # by rank 0 so far
+    seconds: float  # since training began, validation included
+    val_loss: float
+
+
+def result(summary: Summary) -> Result:
+    """The line of a run."""
+    config, cost = summary["config"], summary["communication"]
+    return Result(
+        method=summaries.method(config),
+        optimizer=summaries.optimizer(config),
+        ranks=cost["world_size"],
+        seed=config["seed"],
+        steps=cost["steps"],
+        val_loss=round(summary["val_loss"], 6),
+        bytes_sent=cost["bytes_sent"],
+        dense_bytes=cost["dense_bytes"],
+        machine=summaries.machine(summary),
+    )
+
+
+def points(folder: Path, summary: Summary, rate_mbit: int | None) -> Iterator[Point]:
+    """The curve of a run."""
+    run = result(summary)
+    for row in pd.read_csv(folder / "metrics.csv").dropna(subset="val_loss").to_dict("records"):
+        yield Point(
+            method=run.method,
+            optimizer=run.optimizer,
+            ranks=run.ranks,
+            seed=run.seed,
+            steps=run.steps,
+            rate_mbit=rate_mbit,
+            step=row["step"] + 1,
+            bytes_sent=int(row["comm/total_bytes_sent"]),
+            seconds=round(row["time/total_s"], 1),
+            val_loss=round(row["val_loss"], 4),
+        )
+
+
+def record(runs: Iterable[tuple[Path, Summary]], rate_mbit: int | None) -> None:
+    """Add runs of language models; of runs over a link only the curves. There must be at least one."""
+    runs = list(runs)
+    if rate_mbit is None:
+        report.record(CSV, [result(summary) for _, summary in runs], _identity)
+    curves = [point for folder, summary in runs for point in points(folder, summary, rate_mbit)]
+    report.record(CURVES, curves, _place)
+
+
+def _identity(each: Result) -> tuple[str, str, int, int, int, str]:
+    return each.method, each.optimizer, each.ranks, each.steps, each.seed, each.machine
+
+
+def _place(each: Point) -> tuple[str, str, int, int, int, int, int]:
+    return each.method, each.optimizer, each.ranks, each.steps, each.rate_mbit or 0, each.seed, each.step
+
+
+def read_csv() -> list[Result]:
+    """The lines of all runs so far."""
+    return report.read(CSV, Result)
+
+
+def table() -> str:
+    """The page's table: a row per method, optimizer, ranks and steps, with the dense runs that it is paired with."""
+    found: dict[tuple[int, int, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for each in read_csv():
+        found[each.steps, each.ranks, each.optimizer][each.method].append(each)
+    rows = []
+    for (steps, ranks, optimizer), methods in sorted(found.items()):
+        dense = [each for key, others in found.items() if key[::2] == (steps, optimizer) for each in others["none"]]
+        for method in sorted({*methods} - {"none"}, key=summaries.place):
+            runs = methods[method]
+            both = report.pairs(runs, of_ranks(dense, ranks))
+            losses = [one for one, _ in both] or [each.val_loss for each in runs]
+            beside = f"{mean(other for _, other in both):.3f}" if both else "—"
+            interval = report.interval([one - other for one, other in both], 3) if both else "—"
+            words = [f"{steps:,}", ranks, summaries.code(method), optimizer, beside]
+            rows.append([*words, report.spread(losses, 3), interval, f"{summaries.ratio(runs)}x", len(losses)])
+    head = [
+        "steps",
+        "ranks",
+        "method",
+        "optimizer",
+        "dense loss",
+        "method's loss",
+        "difference",
+        "fewer bytes",
+        "seeds",
+    ]
+    return report.table(head, rows)
+
+
+def of_ranks(dense: Sequence[Result], ranks: int) -> list[Result]:
+    """The dense runs to pair with: of each seed those of as many ranks, or of any number if there is none.
+
+    Each step has the same windows whatever the number of ranks, so dense training computes the same.
+    """
+    own = [each for each in dense if each.ranks == ranks]
+    seeds = {each.seed for each in own}
+    return own + [each for each in dense if each.seed not in seeds]
+
+
+def curve(method: str, optimizer: str, steps: int, rate_mbit: int | None = None) -> list[tuple[float, float, float]]:
+    """(bytes sent, seconds, loss) of two ranks after each epoch, means over seeds; empty if there is no run."""
+    wanted = (method, optimizer, 2, steps, rate_mbit)
+    found: dict[int, list[Point]] = defaultdict(list)
+    for each in report.read(CURVES, Point):
+        if (each.method, each.optimizer, each.ranks, each.steps, each.rate_mbit) == wanted:
+            found[each.step].append(each)
+    return [
+        (mean(each.bytes_sent for each in ps), mean(each.seconds for each in ps), mean(each.val_loss for each in ps))
+        for _, ps in sorted(found.items())
+    ]

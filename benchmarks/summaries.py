@@ -1,0 +1,138 @@
+"""Finished runs of `gradcomp`, as benchmarks/results.py and benchmarks/language_models.py read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any, Protocol
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import lightning_gradcomp as lgc
+from lightning_gradcomp.app.compose import register, shipped
+from lightning_gradcomp.app.summary import short
+
+Summary = dict[str, Any]
+"""The content of a summary.json."""
+
+ORDER = ("none", "fp16", "bf16", "dgc", "gradient_dropping", "powersgd", "onebit", "terngrad", "twobit", "dga")
+ORDER += ("sparseloco", "muloco")
+RECIPES = {
+    ("resnet18", "Digits"): "digits",
+    ("resnet50", "Digits"): "digits_resnet50",
+    ("swin_mini", "Digits"): "digits_swin",
+    ("resnet18", "FashionMNIST"): "resnet18_fashion_mnist",
+    ("swin_mini", "FashionMNIST"): "swin_fashion_mnist",
+    ("gpt_mini", "Text"): "stdlib_gpt",
+}
+"""Network and data -> the recipe."""
+ROUNDS = {"sparseloco": "digits_sparseloco", "muloco": "stdlib_gpt_muloco"}
+"""Method -> a recipe with its compressor, whose options are the same in all recipes of the method."""
+LABELLED = ("compressor", "optimizer")
+"""Groups of the config whose options a method's label includes if they differ from the recipe's."""
+
+
+class Costs(Protocol):
+    """Bytes of a run."""
+
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def dense_bytes(self) -> int: ...
+
+
+def found(folder: Path) -> Iterator[tuple[Path, Summary]]:
+    """The folder and the summary of each finished run below `folder`."""
+    for path in sorted(folder.rglob("summary.json")):
+        yield path.parent, json.loads(path.read_text())
+
+
+def ends(config: Summary) -> tuple[str, str]:
+    """The names of the network and of the data's class."""
+    return short(config["model"]["_target_"]), short(config["data"]["_target_"])
+
+
+def method(config: Summary) -> str:
+    """The label of a method: its name, its rounds, and the options that are not the recipe's.
+
+    Rounds are separate methods: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0", "muloco K=30 D=0".
+    """
+    compressor, strategy = compressor_of(config), config["strategy"]
+    muon = ("optimizer=muon",) if optimizer(config) == "Muon" else ()  # the other options of optimizers are labelled
+    recipe = usual(RECIPES[ends(config)], compressor, *muon)
+    label = compressor
+    if short(strategy["_target_"]) == "DelayedStrategy":
+        kind = "dga" if compressor == "none" else f"dga:{compressor}"
+        if strategy["error_decay"] is not None:
+            kind = "muloco" if strategy["outer"] else "sparseloco"
+            recipe = recipe | {"compressor": usual(ROUNDS[kind], compressor)["compressor"]}
+        label = f"{kind} K={strategy['period']} D={strategy['delay']}"
+    return " ".join([label, *differing(config, recipe)])
+
+
+def optimizer(config: Summary) -> str:
+    """The name of the optimizer: "SGD", "AdamW" or "Muon"."""
+    return short(config["optimizer"]["_target_"]).replace("MuonAdamW", "Muon")
+
+
+def compressor_of(config: Summary) -> str:
+    """The name of the compressor, such as "dgc"."""
+    [name] = [entry.name for entry in lgc.entries() if entry.cls.__name__ == short(config["compressor"]["_target_"])]
+    return name
+
+
+@cache
+def usual(recipe: str, compressor: str, *words: str) -> Summary:
+    """The config of a recipe as it appears in a run's summary; with this compressor, unless the recipe has it."""
+    config = composed(f"recipe={recipe}", *words)
+    if compressor_of(config) == compressor:
+        return config
+    return composed(f"recipe={recipe}", f"compressor={compressor}", *words)
+
+
+def composed(*words: str) -> Summary:
+    """The config of a run, as it appears in its summary."""
+    register()
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        config: Any = OmegaConf.to_container(compose("train", list(words)))
+        return config
+
+
+def differing(config: Summary, recipe: Summary) -> Iterator[str]:
+    """The options of a run that differ from the recipe's, as on a command line but without `compressor.`."""
+    for group in LABELLED:
+        for option, value in config[group].items():
+            if value != recipe[group].get(option, value):
+                yield f"{option}={value}" if group == "compressor" else f"{group}.{option}={value}"
+    for option, value in config["callbacks"].get("sparsity_warmup", {}).items():
+        if option != "_target_":
+            yield f"sparsity_warmup.{option}={value}"
+
+
+def place(method: str) -> tuple[int, int, str]:
+    """Sort key of a method in a table."""
+    return ORDER.index(method.partition(" ")[0].partition(":")[0]), len(method), method
+
+
+def code(method: str) -> str:
+    """A method as it stands in a table: `sparseloco` K=30 D=0."""
+    name, _, options = method.partition(" ")
+    return f"`{name}` {options}".strip()
+
+
+def machine(summary: Summary) -> str:
+    """The hardware and torch's version, which together determine the arithmetic."""
+    name = summary["device"]
+    if name == "CPU":
+        name = f"{summary['cpu_cores']} cores of {summary['processor']}"
+    return f"{name}, torch {summary['packages']['torch']}"
+
+
+def ratio(runs: Iterable[Costs]) -> str:
+    """Dense bytes of a run divided by bytes sent, with three digits, or all those before the decimal point."""
+    mean_ratio = mean(each.dense_bytes / each.bytes_sent for each in runs)
+    return f"{mean_ratio:.3g}" if mean_ratio < 1000 else f"{mean_ratio:,.0f}"
