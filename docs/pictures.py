@@ -297,7 +297,7 @@ CURVES = (
     Curve("onebit", "onebit", "AdamW", GREEN),
     Curve("powersgd", "powersgd", "AdamW", VIOLET, (0, 9), 0),
     Curve("dgc", "dgc", "AdamW", BLUE),
-    Curve("sparseloco", "sparseloco K=30 D=0", "AdamW", GREY),
+    Curve("sparseloco", "sparseloco K=8 D=0", "AdamW", GREY),
     Curve("dense, Muon", "none", "Muon", ORANGE),
     Curve("muloco, Muon", "muloco K=30 D=0", "Muon", GREY),
 )

@@ -20,7 +20,7 @@ RECIPES = {
 TEXTS = {
     "stdlib_gpt": ("dgc", "AdamW"),
     "stdlib_gpt_muloco": ("muloco K=30 D=0", "Muon"),
-    "stdlib_gpt_sparseloco": ("sparseloco K=30 D=0", "AdamW"),
+    "stdlib_gpt_sparseloco": ("sparseloco K=8 D=0", "AdamW"),
 }
 """Recipe of a language model -> method and optimizer."""
 
