@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from torch import nn
 
 import lightning_gradcomp as lgc
-from docs.pictures import BLUE, GREEN, GREY, ORANGE, Picture
+from docs.pictures import BLUE, GREEN, GREY, ORANGE, Picture, panels
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.compressors.decoded import Decoded
@@ -493,13 +493,6 @@ def column(name: str, key: str) -> list[float]:
     """A column of a CSV file, in numbers; empty cells are left out."""
     with (DATA / f"notes_{name}.csv").open(newline="") as file:
         return [float(row[key]) for row in csv.DictReader(file) if row[key]]
-
-
-def panels(axes: Axes, rows: int, columns: int = 1, **options: Any) -> Any:
-    """Several axes that replace `axes`."""
-    whole = axes.figure
-    axes.remove()
-    return whole.subplots(rows, columns, **options)
 
 
 def draw_quantisation(axes: Axes) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -275,6 +275,13 @@ def accuracy(axes: Axes) -> None:
     axes.spines["left"].set_visible(False)
 
 
+def panels(axes: Axes, rows: int, columns: int = 1, **options: Any) -> Any:
+    """Several axes that replace `axes`."""
+    whole = axes.figure
+    axes.remove()
+    return whole.subplots(rows, columns, **options)
+
+
 TEXT_STEPS = 600
 """Of the runs of language models in the pictures."""
 
@@ -316,6 +323,20 @@ def loss_by_bytes(axes: Axes) -> None:
     axes.set(xscale="log", xlabel="sent by a rank", ylabel="validation loss, nats per byte", xlim=(1e4, 2e9))
     axes.set_xticks([1e4, 1e5, 1e6, 1e7, 1e8, 1e9], ["10 kB", "100 kB", "1 MB", "10 MB", "100 MB", "1 GB"])
     axes.minorticks_off()
+
+
+def loss_by_link(axes: Axes) -> None:
+    """Validation loss of a small GPT against time over two links, two ranks, means over seeds."""
+    both = panels(axes, 2, sharex=True, sharey=True)
+    for below, rate in zip(both, (1000, 100), strict=True):
+        for each in CURVES:
+            if points := language_models.curve(each.method, each.optimizer, TEXT_STEPS, rate):
+                _, seconds, losses = zip(*points, strict=True)
+                below.plot(seconds, losses, color=each.color, label=each.name)
+        below.set(ylabel="nats per byte")
+        below.set_title(step_times.link(rate), fontsize=10)
+    both[0].legend(frameon=False)
+    both[-1].set(xlabel="seconds", xlim=(0, None))
 
 
 def latency(axes: Axes) -> None:
@@ -400,6 +421,7 @@ PICTURES: dict[str, Picture] = {
     "which_method": (which_method, (5, 3.4)),
     "step_time": (step_time, (5, 3.8)),
     "loss_by_bytes": (loss_by_bytes, (5, 3.6)),
+    "loss_by_link": (loss_by_link, (5, 4.6)),
     "accuracy": (accuracy, (5, 5.6)),
     "latency": (latency, (5, 3.2)),
     "timelines": (timelines, (5, 3.4)),
