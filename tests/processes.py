@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -86,11 +87,18 @@ class Forked:
         return subprocess.CompletedProcess(self.command, self.process.exitcode, self.output)
 
 
+def free_port() -> int:
+    """A free port below those that Linux gives to outgoing connections, which might take it before rank 0 does."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)  # not seeded: each test process draws its own
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def start_world(world: int, script: str, *arguments: str, timeout: float = 120) -> list[Forked]:
     """Start a Python script on `world` ranks of one node, as an external launcher would."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
