@@ -25,7 +25,7 @@ class Worker:
         ratio = self.mean_squares / self.own_squares if self.own_squares else 1.0
         self.t += 1
         self.m = beta1 * self.m + (1 - beta1) * gradient
-        beta = 1 - (1 - beta2) * ratio
+        beta = 1 - (1 - beta2) * min(ratio, 1.0)
         self.v = beta * self.v + (1 - beta) * ratio * gradient**2
         m_hat, v_hat = self.m / (1 - beta1**self.t), self.v / (1 - beta**self.t)
         u = lr * m_hat / (np.sqrt(v_hat) + eps)
