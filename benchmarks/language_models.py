@@ -82,9 +82,8 @@ def result(summary: Summary) -> Result:
     )
 
 
-def points(folder: Path, summary: Summary, rate_mbit: int | None) -> Iterator[Point]:
+def points(folder: Path, run: Result, rate_mbit: int | None) -> Iterator[Point]:
     """The curve of a run."""
-    run = result(summary)
     for row in pd.read_csv(folder / "metrics.csv").dropna(subset="val_loss").to_dict("records"):
         yield Point(
             method=run.method,
@@ -102,10 +101,10 @@ def points(folder: Path, summary: Summary, rate_mbit: int | None) -> Iterator[Po
 
 def record(runs: Iterable[tuple[Path, Summary]], rate_mbit: int | None) -> None:
     """Add runs of language models; of runs over a link only the curves. There must be at least one."""
-    runs = list(runs)
+    results = [(folder, result(summary)) for folder, summary in runs]
     if rate_mbit is None:
-        report.record(CSV, [result(summary) for _, summary in runs], _identity)
-    curves = [point for folder, summary in runs for point in points(folder, summary, rate_mbit)]
+        report.record(CSV, [run for _, run in results], _identity)
+    curves = [point for folder, run in results for point in points(folder, run, rate_mbit)]
     report.record(CURVES, curves, _place)
 
 
@@ -120,6 +119,9 @@ def _place(each: Point) -> tuple[str, str, int, int, int, int, int]:
 def read_csv() -> list[Result]:
     """The lines of all runs so far."""
     return report.read(CSV, Result)
+
+
+HEAD = ("steps", "ranks", "method", "optimizer", "dense loss", "method's loss", "difference", "fewer bytes", "seeds")
 
 
 def table() -> str:
@@ -138,18 +140,7 @@ def table() -> str:
             interval = report.interval([one - other for one, other in both], 3) if both else "—"
             words = [f"{steps:,}", ranks, summaries.code(method), optimizer, beside]
             rows.append([*words, report.spread(losses, 3), interval, f"{summaries.ratio(runs)}x", len(losses)])
-    head = [
-        "steps",
-        "ranks",
-        "method",
-        "optimizer",
-        "dense loss",
-        "method's loss",
-        "difference",
-        "fewer bytes",
-        "seeds",
-    ]
-    return report.table(head, rows)
+    return report.table(HEAD, rows)
 
 
 def of_ranks(dense: Sequence[Result], ranks: int) -> list[Result]:

@@ -22,9 +22,9 @@ second moment of the mean, which is up to N times smaller if the ranks' gradient
 uncompressed tensors, whose mean every rank has (McCandlish et al. 2018, arXiv 1812.06162, measure noise by the same
 norms).
 
-β = 1 - (1 - β2) min(ρ, 1). A rank has N times fewer gradients than the mean has, and v averages over N times more steps. A rare
-gradient of one rank then makes the same step as in DDP: (1 - β) ρ is (1 - β2) / N², as for the mean, which divides it
-by N. If a rank's own gradient is smaller than the mean, ρ is above 1 and has no bound, and β stays β2.
+β = 1 - (1 - β2) min(ρ, 1). A rank has N times fewer gradients than the mean has, and v averages over N times more
+steps. A rare gradient of one rank then makes the same step as in DDP: (1 - β) ρ is (1 - β2) / N², as for the mean,
+which divides it by N. If a rank's own gradient is smaller than the mean, ρ is above 1 and has no bound; β stays β2.
 """
 
 from __future__ import annotations

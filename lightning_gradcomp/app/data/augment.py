@@ -62,7 +62,7 @@ class Augment:
 
     @property
     def changes_images(self) -> bool:
-        """Whether training images are transformed one by one, rather than mixed in batches or not at all."""
+        """True if training images are transformed one by one."""
         return self.crop_and_flip or self.trivial_augment or self.random_erase > 0
 
     def check_size(self, size: int) -> None:

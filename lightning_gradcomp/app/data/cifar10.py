@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
-
 from torchvision.datasets import CIFAR10 as Images
 
 from lightning_gradcomp.app.data.augment import Augment
@@ -52,11 +49,7 @@ class CIFAR10(Files):
     def prepare_data(self) -> None:
         """Runs on rank 0 only, while the others wait."""
         if self.download:
-            try:
-                with redirect_stdout(sys.stderr):  # the text of the progress bar
-                    Images(str(self.root), download=True)
-            except (OSError, RuntimeError) as error:  # no network, a full disk; a damaged file
-                raise self.missing(f"the download failed: {error}") from error
+            self.fetch(Images)
 
     def load(self) -> Pair:
         try:

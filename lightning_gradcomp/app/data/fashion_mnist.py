@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import sys
 import zlib
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -67,11 +65,7 @@ class FashionMNIST(Files):
     def prepare_data(self) -> None:
         """Runs on rank 0 only, while the others wait."""
         if self.download and self.folder != self.root:
-            try:
-                with redirect_stdout(sys.stderr):  # the text of the progress bar
-                    Images(str(self.root), download=True)
-            except (OSError, RuntimeError) as error:  # no network, a full disk; a damaged file
-                raise self.missing(f"the download failed: {' '.join(str(error).split())}") from error
+            self.fetch(Images)
 
     def load(self) -> Pair:
         try:
@@ -86,7 +80,7 @@ class FashionMNIST(Files):
 
 
 def has_files(folder: Path) -> bool:
-    """Whether the files are in `folder`, compressed or not."""
+    """True if the files are in `folder`, compressed or not."""
     return any(folder.glob("train-images-idx3-ubyte*"))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.images import SharedImages
@@ -39,6 +42,18 @@ class Files(SharedImages):
         super().__init__(batch_size, augment, seed, workers, prefetch)
         augment.check_size(size)
         self.root, self.size = Path(dir).expanduser(), size
+
+    def fetch(self, images: Callable[..., Any]) -> None:
+        """Download with a data set of torchvision, below the folder.
+
+        Raises:
+            MissingData: if that fails.
+        """
+        try:
+            with redirect_stdout(sys.stderr):  # the text of the progress bar
+                images(str(self.root), download=True)
+        except (OSError, RuntimeError) as error:  # no network, a full disk; a damaged file
+            raise self.missing(f"the download failed: {' '.join(str(error).split())}") from error
 
     def missing(self, why: str) -> MissingData:
         """The error for files that can't be used: why, where they were looked for, how to get them."""
