@@ -33,9 +33,9 @@ def blocks_of(bounds: tuple[tuple[int, int], ...], device: torch.device) -> Bloc
     first = [0]
     for start, stop in bounds[:-1]:
         first.append(first[-1] - (start - stop) // BLOCK)
-    return Blocks(len(rows), on(rows, device), on(first, device))
+    return Blocks(len(rows), on(torch.tensor(rows), device), on(torch.tensor(first), device))
 
 
-def on(numbers: list[int] | list[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    """The numbers as int64. A blocking copy would wait for all work queued on a GPU."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+def on(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of the table. A blocking copy would wait for all work queued on a GPU."""
+    return table.to(device, non_blocking=True)

@@ -1,8 +1,8 @@
 """Exact top-k of all segments at once: a radix search for each segment's k-th largest magnitude, then compaction.
 
-A float's magnitude orders like its bits without the sign, taken as a whole number. The search finds the bits of the k-th
-largest from the highest down, in three digits. For each digit, one pass counts how often each value occurs among the
-elements that agree with the digits found so far. Denormals count as they are, and NaN counts as larger than infinity.
+A float's magnitude orders like its bits without the sign, taken as a whole number. The search finds the bits of the
+k-th largest in three digits, the highest first. For each digit, one pass counts how often each value occurs among the
+elements that agree with the digits found so far. Denormals count as they are, and NaN is larger than infinity.
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ def topk_segments(flat: torch.Tensor, bounds: tuple[tuple[int, int], ...], count
     """
     blocks, many = blocks_of(bounds, flat.device), len(bounds)
     k, begins = _counts(counts, flat.device)
-    state = torch.zeros(3, many, dtype=torch.int32, device=flat.device)
-    found, missing, ties = (
-        state  # the bits found so far; how many of the elements with these bits to take; their number
-    )
-    missing.copy_(k)
-    histograms = torch.zeros(many * sum(2**bits for _, bits in DIGITS), dtype=torch.int32, device=flat.device)
-    for (lowest, bits), own in zip(DIGITS, histograms.split([many * 2**bits for _, bits in DIGITS]), strict=True):
+    sizes = [many, *(many * 2**bits for _, bits in DIGITS)]
+    found, *histograms = torch.zeros(sum(sizes), dtype=torch.int32, device=flat.device).split(sizes)
+    missing, ties = k.clone(), torch.empty_like(k)  # among the elements with the bits found: how many to take; how many
+    for (lowest, bits), own in zip(DIGITS, histograms, strict=True):
         launch(_count_digits, blocks.count, flat, blocks.table, found, own, BLOCK=BLOCK, LOWEST=lowest, BITS=bits)
         launch(_find_digit, many, own, found, missing, ties, BITS=bits)
     before = torch.empty(2, blocks.count, dtype=torch.int32, device=flat.device)
@@ -50,9 +47,9 @@ def topk_segments(flat: torch.Tensor, bounds: tuple[tuple[int, int], ...], count
 
 @cache
 def _counts(counts: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The counts, and the number of indices before each segment's; int64 [segments]."""
+    """The counts (int32) and the number of indices before each segment's (int64), [segments]."""
     k = torch.tensor(counts)
-    return on(k.tolist(), device), on((k.cumsum(0) - k).tolist(), device)
+    return on(k.int(), device), on(k.cumsum(0) - k, device)
 
 
 @triton.jit
