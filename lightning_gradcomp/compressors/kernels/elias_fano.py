@@ -1,7 +1,8 @@
 """Sorted indices as bytes: the code of Elias (1974) and Fano (1971).
 
 Each index is split into its lowest bits and the rest. The lowest bits are stored as they are. The rest of the i-th
-index sets bit rest + i of a bitmap. The indices ascend, so each sets a bit of its own, in their order.
+index sets bit rest + i of a bitmap. The indices ascend, so each sets a bit of its own, in their order. From a quarter
+of all indices on, the bitmap of the indices themselves is shorter.
 
 The length depends on n and k alone: every rank's message has the same size, and ranks need not exchange sizes. For
 random indices this is 0.47 to 0.56 bits per index above the entropy, which is log2(n / k) + 1.44 for small k. Golomb's
@@ -18,12 +19,19 @@ from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 
 def lengths(n: int, k: int) -> tuple[int, int]:
     """For k indices below n: the number of lowest bits that gives the shortest encoding, and the bits of the bitmap."""
+    if is_plain(n, k):
+        return 0, n
     bits = min(range(31), key=lambda bits: k * bits + ((n - 1) >> bits))  # 30 bits fit into an int32
     return bits, k + ((n - 1) >> bits)
 
 
+def is_plain(n: int, k: int) -> bool:
+    """True if the encoding is the bitmap of the indices."""
+    return 4 * k >= n
+
+
 def index_bytes(n: int, k: int) -> int:
-    """Bytes of k indices below n after `pack_indices`: at most log2(n / k) + 2 bits per index, plus one byte.
+    """Bytes of k indices below n after `pack_indices`: at most log2(n / k) + 2 bits per index, and a bit per n.
 
     >>> index_bytes(1_000_000, 1000) * 8 / 1000  # bits per index; the entropy is 11.4
     11.96
@@ -39,9 +47,10 @@ def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
     """
     k, device = indices.numel(), indices.device
     bits, length = lengths(n, k)
-    low = (indices.int() & _powers(bits, device).unsqueeze(1)) != 0
-    bitmap = torch.zeros(length, dtype=torch.bool, device=device)
-    bitmap.index_fill_(0, (indices >> bits) + torch.arange(k, device=device), True)
+    low, high = (indices.int() & _powers(bits, device).unsqueeze(1)) != 0, indices >> bits
+    if not is_plain(n, k):
+        high += torch.arange(k, device=device)
+    bitmap = torch.zeros(length, dtype=torch.bool, device=device).index_fill_(0, high, True)
     return pack_bits(torch.cat([low.view(-1), bitmap]))
 
 
@@ -49,7 +58,9 @@ def unpack_indices(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
     """The k ascending int64 indices that `pack_indices` wrote."""
     bits, length = lengths(n, k)
     low, bitmap = unpack_bits(packed, k * bits + length).split([k * bits, length])
-    high = _places(bitmap.view(torch.bool), k) - torch.arange(k, device=packed.device)
+    high = _places(bitmap.view(torch.bool), k)
+    if not is_plain(n, k):
+        high -= torch.arange(k, device=packed.device)
     return (high << bits) + _numbers(low.view(bits, k))
 
 

@@ -78,3 +78,9 @@ def test_an_index_costs_about_half_a_bit_above_its_entropy(density):
     k = round(n * density)
     assert entropy(n, k) + 0.46 < index_bytes(n, k) * 8 / k < entropy(n, k) + 0.57
     assert index_bytes(n, k) * 8 / k < math.log2(n / k) + 2
+
+
+@pytest.mark.parametrize("n", [8, 1001, 1 << 16])
+def test_no_encoding_is_longer_than_a_bitmap(n):
+    assert all(index_bytes(n, k) <= (n + 7) // 8 for k in range(0, n + 1, max(n // 1000, 1)))
+    assert index_bytes(n, n // 2) == (n + 7) // 8
