@@ -54,12 +54,12 @@ def _pack_int2(v, levels, codes, k, code_bytes, GROUP: tl.constexpr):
     bits = values.to(tl.int32, bitcast=True)  # a GPU may compare denormals as 0
     zero, magnitudes = (bits & 0x7FFFFFFF) == 0, tl.abs(values)
     above = magnitudes > _mean(magnitudes, inside)
-    has_zero = tl.sum((inside & zero).to(tl.int32)) > 0
-    low = tl.where(has_zero, 0.0, _mean(magnitudes, inside & (above == 0)))
+    zeros = tl.sum((inside & zero).to(tl.int32))
+    low = tl.where(zeros != 0, 0.0, _mean(magnitudes, inside & (above == 0)))
     _store_half(levels + 4 * group, _bfloat16(low))
     _store_half(levels + 4 * group + 2, _bfloat16(_mean(magnitudes, above)))
     negative = (bits < 0) & (zero == 0)
-    pairs = (negative.to(tl.int32) + 2 * above.to(tl.int32)) << (2 * tl.arange(0, 4))[None, :]
+    pairs = (tl.where(negative, 1, 0) + tl.where(above, 2, 0)) << (2 * tl.arange(0, 4))[None, :]
     places = group * (GROUP // 4) + tl.arange(0, GROUP // 4)
     tl.store(codes + places, tl.sum(pairs, 1).to(tl.uint8), mask=places < code_bytes)
 
