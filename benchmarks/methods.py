@@ -126,11 +126,12 @@ def compressor(method: str) -> lgc.Compressor:
     return cls(**({key: value for key, value in FINAL.items() if key in known} | read))
 
 
-def method(name: str, optimizer: str, model: nn.Module, period: int = 8) -> Method:
+def method(name: str, optimizer: str, model: nn.Module, period: int = 8, residual_device: str | None = None) -> Method:
     """How `name` trains `model` from now on, with one of OPTIMIZERS.
 
     Args:
         period: K for rounds; the smallest K for `auto`.
+        residual_device: as for `GradientAverager`, for a compressor.
     """
     if name.partition("+")[0] == "hsdp":
         return hsdp(name, optimizer, model)
@@ -142,7 +143,8 @@ def method(name: str, optimizer: str, model: nn.Module, period: int = 8) -> Meth
         averager = rounds(kind, codec, model, stepped, period)
         return Method(_stepping(model, averager), averager)
     codec, at, topology = name.partition("@")
-    averager = lgc.GradientAverager(model, compressor(codec), optimizer=stepped, topology=topology or "all_gather")
+    how = {"topology": topology or "all_gather", "residual_device": residual_device}
+    averager = lgc.GradientAverager(model, compressor(codec), optimizer=stepped, **how)
     if at:
         return Method(Switched(model, averager, stepped), averager)
 
@@ -204,14 +206,15 @@ class Switched:
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self._ddp.zero_grad(set_to_none=True)
+        decision = self._averager.begin_step()
         with self._averager.local_weights():
-            with self._hook.forward(self._averager):
+            with self._hook.forward(decision):
                 loss = nn.functional.cross_entropy(self._ddp(images), labels)
-            self._hook.before_backward(self._averager, None)
+            self._hook.before_backward(self._averager, decision, None)
             loss.backward()
         self._hook.after_backward(self._averager)
-        self._optimizer.step()
-        self._hook.after_optimizer_step()
+        with self._hook.stepping():
+            self._optimizer.step()
 
 
 def with_hook(method: str, model: nn.Module, dense_steps: int = 2) -> DistributedDataParallel:
