@@ -251,7 +251,7 @@ def main() -> None:
     for number, call in enumerate(calls(group, device, arguments.elements)):
         found.append(line(number, arguments.backend, call, device))
         report.write(arguments.csv, found)
-    print(f"{sum(each.works for each in found)} of {len(found)} work")
+    print(f"{sum(each.works for each in found)} of {len(found)} work", flush=True)
     os._exit(0)  # a group in which a call failed may not end
 
 

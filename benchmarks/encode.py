@@ -150,7 +150,7 @@ def passes(elements: int, device: torch.device, threads: int) -> dict[str, float
     g, u, v = (torch.randn(elements, device=device) for _ in range(3))
     known = {"g": g, "u": u, "v": v, "k": max(1, elements // 1000)}
     timers = {name: Timer(code, globals=known, num_threads=threads) for name, code in PASSES.items()}
-    return {name: 1e3 * timer.blocked_autorange(min_run_time=0.5).median for name, timer in timers.items()}
+    return {name: 1e3 * timer.blocked_autorange(min_run_time=0.2).median for name, timer in timers.items()}
 
 
 @dataclass
