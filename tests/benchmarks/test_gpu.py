@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
-from benchmarks import gpu, time_to_accuracy
+from benchmarks import collectives, encode, gpu, methods, time_to_accuracy
 from tests.processes import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,20 @@ def test_a_run_of_the_digits_is_recorded_over_loopback(tmp_path, monkeypatch):
     [run] = pd.read_csv(tmp_path / "accuracy.csv").to_dict("records")
     assert (run["rate_mbit"], run["method"], run["seed"], run["bytes_sent"]) == (0, "dgc", 0, 0)
     assert run["reached"] == run["seconds"]
+
+
+def test_a_method_that_fails_is_a_line_with_its_error():
+    found = encode.compressed(methods.small, [("nonsense", "sgd"), ("twobit", "sgd")], torch.device("cpu"), steps=1)
+    assert found["nonsense", "sgd"].error.startswith("ValueError") and not found["nonsense", "sgd"].times
+    assert not found["twobit", "sgd"].error and len(found["twobit", "sgd"].times) == 1
+
+
+def test_a_collective_that_fails_is_a_line_with_its_error():
+    def call():
+        raise RuntimeError("NCCL does not")
+
+    line = collectives.line(3, "nccl", collectives.Call("broadcast", "uint8", "", call), torch.device("cpu"))
+    assert not line.works and line.error == "RuntimeError: NCCL does not"
 
 
 STARTS_ANOTHER = """
