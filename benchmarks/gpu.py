@@ -156,7 +156,8 @@ def run(command: Command, end: float, out: Path) -> Ran:
     if command.why_not or seconds < GRACE:
         ran.error = command.why_not or "no time left"
         return ran
-    environment = {**os.environ, "GRADCOMP_TRITON": "1" if command.triton else "", "PYTHONUNBUFFERED": "1"}
+    environment = {key: value for key, value in os.environ.items() if key != "GRADCOMP_TRITON"}
+    environment |= {"PYTHONUNBUFFERED": "1"} | ({"GRADCOMP_TRITON": "1"} if command.triton else {})
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         begin, arguments = time.monotonic(), [sys.executable, *command.words]
         process = subprocess.Popen(
