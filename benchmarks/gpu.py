@@ -5,7 +5,7 @@
 
 Each part runs other commands of this project, one at a time, each with a time limit:
 
-- tests: `tests/gpu`, without and with Triton's kernels (GRADCOMP_TRITON=1), in tests.csv
+- tests: `tests/gpu`, without and with Triton's kernels (GRADCOMP_TRITON=1) and their tests, in tests.csv
 - encode: `benchmarks.encode` for gradients of ResNet-18 and ResNet-50, without and with them, in encode.csv
 - nccl: `benchmarks.collectives`, in nccl.csv
 - steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, in steps.csv
@@ -94,7 +94,7 @@ def tests(out: Path, dry_run: bool) -> Iterator[Command]:
     words = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", path)
     yield Command("tests", "", 75, words)
     if not dry_run:
-        yield Command("tests", "triton", 75, words, triton=True)
+        yield Command("tests", "triton", 90, (*words, "tests/compressors/kernels/cuda"), triton=True)
 
 
 def encode(out: Path, dry_run: bool) -> Iterator[Command]:
