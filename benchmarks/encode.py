@@ -1,12 +1,17 @@
 """Milliseconds to compress and decompress gradients by size and method, compared with plain passes over the memory.
 
     python -m benchmarks.encode --elements 1000000,11200000 --threads 1    # about two minutes
+    python -m benchmarks.encode --device cuda --layout resnet18,resnet50 --csv encode.csv
 
-A single process exchanges messages with itself, so nothing waits for a link. "compress" is everything before the
+A single process receives its own messages, so nothing waits for a link. "compress" is everything before the
 exchange: error feedback, selection or quantisation, packing. "decompress" is everything after it, including writing the
-gradients back. Gradients are normally distributed, with a different scale for each of 20 tensors, and new at every
-step; methods take turns. The passes: `copy` reads and writes the gradient once; `momentum` is DGC's arithmetic without
-selection (u = m u + g, v = v + u); `topk` is torch.topk on magnitudes, 0.1 %.
+gradients back. A GPU is idle when a phase begins, and has finished when it ends; "step" is both phases without these
+waits. Gradients are normally distributed, with a different scale for each tensor, and new at every step; methods take
+turns. The passes: `copy` reads and writes the gradient once; `momentum` is DGC's arithmetic without selection
+(u = m u + g, v = v + u); `topk` is torch.topk on magnitudes, 0.1 %. GB/s count the gradient's bytes once.
+
+With --csv, a method that fails is a line with its error. On a GPU, lines also have the number of kernels, copies
+included, and how long they took, from a profile of one step.
 
 Private: `average_compressed` and what it needs, since a `GradientAverager` on one rank compresses nothing.
 """
@@ -14,12 +19,19 @@ Private: `average_compressed` and what it needs, since a `GradientAverager` on o
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
+import torchvision
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 import lightning_gradcomp as lgc
@@ -33,20 +45,58 @@ from lightning_gradcomp.averaging.topology import Topology
 
 TENSORS = 20
 PASSES = {"copy": "u.copy_(g)", "momentum": "u.mul_(0.9).add_(g); v.add_(u)", "topk": "g.abs().topk(k, sorted=False)"}
+LAYOUTS: dict[str, Callable[[], torch.nn.Module]] = {
+    "resnet18": partial(torchvision.models.resnet18, num_classes=10),  # 11.2 million elements
+    "resnet50": torchvision.models.resnet50,  # 25.6 million
+    "small": methods.small,  # 85,000
+}
+LOSSY = [entry.name for entry in lgc.entries() if issubclass(entry.cls, lgc.LossyCompressor)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeTime:
+    """A line of the CSV: medians in milliseconds for one method and one layout of the gradients."""
+
+    layout: str
+    elements: int
+    method: str
+    optimizer: str  # "none" for a pass
+    triton: bool  # GRADCOMP_TRITON was set
+    compress_ms: float | None = None
+    decompress_ms: float | None = None
+    step_ms: float | None = None
+    gb_per_s: float | None = None  # of compress_ms
+    copy_gb_per_s: float | None = None  # of the pass `copy`
+    kernels: int | None = None  # in a step
+    busy_ms: float | None = None  # of a step
+    error: str | None = None
+    machine: str
 
 
 class Matrices(torch.nn.Module):
-    """TENSORS equal matrices with `elements` in total, and room for gradients."""
+    """TENSORS equal matrices with `elements` in total."""
 
-    def __init__(self, elements: int, device: torch.device) -> None:
+    def __init__(self, elements: int) -> None:
         super().__init__()
         columns = max(32, round((elements / TENSORS) ** 0.5))
         shape = (elements // TENSORS // columns, columns)
-        self.parts = torch.nn.ParameterList(torch.zeros(shape, device=device) for _ in range(TENSORS))
+        self.parts = torch.nn.ParameterList(torch.zeros(shape) for _ in range(TENSORS))
 
-    def new_gradients(self) -> None:
-        for number, part in enumerate(self.parts):
-            part.grad = torch.randn_like(part).mul_(10.0 ** (-number % 4))
+
+class Alone(Ranks):
+    """A world of one that receives its own messages, without a process group."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: message.unsqueeze(0)
+
+    def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
+        return messages[0].unsqueeze(0)
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
 
 
 class Timed(lgc.Stats):
@@ -62,64 +112,176 @@ class Timed(lgc.Stats):
             methods.wait(self.device)
 
 
-def passes(elements: int, device: torch.device, threads: int) -> dict[str, tuple[float, float]]:
-    """Name -> (median milliseconds, 0 to decompress)."""
+class Compression:
+    """Compressed steps of a rank, after the warm-up.
+
+    Args:
+        name: of the method, as in benchmarks/methods.py.
+        optimizer: one of methods.OPTIMIZERS.
+        model: its gradients are replaced by random ones.
+        ranks: the world in which the messages travel.
+        topology: how they travel.
+    """
+
+    def __init__(
+        self, name: str, optimizer: str, model: torch.nn.Module, ranks: Ranks, topology: str = "all_gather"
+    ) -> None:
+        self.model, self.topology, self.steps = model, topology, 0
+        stepped = methods.OPTIMIZERS[optimizer](model)
+        how = methods.compressor(name).for_optimizer(stepped)
+        assert isinstance(how, lgc.LossyCompressor)
+        self.final = how.with_sparsity(how.final_sparsity)
+        self.memory = Memory(how, Gradients(model, how), ranks, Topology(topology), stepped)
+
+    def new_gradients(self) -> None:
+        for number, parameter in enumerate(self.model.parameters()):
+            parameter.grad = torch.randn_like(parameter).mul_(10.0 ** (-number % 4))
+
+    def average(self, stats: lgc.Stats) -> None:
+        """Compress the gradients, exchange them and decompress the average."""
+        average = average_compressed(self.memory, self.final, self.topology, self.steps, Flags(), stats)
+        self.steps += 1
+        assert average.commit is not None
+        average.commit(average.names)
+
+
+def passes(elements: int, device: torch.device, threads: int, repeats: int) -> dict[str, float]:
+    """Name -> median milliseconds."""
     g, u, v = (torch.randn(elements, device=device) for _ in range(3))
     known = {"g": g, "u": u, "v": v, "k": max(1, elements // 1000)}
     timers = {name: Timer(code, globals=known, num_threads=threads) for name, code in PASSES.items()}
-    return {name: (1e3 * timer.blocked_autorange(min_run_time=1).median, 0.0) for name, timer in timers.items()}
+    calls = 20 if device.type == "cuda" else 1  # a GPU is idle while the host begins
+    times = {name: [timer.timeit(calls).median for _ in range(repeats)] for name, timer in timers.items()}
+    return {name: 1e3 * median(each) for name, each in times.items()}
 
 
-def compressed(elements: int, names: list[str], device: torch.device, steps: int) -> dict[str, tuple[float, float]]:
-    """Method -> median milliseconds to compress and to decompress."""
-    made: dict[str, tuple[Matrices, lgc.LossyCompressor, Memory]] = {}
-    for name in names:
-        model, how = Matrices(elements, device), methods.compressor(name)
-        assert isinstance(how, lgc.LossyCompressor)
-        optimizer, ranks = methods.sgd(model), Ranks(dist.group.WORLD)
-        memory = Memory(how, Gradients(model, how), ranks, Topology(), optimizer)
-        made[name] = model, how.with_sparsity(how.final_sparsity), memory
-    found: dict[str, list[Timed]] = {name: [] for name in names}
+@dataclass
+class Result:
+    """Measurements of one method: milliseconds of compress, decompress and the step, a list for each time."""
+
+    times: list[tuple[float, float, float]]
+    kernels: int | None = None
+    busy_ms: float | None = None
+    error: str | None = None
+
+
+def compressed(
+    layout: Callable[[], torch.nn.Module], cases: Sequence[tuple[str, str]], device: torch.device, steps: int
+) -> dict[tuple[str, str], Result]:
+    """(method, optimizer) -> what a step takes. A method that raises has an error instead."""
+    made: dict[tuple[str, str], Compression] = {}
+    found = {case: Result([]) for case in cases}
+
+    def attempt(case: tuple[str, str], call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # the other methods can still be measured
+            print(f"{case}: {error!r}", flush=True)
+            found[case].error = f"{type(error).__name__}: {error}"
+            made.pop(case, None)
+
+    def make(case: tuple[str, str]) -> None:
+        made[case] = Compression(*case, layout().to(device), Alone())
+
+    for case in cases:
+        attempt(case, partial(make, case))
     for step in range(steps + 2):
-        for name, (model, final, memory) in made.items():
-            model.new_gradients()
-            found[name].append(stats := Timed())
-            stats.device = device
-            average = average_compressed(memory, final, "all_gather", step, Flags(), stats)
-            assert average.commit is not None
-            average.commit(average.names)
-    return {  # the first two steps allocate buffers
-        name: tuple(1e3 * median(each.seconds[phase] for each in stats[2:]) for phase in ("compress", "decompress"))
-        for name, stats in found.items()
-    }
+        for case, compression in list(made.items()):
+            into = found[case].times if step > 1 else []  # the first two steps allocate buffers
+            attempt(case, partial(_time, compression, device, into))
+    for case, compression in list(made.items()) if device.type == "cuda" else []:
+        attempt(case, partial(_profile, compression, found[case]))
+    return found
+
+
+def _time(compression: Compression, device: torch.device, into: list[tuple[float, float, float]]) -> None:
+    compression.new_gradients()
+    stats = Timed()
+    stats.device = device
+    compression.average(stats)
+    compression.new_gradients()
+    methods.wait(device)
+    begin = time.perf_counter()
+    compression.average(lgc.Stats())
+    methods.wait(device)
+    step = time.perf_counter() - begin
+    into.append((1e3 * stats.seconds["compress"], 1e3 * stats.seconds["decompress"], 1e3 * step))
+
+
+def _profile(compression: Compression, into: Result) -> None:
+    compression.new_gradients()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        compression.average(lgc.Stats())
+        torch.cuda.synchronize()
+    on_gpu = [event for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
+    into.kernels, into.busy_ms = len(on_gpu), sum(event.time_range.elapsed_us() for event in on_gpu) / 1e3
+
+
+def lines(
+    name: str, model: Callable[[], torch.nn.Module], cases: Sequence[tuple[str, str]], arguments: argparse.Namespace
+) -> Iterator[EncodeTime]:
+    """The lines of one layout: the passes, then the methods."""
+    device = torch.device(arguments.device)
+    elements = sum(parameter.numel() for parameter in model().parameters())
+    common = {"layout": name, "elements": elements, "machine": report.machine()}
+    common["triton"] = bool(os.environ.get("GRADCOMP_TRITON"))
+    by_pass = passes(elements, device, arguments.threads, arguments.steps)
+    common["copy_gb_per_s"] = round(4e-6 * elements / by_pass["copy"], 3)
+    for method, ms in by_pass.items():
+        yield EncodeTime(
+            method=method, optimizer="none", compress_ms=round(ms, 4), gb_per_s=_gb_per_s(elements, ms), **common
+        )
+    for (method, optimizer), result in compressed(model, cases, device, arguments.steps).items():
+        done = {"kernels": result.kernels, "busy_ms": result.busy_ms and round(result.busy_ms, 4)}
+        if result.times:
+            before, after, step = (round(median(each), 4) for each in zip(*result.times, strict=True))
+            done |= {"compress_ms": before, "decompress_ms": after, "step_ms": step}
+            done["gb_per_s"] = _gb_per_s(elements, before)
+        yield EncodeTime(method=method, optimizer=optimizer, error=result.error, **done, **common)
+
+
+def _gb_per_s(elements: int, ms: float) -> float:
+    return round(4e-6 * elements / ms, 3)
+
+
+def row(each: EncodeTime, momentum: float) -> list[str]:
+    """A line, for the screen; `momentum` is what that pass takes."""
+    name = each.method if each.optimizer in ("none", "sgd") else f"{each.method}, {each.optimizer}"
+    if each.compress_ms is None:
+        return [f"{each.elements:,}", name, each.error or "", "", "", ""]
+    figures = [f"{each.compress_ms:.1f}", f"{each.gb_per_s:.1f}", f"{each.compress_ms / momentum:.1f}x"]
+    return [f"{each.elements:,}", name, *figures, "" if each.step_ms is None else f"{each.decompress_ms:.1f}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    lossy = [entry.name for entry in lgc.entries() if issubclass(entry.cls, lgc.LossyCompressor)]
-    parser.add_argument("--methods", default=",".join(lossy))
-    parser.add_argument("--elements", default="1000000,11200000,45000000")
+    parser.add_argument("--methods", default=",".join(LOSSY))
+    parser.add_argument("--adamw", default="", help="methods that are measured with AdamW too")
+    parser.add_argument("--elements", default="1000000,11200000,45000000", help=f"in {TENSORS} equal matrices")
+    parser.add_argument("--layout", default="", help=f"instead: the gradients of {', '.join(LAYOUTS)}")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--csv", type=Path, help="add to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    device, names = torch.device(arguments.device), arguments.methods.split(",")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    cases = [(name, "sgd") for name in arguments.methods.split(",")]
+    cases += [(name, "adamw") for name in arguments.adamw.split(",") if name]
+    layouts = {name: LAYOUTS[name] for name in arguments.layout.split(",") if name}
+    if not layouts:
+        layouts = {f"matrices {size}": partial(Matrices, int(size)) for size in arguments.elements.split(",")}
     rows = []
-    for size in map(int, arguments.elements.split(",")):
-        found = passes(size, device, arguments.threads)
-        momentum, _ = found["momentum"]
-        found |= compressed(size, names, device, arguments.steps)
-        for name, (before, after) in found.items():
-            figures = [f"{before:.1f}", f"{4e-6 * size / before:.1f}", f"{before / momentum:.1f}x", f"{after:.1f}"]
-            rows.append([f"{size:,}", name, *figures])
+    for name, model in layouts.items():
+        found = list(lines(name, model, cases, arguments))
+        [momentum] = [each.compress_ms for each in found if each.method == "momentum"]
+        rows += [row(each, momentum) for each in found]
+        if arguments.csv:
+            report.record(arguments.csv, found, lambda each: (each.layout, each.optimizer, each.method, each.triton))
     print(f"{report.machine()}, {arguments.threads} thread")
     head = ["elements", "method", "ms to compress", "GB/s", "to momentum alone", "ms to decompress"]
     print(report.table(head, rows))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

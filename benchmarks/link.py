@@ -5,8 +5,9 @@
 Every node is a network namespace with one interface, `eth0`. Each of its processes (one, or --ranks-per-node) is pinned
 to a share of the cores and gets the variables that torchrun sets. The kernel's token bucket (tc-tbf) limits the rate at
 which a node sends and, if no delay is emulated, receives. Delays come from netem, or from a TUN device if the kernel
-has no netem. At the end, the script prints what each node sent, including headers. Without root, `ip` or `tc`, it says
-so, and the processes communicate over loopback at full speed.
+has no netem. At the end, the script prints what each node sent, including headers. Where links can't be emulated
+(that needs root, `ip` and `tc`), it says so, and the processes communicate over loopback at full speed. So they do with
+--rate-mbit 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -96,14 +98,38 @@ def nodes(count: int, rate_mbit: float | None, delay_ms: float) -> Iterator[list
         yield names
 
 
+def possible() -> bool:
+    """True if this machine can emulate links: root of a container often can't."""
+    if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    try:
+        with nodes(1, 1000, 0):
+            return True
+    except RuntimeError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def sent(namespace: str) -> int:
     """Bytes that a node has sent, including headers."""
     [link] = json.loads(ip("-n", namespace, "-s", "-j", "link", "show", "dev", "eth0"))
     return link["stats64"]["tx"]["bytes"]
 
 
-def start(command: list[str], rank: int, per_node: int, world: int, namespace: str | None) -> subprocess.Popen:
-    """Start the command as `rank`, one of `per_node` on its node, on its share of the cores."""
+def start(
+    command: list[str], rank: int, per_node: int, world: int, port: int, namespace: str | None
+) -> subprocess.Popen:
+    """Start the command as `rank`, one of `per_node` on its node, on its share of the cores.
+
+    Args:
+        port: where rank 0 listens.
+        namespace: the node's; None: all nodes are this machine.
+    """
     cores = sorted(os.sched_getaffinity(0))
     share = {core for place, core in enumerate(cores) if place % world == rank} or {cores[rank % len(cores)]}
     node, local_rank = divmod(rank, per_node)
@@ -112,7 +138,7 @@ def start(command: list[str], rank: int, per_node: int, world: int, namespace: s
         where = {"MASTER_ADDR": "127.0.0.1"}
     local = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(node)}
     environment = {
-        **os.environ, **where, **local, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(PORT),
+        **os.environ, **where, **local, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port),
         "NODE_RANK": str(node), "OMP_NUM_THREADS": str(len(share)), "TORCHELASTIC_RUN_ID": "link",
     }  # fmt: skip
     prefix = ["ip", "netns", "exec", namespace] if namespace else []
@@ -150,7 +176,7 @@ def local(ranks: int) -> list[str]:
 def emulated(ranks: int, per_node: int = 1, rate_mbit: float | None = None, delay_ms: float = 0.0) -> list[str]:
     """Arguments of `python -m` that start ranks on emulated nodes."""
     words = [f"--nodes={ranks // per_node}", f"--ranks-per-node={per_node}", f"--delay-ms={delay_ms}"]
-    words += [f"--rate-mbit={rate_mbit}"] if rate_mbit else []
+    words += [] if rate_mbit is None else [f"--rate-mbit={rate_mbit}"]
     return ["benchmarks.link", *words, "--", sys.executable]
 
 
@@ -175,18 +201,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--rate-mbit", type=float, help="rate of each node's link; default: unlimited")
+    parser.add_argument("--rate-mbit", type=float, help="rate of each node's link; 0: loopback; default: unlimited")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
     parser.add_argument("command", nargs="+", help="after --")
     arguments = parser.parse_args()
     per_node, world = arguments.ranks_per_node, arguments.nodes * arguments.ranks_per_node
-    if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        print("benchmarks.link: can't emulate a link (needs Linux, root, ip and tc); running on loopback")
-        return wait([start(arguments.command, rank, per_node, world, None) for rank in range(world)])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its nodes are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its ranks end and its nodes are removed
+    if arguments.rate_mbit == 0 or not possible():
+        if arguments.rate_mbit != 0:
+            print("benchmarks.link: can't emulate a link (needs Linux, root, ip and tc); running on loopback")
+        port = free_port()
+        return wait([start(arguments.command, rank, per_node, world, port, None) for rank in range(world)])
     with nodes(arguments.nodes, arguments.rate_mbit, arguments.delay_ms) as names:
         hosts = [name for name in names for _ in range(per_node)]
-        processes = [start(arguments.command, rank, per_node, world, name) for rank, name in enumerate(hosts)]
+        processes = [start(arguments.command, rank, per_node, world, PORT, name) for rank, name in enumerate(hosts)]
         code = wait(processes)
         for node, name in enumerate(names):
             print(f"node {node} sent {sent(name):,} bytes")

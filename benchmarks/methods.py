@@ -126,23 +126,26 @@ def compressor(method: str) -> lgc.Compressor:
     return cls(**({key: value for key, value in FINAL.items() if key in known} | read))
 
 
-def method(name: str, optimizer: str, model: nn.Module, period: int = 8) -> Method:
-    """How `name` trains `model` from now on, with one of OPTIMIZERS.
+def method(name: str, optimizer: str, model: nn.Module, period: int = 8, residual_device: str | None = None) -> Method:
+    """How `name` trains `model` from now on, with one of OPTIMIZERS. All ranks hold the same weights.
 
     Args:
         period: K for rounds; the smallest K for `auto`.
+        residual_device: as for `GradientAverager`, for a compressor.
     """
     if name.partition("+")[0] == "hsdp":
         return hsdp(name, optimizer, model)
     stepped = OPTIMIZERS[optimizer](model)
     if name in ("compute", "ddp", "fp16_hook", "powersgd_hook"):
-        return Method(_stepping(model if name == "compute" else with_hook(name, model), stepped))
+        trained = model if name == "compute" else with_hook(name, model, init_sync=False)
+        return Method(_stepping(trained, stepped))
     kind, _, codec = name.partition(":")
     if kind in ROUNDS:
         averager = rounds(kind, codec, model, stepped, period)
         return Method(_stepping(model, averager), averager)
     codec, at, topology = name.partition("@")
-    averager = lgc.GradientAverager(model, compressor(codec), optimizer=stepped, topology=topology or "all_gather")
+    how = {"topology": topology or "all_gather", "residual_device": residual_device}
+    averager = lgc.GradientAverager(model, compressor(codec), optimizer=stepped, **how)
     if at:
         return Method(Switched(model, averager, stepped), averager)
 
@@ -197,30 +200,35 @@ class Switched:
     """A step as in the strategies: DDP wraps the model and does dense steps itself."""
 
     def __init__(self, model: nn.Module, averager: lgc.GradientAverager, optimizer: torch.optim.Optimizer) -> None:
-        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
         self._averager, self._optimizer = averager, optimizer
         spare_buffers(self._ddp, averager.compressor)
         self._hook = DDPHook(self._ddp)
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self._ddp.zero_grad(set_to_none=True)
+        decision = self._averager.begin_step()
         with self._averager.local_weights():
-            with self._hook.forward(self._averager):
+            with self._hook.forward(decision):
                 loss = nn.functional.cross_entropy(self._ddp(images), labels)
-            self._hook.before_backward(self._averager, None)
+            self._hook.before_backward(self._averager, decision, None)
             loss.backward()
         self._hook.after_backward(self._averager)
-        self._optimizer.step()
-        self._hook.after_optimizer_step()
+        with self._hook.stepping():
+            self._optimizer.step()
 
 
-def with_hook(method: str, model: nn.Module, dense_steps: int = 2) -> DistributedDataParallel:
+def with_hook(
+    method: str, model: nn.Module, dense_steps: int = 2, *, init_sync: bool = True
+) -> DistributedDataParallel:
     """Plain DDP, DDP with one of torch's compression hooks, or with a hook that exchanges nothing.
 
     Args:
         dense_steps: torch's PowerSGD hook starts after this many steps, at least 2.
+        init_sync: False if all ranks hold the same weights, which DDP then does not send.
     """
-    ddp = DistributedDataParallel(model, **({"bucket_cap_mb": WHOLE} if method == "powersgd_hook" else {}))
+    cap = {"bucket_cap_mb": WHOLE} if method == "powersgd_hook" else {}
+    ddp = DistributedDataParallel(model, init_sync=init_sync, **cap)
     if method == "fp16_hook":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if method == "powersgd_hook":  # with the default rank of lgc.PowerSGD

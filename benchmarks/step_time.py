@@ -26,6 +26,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -56,7 +57,7 @@ COMPUTATION = "compute"
 class StepTime:
     """A line of the CSV: medians of a method over a link of one rate, for the slower rank, in milliseconds."""
 
-    rate_mbit: int
+    rate_mbit: int  # 0: loopback
     method: str
     ms: float
     compute_ms: float  # of computation alone, in the same run
@@ -108,8 +109,12 @@ class Span(NamedTuple):
     pace: tuple[int, int] | None = None
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, list[list[Span]]]:
-    """Method -> the spans of each turn."""
+Turns = dict[str, list[list[Span]]]
+"""Method -> the spans of each turn."""
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Turns]:
+    """The turns so far, after each turn."""
     rank, device = dist.get_rank(), methods.device()
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, generator=generator).to(device)
@@ -123,7 +128,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[list[Span]]]:
             trained[name].step(images, labels)
         if rank == 0 and (averager := trained[name].averager):
             print(f"{name}: {averager.describe()}", flush=True)
-    found: dict[str, list[list[Span]]] = {name: [] for name in trained}
+    found: Turns = {name: [] for name in trained}
     for turn in range(arguments.turns + 1):
         for name, method in trained.items():
             length, rounds = method.period * math.ceil(arguments.span / method.period), method.period > 1
@@ -134,7 +139,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[list[Span]]]:
                 found[name].append(spans)
         if rank == 0:
             print(f"turn {turn} of {arguments.turns}", flush=True)
-    return found
+        if turn:
+            yield found
 
 
 def on_trial(method: methods.Method) -> bool:
@@ -193,7 +199,7 @@ def modelled(arguments: argparse.Namespace) -> dict[str, float]:
     return ms | {f"{name}@{how}": 1e3 * made.step(name, how, n, found).seconds for name, how in compressed}
 
 
-def step_times(found: dict[str, list[list[Span]]], rate_mbit: int) -> list[StepTime]:
+def step_times(found: Turns, rate_mbit: int) -> list[StepTime]:
     """Medians over the spans of all turns. `compute_ms` is NaN if computation alone was not measured."""
     all_spans = {method: [span for turn in turns for span in turn] for method, turns in found.items()}
     compute = median(span.ms for span in all_spans[COMPUTATION]) if COMPUTATION in found else math.nan
@@ -246,14 +252,20 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--period", type=int, default=8, help="K for rounds; for auto, the smallest K")
     parser.add_argument("--plan", action="store_true", help="compare with the model of gradcomp plan")
-    parser.add_argument("--record", type=int, help="add to docs/data/step_times.csv, for a link of this many Mbit/s")
+    parser.add_argument("--record", type=int, help="add to the CSV, for a link of this many Mbit/s; 0: loopback")
+    parser.add_argument("--csv", type=Path, default=CSV)
     arguments = parser.parse_args()
-    if arguments.record and COMPUTATION not in arguments.methods.split(","):
+    if arguments.record is not None and COMPUTATION not in arguments.methods.split(","):
         parser.error("--record needs compute among the --methods, for the ratio to it")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model_ms = modelled(arguments) if arguments.plan else {}
-    found = measure(arguments)
+    found: Turns = {}
+    for found in measure(arguments):
+        if dist.get_rank() == 0 and arguments.record is not None:
+            report.record(
+                arguments.csv, step_times(found, arguments.record), lambda each: (each.rate_mbit, each.method)
+            )
     if dist.get_rank() == 0:
         lines = step_times(found, arguments.record or 0)
         rows = [row(each, found[each.method], model_ms.get(each.method)) for each in lines]
@@ -266,8 +278,6 @@ def main() -> None:
         ]
         if errors:
             print(f"median absolute error, without computation alone: {100 * median(map(abs, errors)):.1f} %")
-        if arguments.record:
-            report.record(CSV, lines, lambda each: (each.rate_mbit, each.method))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # late rounds may still be exchanging for minutes

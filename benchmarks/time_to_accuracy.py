@@ -7,14 +7,15 @@ Methods are values of `gradcomp compressor=...`, with further overrides after a 
 (`dgc:compressor.values=bf16;trainer.max_epochs=8`), and torch's own hooks in Lightning's DDPStrategy. A run is the
 whole recipe, half a minute to 15 minutes, on nodes started by benchmarks.link. The clock is rank 0's; it starts with
 `fit` and includes validation. Bytes are those that the kernel counts on all nodes, including headers. Methods take
-turns, seed by seed. If the machine has a GPU, the nodes share it and exchange over gloo. `--record` adds the runs to
-docs/data/time_to_accuracy.csv.
+turns, seed by seed. If the machine has a GPU, the nodes share it and exchange over gloo. `--record` adds each run to a
+CSV, docs/data/time_to_accuracy.csv by default.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -56,13 +57,14 @@ COMPUTATION = "no_exchange"
 class WholeRun:
     """A line of the CSV."""
 
-    rate_mbit: int
+    rate_mbit: int  # 0: loopback
     method: str
     seed: int
     seconds: float  # of training, including validation
     accuracy: float  # at the end, in %
-    bytes_sent: int  # by all nodes, including headers
+    bytes_sent: int  # by all nodes, including headers; 0: not counted, over loopback
     machine: str
+    reached: float | None = None  # seconds to --accuracy; None: never, or not recorded
 
 
 def read_csv() -> list[WholeRun]:
@@ -70,9 +72,9 @@ def read_csv() -> list[WholeRun]:
     return report.read(CSV, WholeRun)
 
 
-def record(new: Sequence[WholeRun]) -> None:
+def record(new: Sequence[WholeRun], path: Path) -> None:
     """Add lines, replacing earlier ones with the same link, method and seed."""
-    report.record(CSV, new, lambda each: (each.rate_mbit, each.method, each.seed))
+    report.record(path, new, lambda each: (each.rate_mbit, each.method, each.seed))
 
 
 def seconds(runs: Iterable[WholeRun], method: str, rate_mbit: int) -> float | None:
@@ -142,7 +144,7 @@ def train(path: Path, place: Path) -> None:
 
 
 def curve(method: str, seed: int, launcher: list[str]) -> tuple[Curve, int]:
-    """Run a recipe over the link. Returns its curve and the bytes sent by all nodes."""
+    """Run a recipe over the link. Returns its curve and the bytes sent by all nodes, 0 over loopback."""
     name, _, more = method.partition(":")
     overrides = [f"compressor={'none' if name in HOOKS else name}", f"seed={seed}", "trainer.enable_progress_bar=false"]
     compose.register()
@@ -155,12 +157,12 @@ def curve(method: str, seed: int, launcher: list[str]) -> tuple[Curve, int]:
         OmegaConf.save(config, path)
         points, printed = result(launcher, "benchmarks.time_to_accuracy", "--train", str(path))
     sent = re.findall(r"node \d+ sent ([\d,]+) bytes", printed)
-    if not sent:
-        sys.exit(printed)
     return [tuple(point) for point in points], sum(int(num_bytes.replace(",", "")) for num_bytes in sent)
 
 
-def whole_run(method: str, seed: int, rate_mbit: float, points: Curve, sent: int) -> WholeRun:
+def whole_run(
+    method: str, seed: int, rate_mbit: float, points: Curve, sent: int, accuracy: float | None = None
+) -> WholeRun:
     """The line of a run; options of the method are not part of its name."""
     took, reached = points[-1]
     return WholeRun(
@@ -171,6 +173,7 @@ def whole_run(method: str, seed: int, rate_mbit: float, points: Curve, sent: int
         accuracy=round(100 * reached, 2),
         bytes_sent=sent,
         machine=report.machine(),
+        reached=None if accuracy is None or math.isinf(first := until(points, accuracy)) else round(first, 1),
     )
 
 
@@ -185,9 +188,10 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--accuracy", type=float, default=0.98)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--rate-mbit", type=float, default=1000)
+    parser.add_argument("--rate-mbit", type=float, default=1000, help="0: loopback")
     parser.add_argument("--delay-ms", type=float, default=0.0)
-    parser.add_argument("--record", action="store_true", help="add to docs/data/time_to_accuracy.csv")
+    parser.add_argument("--record", action="store_true", help="add to the CSV")
+    parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -200,8 +204,11 @@ def main() -> None:
         for method, found in runs.items():
             found.append(curve(method, seed, launcher))
             print(f"{method}, seed {seed}: {found[-1][1]:,} bytes, {found[-1][0]}", flush=True)
+            if arguments.rate_mbit and not found[-1][1]:
+                sys.exit("these figures are of loopback: this machine can't emulate a link")
             if arguments.record:
-                record([whole_run(method, seed, arguments.rate_mbit, *found[-1])])
+                run = whole_run(method, seed, arguments.rate_mbit, *found[-1], arguments.accuracy)
+                record([run], arguments.csv)
     rows = []
     for method, found in runs.items():
         times = [[until(points, arguments.accuracy) for points, _ in found], [points[-1][0] for points, _ in found]]

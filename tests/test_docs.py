@@ -144,9 +144,8 @@ def test_the_formulas_of_bytes_are_the_codes(density):
     sizes = layout.sizes
 
     def sparse(k):
-        b = {0.001: 10, 0.01: 7, 0.25: 2}[density]
-        s = (2 * 2**b + 1) // 3
-        return 4 * k + ceil(k * b / 8) + ceil(ceil(layout.n / s) / 8)
+        b = {0.001: 9, 0.01: 6}.get(density)
+        return 4 * k + ceil((k * (b + 1) + (layout.n - 1 >> b) if b else layout.n) / 8)
 
     each = sum(ceil(round(size * density, 6)) for size in sizes)
     together = ceil(round(layout.n * density, 6))

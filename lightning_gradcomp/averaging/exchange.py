@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Partitions
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
 from lightning_gradcomp.compressors.kernels import cuda
+from lightning_gradcomp.compressors.kernels.bits import unpack_bits
 from lightning_gradcomp.compressors.layout import Layout, Slice
 from lightning_gradcomp.compressors.payloads import Payloads
 
@@ -54,15 +55,14 @@ class Extras:
     def __init__(self, dense: torch.Tensor, values: str, finite: torch.Tensor, present: list[bool]) -> None:
         self.dense, self.values = dense, values
         self.mean = self.sent = dense
-        self.flags = torch.cat([finite.view(1), to_flags(present, dense.device)])
-        """[finite, *present], bool; after the exchange, combined over all workers."""
+        self.flags = torch.cat([~finite.view(1), to_flags(present, dense.device)])
+        """[not finite, *present], bool; after the exchange, each is True if it is on any worker."""
         self.carried = False
         """True once a message has carried the extras."""
 
     def combine(self, rows: list[torch.Tensor]) -> None:
-        """Combine all workers' flags: finite if every worker's gradient is; present if any worker has a gradient."""
-        flags = torch.stack(rows)
-        self.flags = torch.cat([flags[:, :1].all(0), flags[:, 1:].any(0)])
+        """Combine all workers' flags, packed in bytes."""
+        self.flags = unpack_bits(reduce(torch.bitwise_or, rows), len(self.flags)).view(torch.bool)
 
 
 class Exchange:
@@ -152,14 +152,14 @@ class Exchange:
         extras = self.extras
         with self.phase("exchange"):
             rest = []
-            if not extras.carried:  # 1 means "not finite": the sum is above 0 if any worker's gradient is not
-                rest = [extras.dense, torch.cat([~extras.flags[:1], extras.flags[1:]]).float()]
+            if not extras.carried:
+                rest = [extras.dense, extras.flags.float()]
             parts = [flat, *rest]
             total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
             mean, *means = total.split([part.numel() for part in parts])
             if rest:
                 extras.mean, flags = means
-                extras.flags, extras.carried = torch.cat([flags[:1] == 0, flags[1:] > 0]), True
+                extras.flags, extras.carried = flags > 0, True
             self._record(self.ranks.add_traffic(total.nbytes, total.device))
             return mean
 
@@ -181,11 +181,12 @@ class Exchange:
             True if every worker's gradient and the mean are finite; for each parameter, True if any worker has a
             gradient; the flags, each True if any rank set it.
         """
-        finite, present, flags = self.extras.flags.split([1, len(self.extras.flags) - 1 - CALLER_FLAGS, CALLER_FLAGS])
-        bad = ~(finite & mean.finite())
+        present = len(self.extras.flags) - 1 - CALLER_FLAGS
+        bad, found, flags = self.extras.flags.split([1, present, CALLER_FLAGS])
+        bad = bad | ~mean.finite()
         bad, flags = self.ranks.any_shard(torch.cat([bad, flags])).split([1, CALLER_FLAGS])
-        good, *found = read_flags(torch.cat([~bad, present, flags]))
-        return good, found[:-CALLER_FLAGS], Flags(*found[-CALLER_FLAGS:])
+        bad, *found = read_flags(torch.cat([bad, found, flags]))
+        return not bad, found[:-CALLER_FLAGS], Flags(*found[-CALLER_FLAGS:])
 
     def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent
@@ -194,8 +195,8 @@ class Exchange:
 
 def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
     """The mean of fp32 [d] rows, added in order."""
-    mean = torch.zeros_like(rows[0])
-    for row in rows:
+    mean = rows[0].clone()
+    for row in rows[1:]:
         mean += row
     return mean.div_(len(rows))
 

@@ -2,8 +2,9 @@
 
     | dense gradients [d], padded to 4 bytes | payload, uint8 [p] | flags, 1 bit each | padded to 4 bytes |
 
-The first flag is set if this rank's gradient is finite. Then each parameter has one, set if this rank has its gradient.
-The last two are the averager's `Flags`. Layout and sparsity determine all lengths, so they are the same on all ranks.
+The first flag is set if this rank's gradient is not finite. Then each parameter has one, set if this rank has its
+gradient. The last two are the averager's `Flags`. Layout and sparsity determine all lengths, so they are the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_gradcomp.compressors.kernels.bits import pack_bits, padded, unpack_bits
+from lightning_gradcomp.compressors.kernels.bits import pack_bits, padded
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 
 
@@ -43,11 +44,10 @@ class Frame:
 
     def pack(self, dense: torch.Tensor, payload: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
         """Return the message (uint8 [length]) made of `pack_dense`'s bytes, the payload and the bool flags."""
-        message, packed = payload.new_zeros(self.length), pack_bits(flags)
-        end = self._payload_at + self.payload
-        message[: dense.numel()], message[self._payload_at : end] = dense, payload
-        message[end : end + packed.numel()] = packed
-        return message
+        packed, zeros = pack_bits(flags), payload.new_zeros(3)
+        before = zeros[: self._payload_at - dense.numel()]
+        after = zeros[: self.length - self._payload_at - self.payload - packed.numel()]
+        return torch.cat([dense, before, payload, packed, after])
 
     def pack_dense(self, dense: torch.Tensor) -> torch.Tensor:
         """Return the uncompressed gradients (fp32 [dense]) as bytes."""
@@ -62,5 +62,6 @@ class Frame:
         return message[self._payload_at : self._payload_at + self.payload]
 
     def read_flags(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the flags, bool [flags]."""
-        return unpack_bits(message[self._payload_at + self.payload :], self.flags).bool()
+        """Return the flags as `pack_bits` has packed them."""
+        start = self._payload_at + self.payload
+        return message[start : start + (self.flags + 7) // 8]

@@ -279,20 +279,25 @@ def _write(
     layout: Layout, values: torch.Tensor, parameters: list[nn.Parameter], wanted: list[bool], factors: Sequence[float]
 ) -> None:
     """Write each parameter's part of `values` (fp32 [n]), times its factor, into `p.grad` if it is `wanted`."""
-    copied = []
+    copied, factors_of_copied = [], []
     for parameter, view, wants, factor in zip(parameters, layout.views(values), wanted, factors, strict=True):
         if not wants:
             continue
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        if factor == 1:
+        same = parameter.grad.dtype == view.dtype
+        if factor == 1 or (same and view.is_cuda):
             copied.append((parameter.grad, view))
-        elif parameter.grad.dtype == view.dtype:
+            factors_of_copied.append(factor)
+        elif same:
             torch.mul(view, factor, out=parameter.grad)
         else:
             parameter.grad.copy_(view * factor)
     if copied:
-        torch._foreach_copy_([grad for grad, _ in copied], [view for _, view in copied])
+        grads, views = zip(*copied, strict=True)
+        torch._foreach_copy_(grads, views)
+        if any(factor != 1 for factor in factors_of_copied):
+            torch._foreach_mul_(grads, factors_of_copied)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ class Sparse:
 
     def subtract_from(self, flat: torch.Tensor) -> None:
         """flat[indices] -= values."""
-        flat[self.indices] -= self.values
+        flat.index_add_(0, self.indices, self.values, alpha=-1)
 
     def zero(self, flat: torch.Tensor) -> None:
         """flat[indices] = 0."""
@@ -259,7 +259,7 @@ def all_finite(flat: torch.Tensor) -> torch.Tensor:
     """
     if flat.is_cuda:
         return (
-            torch.linalg.vector_norm(flat, torch.inf).isfinite() if len(flat) else flat.new_ones((), dtype=torch.bool)
+            torch.linalg.vector_norm(flat, torch.inf) < torch.inf if len(flat) else flat.new_ones((), dtype=torch.bool)
         )
     finite = flat.sum().isfinite()
     return finite if finite else flat.isfinite().all()

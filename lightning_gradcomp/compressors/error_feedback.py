@@ -10,6 +10,7 @@ because a gradient was not finite on some rank or a hook skipped the step, leave
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from functools import reduce
 
 import torch
 
@@ -72,11 +73,11 @@ class ErrorFeedback:
         if self.unsent is None:
             return all_finite(flat)
         self.moments.read(self.update.sharing(self.layout.names))
-        self._out, finite = flat, [flat.new_ones((), dtype=torch.bool)]
+        self._out, finite = flat, []
         for rule, place in self.layout.chunks_by(self.update.rules(self.moments), flat.device):
             finite.append(all_finite(flat[place]))
             self.update.accumulate(flat, place, rule, self.unsent, self.moments)
-        return torch.stack(finite).all()
+        return reduce(torch.logical_and, finite) if finite else all_finite(flat)
 
     def subtract(self, decoded: Decoded) -> None:
         """Remove what was sent, as receivers decode it."""

@@ -10,7 +10,7 @@ import torch
 
 from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.decoded import Sparse
-from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes, pack_indices, unpack_indices
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes, pack_indices, unpack_indices
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class SparseCodec(Codec):
     """A compressor that sends some entries of the flat buffer; `count` and `select` define which.
 
-    A payload holds their values in the format `values`, then their indices (kernels/block_gaps.py).
+    A payload holds their values in the format `values`, then their indices (kernels/elias_fano.py).
     """
 
     values: str

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.schedules import Ramp, exponential
 from tests.averaging.workers import SHAPES, Table, averaged, backward, dgc, prescribed_loss

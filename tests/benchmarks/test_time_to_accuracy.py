@@ -15,7 +15,7 @@ def recorded(monkeypatch, tmp_path):
         for method in ("dgc:strategy.topology=auto", "ddp") if rate == 1000 else ("ddp",):
             runs.append(whole_run(method, 0, rate, [(1.0, 0.5), (seconds, 0.96)], 4_000_000))
             runs.append(whole_run(method, 1, rate, [(1.0, 0.5), (seconds + 2, 0.98)], 6_000_000))
-    record(runs)
+    record(runs, time_to_accuracy.CSV)
     return runs
 
 
@@ -27,5 +27,5 @@ def test_the_table_has_medians_and_means_of_the_seeds():
 
 def test_a_run_that_is_recorded_again_has_one_line(recorded):
     before = time_to_accuracy.read_csv()
-    record(recorded[:2])
+    record(recorded[:2], time_to_accuracy.CSV)
     assert time_to_accuracy.read_csv() == before and len(before) == 6

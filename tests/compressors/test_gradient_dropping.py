@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.compressors import GradientDropping
-from lightning_gradcomp.compressors.kernels.block_gaps import index_bytes
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.laws import with_adamw

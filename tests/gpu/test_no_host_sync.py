@@ -108,7 +108,7 @@ def test_the_flags_are_all_that_a_step_reads(cls, options, topology, no_data, mo
 
     def read(flags):
         reads.append(flags)
-        return [True] * (len(flags) - 2) + [False] * 2
+        return [False] + [True] * (len(flags) - 3) + [False] * 2
 
     monkeypatch.setattr(exchange, "read_flags", read)
     for step, _ in enumerate(steps(cls, options, 2, topology)):
@@ -118,7 +118,7 @@ def test_the_flags_are_all_that_a_step_reads(cls, options, topology, no_data, mo
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_of_adam_read_the_flags_alone(fused, no_data, monkeypatch):
-    monkeypatch.setattr(exchange, "read_flags", lambda flags: [True] * (len(flags) - 2) + [False] * 2)
+    monkeypatch.setattr(exchange, "read_flags", lambda flags: [False] + [True] * (len(flags) - 3) + [False] * 2)
     for _ in steps(lgc.DGC, {}, 3, make=lambda parameters: torch.optim.AdamW(parameters, fused=fused)):
         pass
 
@@ -139,7 +139,7 @@ def test_that_read_would_have_been_noticed(cls, options, no_data):
 def test_what_is_not_sent_lies_between_steps_where_it_is_wanted(cls, options, residual_device, between, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", no_sum)
     draw_on_the_cpu(monkeypatch)
-    monkeypatch.setattr(exchange, "read_flags", lambda flags: [True] * (len(flags) - 2) + [False] * 2)
+    monkeypatch.setattr(exchange, "read_flags", lambda flags: [False] + [True] * (len(flags) - 3) + [False] * 2)
     with FakeTensorMode():
         model, compressor = Model("cuda"), cls(**{"min_elements": 500, **options})
         compressed = Steps(model, compressor, Echo(), Topology(residual_device=residual_device))

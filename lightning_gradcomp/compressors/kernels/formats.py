@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.errors import refusal
 
@@ -46,6 +47,12 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
         rounded = (grouped / torch.where(scales > 0, scales, 1)).round().clamp(-127, 127).to(torch.int8)
         return torch.cat([scales.view(torch.uint8).view(-1), rounded.view(torch.uint8).view(-1)[: v.numel()]])
     if values == "int2":
+        if cuda.takes(v):
+            from lightning_gradcomp.compressors.kernels.cuda.formats import pack_int2
+
+            packed = v.new_empty(value_bytes(v.numel(), values), dtype=torch.uint8)
+            pack_int2(v, packed, GROUP)
+            return packed
         levels, above = two_levels(v)
         bits = torch.stack([v < 0, above], 1).view(torch.uint8)
         return torch.cat([levels.view(torch.uint8).view(-1), pack_bits(bits.view(-1))])
@@ -61,6 +68,10 @@ def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
         scales, rounded = packed[: 4 * groups].view(torch.float32), packed[4 * groups :].view(torch.int8)
         return rounded * scales.repeat_interleave(GROUP)[:k]
     if values == "int2":
+        if cuda.takes(packed):
+            from lightning_gradcomp.compressors.kernels.cuda.formats import unpack_int2
+
+            return unpack_int2(packed, k, GROUP)
         levels = packed[: 4 * groups].view(torch.bfloat16).view(groups, 2).float()
         negative, above = unpack_bits(packed[4 * groups :], 2 * k).view(k, 2).bool().unbind(1)
         low, high = levels.repeat_interleave(GROUP, 0)[:k].unbind(1)

@@ -1,15 +1,21 @@
 """Triton kernels that process all tensors of a flat buffer at once. Every result equals that of the CPU's functions.
 
-So far they have run in Triton's interpreter only, so they are off by default. GRADCOMP_TRITON=1 in the environment turns
-them on. With TRITON_INTERPRET=1 they also process tensors on a CPU, slowly, for tests.
+They have run in Triton's interpreter only, so they are off by default. GRADCOMP_TRITON=1 in the environment turns them
+on. With TRITON_INTERPRET=1 they also process tensors on a CPU, slowly, for tests.
+
+Triton comes with torch's CUDA wheels, so import a kernel's module only where `takes` is True.
 """
 
 from __future__ import annotations
 
 import os
+from threading import Lock
 from typing import Any
 
 import torch
+
+_lock = Lock()
+"""Triton's interpreter runs one kernel at a time. Ranks may be threads."""
 
 
 def takes(x: torch.Tensor) -> bool:
@@ -20,4 +26,5 @@ def takes(x: torch.Tensor) -> bool:
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: int) -> None:
     """Run a kernel in this many programs."""
-    kernel[(programs,)](*arguments, **constants)
+    with _lock:
+        kernel[(programs,)](*arguments, **constants)

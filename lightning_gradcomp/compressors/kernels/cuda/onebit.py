@@ -6,12 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from lightning_gradcomp.compressors.kernels.cuda import launch
-from lightning_gradcomp.compressors.kernels.cuda.segments import Blocks, block, blocks_of, cut, deliver, on, total
+from lightning_gradcomp.compressors.kernels.cuda.segments import (
+    Blocks,
+    block,
+    blocks_of,
+    cut,
+    deliver,
+    on,
+    parts_of,
+    total,
+)
 from lightning_gradcomp.compressors.kernels.cuda.statistics import PARTIALS, sums
 
 GROUP_BLOCK = 1024
@@ -50,7 +60,7 @@ class Tables:
         groups: the blocks of groups.
         sizes: elements of each group, int64 [groups].
         pairs: where the two values of each group are in the payload, int64 [groups].
-        rows: the blocks of rows that have a bit; None if none has.
+        rows: the blocks of rows that have a bit.
         row_bits: the place of each such row's bit in the payload, int64 [rows].
     """
 
@@ -60,40 +70,26 @@ class Tables:
     groups: Blocks
     sizes: torch.Tensor
     pairs: torch.Tensor
-    rows: Blocks | None
+    rows: Blocks
     row_bits: torch.Tensor
 
 
 def tables_of(places: Sequence[Place], words: int, device: torch.device) -> Tables:
     """The tables of these tensors, whose payload has this many words."""
-    blocks = blocks_of(tuple((place.start, place.stop) for place in places), device)
-    groups = [_parts_of(place, place.size) for place in places]
-    starts, stops, numbers = (torch.cat(parts) for parts in zip(*groups, strict=True))
-    pairs = torch.cat([place.pairs + 2 * own[2] for place, own in zip(places, groups, strict=True)])
-    firsts = [0, *torch.tensor([len(own[0]) for own in groups]).cumsum(0).tolist()]
-    tensors = [(*place[:1], *place[2:], first) for place, first in zip(places, firsts, strict=False)]
-    with_rows = [place for place in places if place.row]
-    rows, row_bits = None, numbers[:0]
-    if with_rows:
-        parts = [_parts_of(place, place.row) for place in with_rows]
-        row_bits = torch.cat([32 * place.rows + own[2] for place, own in zip(with_rows, parts, strict=True)])
-        rows = cut(torch.cat([own[0] for own in parts]), torch.cat([own[1] for own in parts]), device, GROUP_BLOCK)
+    start, stop, size, pair, bits, row, row_bit = np.array(places).T
+    groups, tensor, number = parts_of(start, stop, size)
+    first = np.searchsorted(tensor, np.arange(len(places)))
+    rows, row_tensor, row_number = parts_of(*(column[row > 0] for column in (start, stop, row)))
     return Tables(
         words,
-        blocks,
-        on(torch.tensor(tensors), device),
-        cut(starts, stops, device, GROUP_BLOCK),
-        on(stops - starts, device),
-        on(pairs, device),
-        rows,
-        on(row_bits, device),
+        blocks_of(tuple(zip(start.tolist(), stop.tolist(), strict=True)), device),
+        on(torch.tensor(np.stack([start, size, pair, bits, row, row_bit, first], 1)), device),
+        cut(*groups, device, GROUP_BLOCK),
+        on(torch.tensor(groups[1] - groups[0]), device),
+        on(torch.tensor(pair[tensor] + 2 * number), device),
+        cut(*rows, device, GROUP_BLOCK),
+        on(torch.tensor(32 * row_bit[row > 0][row_tensor] + row_number), device),
     )
-
-
-def _parts_of(place: Place, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Starts, stops and numbers of the parts of `size` elements of a tensor; int64 [parts]."""
-    starts = torch.arange(place.start, place.stop, size)
-    return starts, (starts + size).clamp(max=place.stop), torch.arange(len(starts))
 
 
 def pack(flat: torch.Tensor, tables: Tables, threshold: str) -> torch.Tensor:
@@ -106,11 +102,10 @@ def pack(flat: torch.Tensor, tables: Tables, threshold: str) -> torch.Tensor:
     sides = ones, above, below
     launch(_sum_sides, groups.count, flat, groups.table, thresholds, *sides, BLOCK=groups.size, MEAN=mean)
     arguments = *sides, groups.first, tables.sizes, thresholds, tables.pairs, payload.view(torch.float32)
-    launch(_write_pairs, len(tables.sizes), *arguments, MEAN=mean, SIZE=PARTIALS, num_warps=1)
+    launch(_write_pairs, len(tables.sizes), *arguments, MEAN=mean, SIZE=PARTIALS)
     blocks = tables.blocks
     launch(_write_bits, blocks.count, flat, blocks.table, tables.tensors, thresholds, payload, WORDS=blocks.size // 32)
-    if tables.rows:
-        rows = tables.rows
+    if (rows := tables.rows).count:
         launch(_write_rows, rows.count, flat, rows.table, tables.row_bits, payload, BLOCK=rows.size)
     return payload.view(torch.uint8)
 
@@ -119,7 +114,7 @@ def unpack(payload: torch.Tensor, tables: Tables, out: torch.Tensor, sign: int) 
     """Decode a payload (uint8) into `out` (fp32 [n]), as `deliver` does."""
     blocks, words = tables.blocks, payload.view(torch.int32)
     arguments = words, payload.view(torch.float32), blocks.table, tables.tensors, out
-    launch(_decode, blocks.count, *arguments, ROWS=tables.rows is not None, SIGN=sign, WORDS=blocks.size // 32)
+    launch(_decode, blocks.count, *arguments, ROWS=tables.rows.count > 0, SIGN=sign, WORDS=blocks.size // 32)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -33,22 +34,36 @@ class Blocks:
 @cache
 def blocks_of(bounds: tuple[tuple[int, int], ...], device: torch.device, size: int = BLOCK) -> Blocks:
     """The blocks of the segments with these (start, stop), cached."""
-    starts, stops = torch.tensor(bounds, dtype=torch.int64).view(-1, 2).unbind(1)
+    starts, stops = np.array(bounds).T
     return cut(starts, stops, device, size)
 
 
-def cut(starts: torch.Tensor, stops: torch.Tensor, device: torch.device, size: int) -> Blocks:
-    """The blocks of the segments with these starts and stops (int64 [segments] on the CPU); no segment is empty."""
-    counts = (stops - starts + size - 1) // size
-    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    segment = torch.repeat_interleave(counts)
-    begins = starts[segment] + (torch.arange(len(segment)) - first[segment]) * size
-    return Blocks(len(segment), size, on(torch.stack([begins, stops[segment], segment], 1), device), on(first, device))
+def cut(starts: np.ndarray, stops: np.ndarray, device: torch.device, size: int) -> Blocks:
+    """The blocks of the segments with these starts and stops, int64 [segments]. No segment is empty."""
+    (begins, _), segment, _ = parts_of(starts, stops, np.full_like(starts, size))
+    first = np.searchsorted(segment, np.arange(len(starts) + 1))
+    table = torch.tensor(np.stack([begins, stops[segment], segment], 1))
+    return Blocks(len(segment), size, on(table, device), on(torch.tensor(first), device))
 
 
-def on(numbers: list[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The numbers as int64. A blocking copy would wait for all work queued on a GPU."""
-    return torch.as_tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+def parts_of(
+    starts: np.ndarray, stops: np.ndarray, sizes: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]:
+    """The parts of `sizes` elements of segments; the last part of a segment may be shorter. All int64.
+
+    Returns:
+        The parts' (starts, stops), each [parts]; the number of each part's segment; each part's number in its segment.
+    """
+    counts = -(-(stops - starts) // sizes)
+    segment = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(segment)) - (counts.cumsum() - counts)[segment]
+    begins = starts[segment] + number * sizes[segment]
+    return (begins, np.minimum(begins + sizes[segment], stops[segment])), segment, number
+
+
+def on(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of the table. A blocking copy would wait for all work queued on a GPU."""
+    return table.to(device, non_blocking=True)
 
 
 @triton.jit

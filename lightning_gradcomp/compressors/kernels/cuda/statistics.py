@@ -44,7 +44,7 @@ def _combined(
     """Run `kernel` on all blocks, and `combine` (default: add) on the results of each segment's."""
     partials, found = flat.new_empty(blocks.count), flat.new_empty(len(blocks.first) - 1)
     launch(kernel, blocks.count, flat, blocks.table, *units, partials, BLOCK=blocks.size)
-    launch(combine or _combine_sums, len(found), partials, blocks.first, found, SIZE=PARTIALS, num_warps=1)
+    launch(combine or _combine_sums, len(found), partials, blocks.first, found, SIZE=PARTIALS)
     return found
 
 

@@ -45,7 +45,7 @@ def tables_of(bounds: tuple[tuple[int, int], ...], device: torch.device) -> Tabl
     *begins, length = accumulate((padded(-(-size // 5)) for size in sizes), initial=4 * len(sizes))
     tensors = torch.tensor([(start, begin) for (start, _), begin in zip(bounds, begins, strict=True)])
     blocks, own = blocks_of(bounds, device), blocks_of(bounds, device, 5 * BYTES)
-    return Tables(length, blocks, own, on(sizes, device), on(tensors, device))
+    return Tables(length, blocks, own, on(torch.tensor(sizes), device), on(tensors, device))
 
 
 def scalers_of(flat: torch.Tensor, tables: Tables, c: float) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Exact top-k of all segments at once: a radix search for each segment's k-th largest magnitude, then compaction.
 
-A float's magnitude orders like its bits without the sign, taken as a whole number. The search finds the bits of the k-th
-largest from the highest down, in three digits. For each digit, one pass counts how often each value occurs among the
-elements that agree with the digits found so far. Denormals count as they are, and NaN counts as larger than infinity.
+A float's magnitude orders like its bits without the sign, taken as a whole number. The search finds the bits of the
+k-th largest in three digits, the highest first. For each digit, one pass counts how often each value occurs among the
+elements that agree with the digits found so far. Denormals count as they are, and NaN is larger than infinity.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lightning_gradcomp.compressors.kernels.cuda import launch
-from lightning_gradcomp.compressors.kernels.cuda.segments import BLOCK, blocks_of, on
+from lightning_gradcomp.compressors.kernels.cuda.segments import BLOCK, block, blocks_of, on
 
 DIGITS = ((20, 11), (10, 10), (0, 10))
 """(lowest bit, bits) of each digit of a magnitude's 31 bits."""
@@ -30,13 +30,10 @@ def topk_segments(flat: torch.Tensor, bounds: tuple[tuple[int, int], ...], count
     """
     blocks, many = blocks_of(bounds, flat.device), len(bounds)
     k, begins = _counts(counts, flat.device)
-    state = torch.zeros(3, many, dtype=torch.int32, device=flat.device)
-    found, missing, ties = (
-        state  # the bits found so far; how many of the elements with these bits to take; their number
-    )
-    missing.copy_(k)
-    histograms = torch.zeros(many * sum(2**bits for _, bits in DIGITS), dtype=torch.int32, device=flat.device)
-    for (lowest, bits), own in zip(DIGITS, histograms.split([many * 2**bits for _, bits in DIGITS]), strict=True):
+    sizes = [many, *(many * 2**bits for _, bits in DIGITS)]
+    found, *histograms = torch.zeros(sum(sizes), dtype=torch.int32, device=flat.device).split(sizes)
+    missing, ties = k.clone(), torch.empty_like(k)  # among the elements with the bits found: how many to take; how many
+    for (lowest, bits), own in zip(DIGITS, histograms, strict=True):
         launch(_count_digits, blocks.count, flat, blocks.table, found, own, BLOCK=BLOCK, LOWEST=lowest, BITS=bits)
         launch(_find_digit, many, own, found, missing, ties, BITS=bits)
     before = torch.empty(2, blocks.count, dtype=torch.int32, device=flat.device)
@@ -50,16 +47,9 @@ def topk_segments(flat: torch.Tensor, bounds: tuple[tuple[int, int], ...], count
 
 @cache
 def _counts(counts: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The counts, and the number of indices before each segment's; int64 [segments]."""
+    """The counts (int32) and the number of indices before each segment's (int64), [segments]."""
     k = torch.tensor(counts)
-    return on(k.tolist(), device), on((k.cumsum(0) - k).tolist(), device)
-
-
-@triton.jit
-def _block(table):
-    """This program's block: its first element, the end of its segment and the number of its segment."""
-    row = table + 3 * tl.program_id(0)
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    return on(k.int(), device), on(k.cumsum(0) - k, device)
 
 
 @triton.jit
@@ -74,7 +64,7 @@ def _magnitudes(flat, start, stop, BLOCK: tl.constexpr):
 @triton.jit
 def _count_digits(flat, table, found, histograms, BLOCK: tl.constexpr, LOWEST: tl.constexpr, BITS: tl.constexpr):
     """Add the number of occurrences of each digit in a block to its segment's histogram."""
-    start, stop, segment = _block(table)
+    start, stop, segment = block(table)
     magnitudes, _, inside = _magnitudes(flat, start, stop, BLOCK)
     agrees = inside & (magnitudes >> (LOWEST + BITS) == tl.load(found + segment))
     SIZE: tl.constexpr = 2**BITS
@@ -101,7 +91,7 @@ def _find_digit(histograms, found, missing, ties, BITS: tl.constexpr):
 @triton.jit
 def _count_chosen(flat, table, found, numbers, blocks, BLOCK: tl.constexpr):
     """The number of a block's elements above the threshold, and of those equal to it."""
-    start, stop, segment = _block(table)
+    start, stop, segment = block(table)
     magnitudes, _, inside = _magnitudes(flat, start, stop, BLOCK)
     threshold = tl.load(found + segment)
     tl.store(numbers + tl.program_id(0), tl.sum((inside & (magnitudes > threshold)).to(tl.int32)))
@@ -126,7 +116,7 @@ def _rank(chosen, numbers, first):
 @triton.jit
 def _write_chosen(flat, table, first, found, missing, ties, numbers, blocks, begins, indices, BLOCK: tl.constexpr):
     """Write the places of a block's elements above the threshold, and of `missing` ties at even distances."""
-    start, stop, segment = _block(table)
+    start, stop, segment = block(table)
     magnitudes, places, inside = _magnitudes(flat, start, stop, BLOCK)
     threshold, first_block = tl.load(found + segment), tl.load(first + segment)
     above, tie = inside & (magnitudes > threshold), inside & (magnitudes == threshold)

@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.averaging.exchange import Exchange, Extras
-from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors import terngrad
 from lightning_gradcomp.compressors.decoded import mean_of
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
-from tests.gpu.worlds import Echo, no_sum
 
 
 def layout_of(*shapes):
@@ -143,43 +139,3 @@ def test_the_mean_equals_a_cpus(compressor, device, on_cpu):
     compressor.unpack(payloads[0], EVEN).subtract_from(left)
     first = on_cpu(lambda: values_of(compressor.unpack(payloads[0].cpu(), EVEN)))
     assert torch.equal(left.cpu(), expected - first)
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations other than views and allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        result = operation(*arguments, **(options or {}))
-        free = operation.is_view or "empty" in str(operation)
-        self.count += not free
-        return result
-
-
-@pytest.mark.parametrize("name", ["onebit", "twobit", "terngrad"])
-def test_launches_do_not_grow_with_the_number_of_tensors(name, device, monkeypatch):
-    from lightning_gradcomp.compressors.kernels.cuda import onebit, statistics, twobit
-    from lightning_gradcomp.compressors.kernels.cuda import terngrad as ternary
-
-    [compressor] = [entry.cls() for entry in lgc.entries() if entry.name == name]
-    layout = layout_of(*[(64, 500 + number) for number in range(150)])  # its payload would be sent in parts
-    counted = Launches()
-
-    def launch(kernel, programs, *arguments, **constants):
-        counted.count += 1
-
-    for module in onebit, statistics, ternary, twobit:
-        monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(torch.distributed, "all_reduce", no_sum)
-    flat = torch.zeros(layout.n, device=device)
-    for _ in range(2):  # tables are cached
-        counted.count = 0
-        extras = Extras(flat[:0], "fp32", torch.ones((), dtype=torch.bool, device=device), [])
-        exchange = Exchange(Echo(), 1, extras, Stats(), lambda: torch.empty_like(flat))
-        with counted:
-            _, sent = compressor.average(flat, layout, exchange, None)
-            sent.subtract_from(flat)
-    assert counted.count <= 42

@@ -1,0 +1,162 @@
+"""Launches in a compressed step of ResNet-50 on a GPU, counted without one.
+
+    python -m benchmarks.launches --csv docs/data/launches.csv    # half a minute
+
+Tensors hold no data (FakeTensorMode), and Triton kernels are counted instead of run. An operation of torch counts once,
+even if it runs several kernels, as topk and sort do. The step is that of one of two ranks after its first two, from the
+local gradients to the averages in `p.grad`, without the exchange. Every GPU step between them costs its launch, 5 to
+10 µs of the host's time.
+
+Private: `average_compressed` and what it needs; the names that are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import lightning_gradcomp as lgc
+from benchmarks import report
+from lightning_gradcomp.averaging import exchange
+from lightning_gradcomp.averaging.exchange import Flags
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.memory import Memory
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.step import average_compressed
+from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.compressors import terngrad, twobit
+from lightning_gradcomp.compressors.kernels import bits, cuda, rng, topk
+
+ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
+OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+
+
+class Echo(Ranks):
+    """A world of two in which the other rank says what this one says."""
+
+    def __init__(self) -> None:
+        super().__init__(None, world=2)
+
+    def start_gather(self, message: torch.Tensor) -> Any:
+        return lambda: torch.stack([message, message])
+
+    def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([messages[0], messages[0]])
+
+
+class Launches(TorchDispatchMode):
+    """Counts Triton kernels and torch's operations on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def kernel(self, *arguments: Any, **constants: int) -> None:
+        """Stands in for `cuda.launch`."""
+        self.count += 1
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        on_gpu = any(leaf.is_cuda for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
+        self.count += on_gpu and not launches_nothing(op)
+        return result
+
+
+def launches_nothing(op: Any) -> bool:
+    """True for views and allocations."""
+    returned = [each.alias_info for each in op._schema.returns]
+    is_view = any(alias and not alias.is_write for alias in returned)
+    return is_view or op.namespace != "aten" or op.overloadpacket in ALLOCATIONS
+
+
+@contextmanager
+def counting(*, triton: bool) -> Iterator[Launches]:
+    """Inside, tensors hold no data, and launches are counted. Tables without data are forgotten at the end."""
+    launches, encode_zeros = Launches(), lgc.TensorCodec._encode_zeros
+    kernels = [import_module(f"{cuda.__name__}.{each.name}") for each in pkgutil.iter_modules(cuda.__path__)]
+    tables = [
+        each for module in (*kernels, bits, terngrad, twobit, topk) for each in vars(module).values()
+        if hasattr(each, "cache_clear")
+    ]  # fmt: skip
+
+    def encode_data(*arguments: Any) -> Any:
+        with unset_fake_temporarily(), _disable_current_modes():
+            return encode_zeros(*arguments)
+
+    patches = [patch.object(module, "launch", launches.kernel) for module in kernels if hasattr(module, "launch")]
+    patches += [
+        patch.dict(os.environ, {"GRADCOMP_TRITON": str(int(triton))}),
+        patch.object(lgc.TensorCodec, "_encode_zeros", encode_data),
+        patch.object(dist, "all_reduce", lambda tensor, **options: None),
+        patch.object(exchange, "read_flags", lambda flags: [False] + [True] * (len(flags) - 3) + [False] * 2),
+        patch.object(rng.Uniform, "__init__", lambda self, device, *key: setattr(self, "_device", device)),
+        patch.object(rng.Uniform, "draw", lambda self, n, begin: torch.rand(n, device=self._device).add_(begin)),
+    ]
+    for table in tables:
+        table.cache_clear()
+    with FakeTensorMode():
+        for each in patches:
+            each.start()
+        try:
+            yield launches
+        finally:
+            for each in patches:
+                each.stop()
+            for table in tables:
+                table.cache_clear()
+
+
+def of_a_step(compressor: lgc.LossyCompressor, optimizer: str, *, triton: bool) -> int:
+    """Launches in a step of ResNet-50, at the compressor's final sparsity."""
+    with counting(triton=triton) as launches:
+        with torch.device("cuda"):
+            model = torchvision.models.resnet50()
+        stepped = OPTIMIZERS[optimizer](model.parameters(), lr=0.1, weight_decay=0.01)
+        how = compressor.for_optimizer(stepped)
+        memory = Memory(how, Gradients(model, how), Echo(), Topology(), stepped)
+        how = how.with_sparsity(how.final_sparsity)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            launches.count = 0
+            with launches:
+                average = average_compressed(memory, how, "all_gather", step, Flags(), lgc.Stats())
+                assert average.commit is not None
+                average.commit(average.names)
+        return launches.count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", help="the file to write")
+    arguments = parser.parse_args()
+    head = ["method", "optimizer", "launches", "with Triton kernels"]
+    lossy = [entry for entry in lgc.entries() if issubclass(entry.cls, lgc.LossyCompressor)]
+    cases = [(entry, optimizer) for entry in lossy for optimizer in (OPTIMIZERS if entry.name == "dgc" else ["SGD"])]
+    rows = [
+        [f"`{entry.name}`", optimizer, *(of_a_step(entry.cls(), optimizer, triton=triton) for triton in (False, True))]
+        for entry, optimizer in cases
+    ]
+    print(report.table(head, [list(map(str, row)) for row in rows]))
+    if arguments.csv:
+        with open(arguments.csv, "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([head, *rows])
+
+
+if __name__ == "__main__":
+    main()

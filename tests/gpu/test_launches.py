@@ -1,0 +1,26 @@
+"""A compressed step of ResNet-50 launches few kernels on a GPU. Counted without one."""
+
+import pytest
+
+import lightning_gradcomp as lgc
+from tests.gpu import test_no_host_sync
+
+pytest.importorskip("triton")
+launches = pytest.importorskip("benchmarks.launches")
+pytestmark = test_no_host_sync.pytestmark
+
+
+@pytest.mark.parametrize(
+    ("compressor", "optimizer", "most"),
+    [
+        (lgc.DGC(), "SGD", 60),
+        (lgc.DGC(), "AdamW", 110),
+        (lgc.GradientDropping(values="int2"), "SGD", 60),
+        (lgc.OneBit(groups="tensor"), "SGD", 60),
+        (lgc.TwoBit(), "SGD", 60),
+        (lgc.TernGrad(), "SGD", 60),
+    ],
+)
+def test_a_step_of_resnet50(compressor, optimizer, most):
+    counts = [launches.of_a_step(compressor, optimizer, triton=triton) for triton in (True, False)]
+    assert 20 < counts[0] <= most < counts[1]
