@@ -19,6 +19,7 @@ pytestmark = test_no_host_sync.pytestmark
         (lgc.OneBit(groups="tensor"), "SGD", 60),
         (lgc.TwoBit(), "SGD", 60),
         (lgc.TernGrad(), "SGD", 60),
+        (lgc.PowerSGD(), "SGD", 70),
     ],
 )
 def test_a_step_of_resnet50(compressor, optimizer, most):

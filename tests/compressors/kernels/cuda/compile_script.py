@@ -13,6 +13,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.compressors import terngrad
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.kernels import cuda
+from lightning_gradcomp.compressors.kernels.cuda import powersgd
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
 
@@ -50,4 +51,8 @@ for codec in (lgc.DGC().for_optimizer(None), *onebit, lgc.TwoBit(), digits):
     if isinstance(sent, Chunked):
         sent.values(0)
     codec.unpack(payload, layout)
+tables = powersgd.tables_of(tuple(layout.shapes), 4, flat.device)
+p = powersgd.times(flat, torch.zeros(len(tables.q_numbers)), tables)
+for sign in (0, -1):
+    powersgd.outer(p, powersgd.transposed_times(flat, p, tables), tables, flat, sign)
 print(*sorted(names))
