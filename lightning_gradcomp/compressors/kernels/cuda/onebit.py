@@ -13,6 +13,7 @@ import triton.language as tl
 
 from lightning_gradcomp.compressors.kernels.cuda import launch
 from lightning_gradcomp.compressors.kernels.cuda.segments import (
+    SMALL,
     Blocks,
     block,
     blocks_of,
@@ -23,9 +24,6 @@ from lightning_gradcomp.compressors.kernels.cuda.segments import (
     total,
 )
 from lightning_gradcomp.compressors.kernels.cuda.statistics import PARTIALS, sums
-
-GROUP_BLOCK = 1024
-"""Elements of a group or row that a program reads at a time. Most groups have a few hundred."""
 
 
 class Place(NamedTuple):
@@ -82,12 +80,12 @@ def tables_of(places: Sequence[Place], words: int, device: torch.device) -> Tabl
     rows, row_tensor, row_number = parts_of(*(column[row > 0] for column in (start, stop, row)))
     return Tables(
         words,
-        blocks_of(tuple(zip(start.tolist(), stop.tolist(), strict=True)), device),
+        blocks_of(tuple(zip(start.tolist(), stop.tolist(), strict=True)), device, SMALL),
         on(torch.tensor(np.stack([start, size, pair, bits, row, row_bit, first], 1)), device),
-        cut(*groups, device, GROUP_BLOCK),
+        cut(*groups, device, SMALL),
         on(torch.tensor(groups[1] - groups[0]), device),
         on(torch.tensor(pair[tensor] + 2 * number), device),
-        cut(*rows, device, GROUP_BLOCK),
+        cut(*rows, device, SMALL),
         on(torch.tensor(32 * row_bit[row > 0][row_tensor] + row_number), device),
     )
 

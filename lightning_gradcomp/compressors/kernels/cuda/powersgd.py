@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from lightning_gradcomp.compressors.kernels.cuda import launch
-from lightning_gradcomp.compressors.kernels.cuda.segments import Blocks, block, blocks_of, cut, deliver, on
+from lightning_gradcomp.compressors.kernels.cuda.segments import SMALL, Blocks, block, blocks_of, cut, deliver, on
 from lightning_gradcomp.compressors.kernels.cuda.statistics import largest
 
-ROWS, COLUMNS = 32, 64
+ROWS, COLUMNS = 16, 64
 """Size of the part of a matrix that a program reads at a time."""
 
 
@@ -82,9 +82,9 @@ def tables_of(shapes: tuple[tuple[int, int], ...], rank: int, device: torch.devi
         on(torch.tensor(np.stack(matrices, 1)), device),
         blocks_of(tuple((0, each) for each in rows.tolist()), device, ROWS),
         blocks_of(tuple((0, each) for each in columns.tolist()), device, COLUMNS),
-        cut(starts, stops, device, 1024),
+        cut(starts, stops, device, SMALL),
         on(torch.tensor(np.repeat(np.arange(len(rows)), stops - starts)), device),
-        cut(q_starts, q_stops, device, 1024),
+        cut(q_starts, q_stops, device, SMALL),
         on(torch.tensor(np.repeat(np.arange(len(lengths)), lengths)), device),
         tuple((rank * columns).tolist()),
     )

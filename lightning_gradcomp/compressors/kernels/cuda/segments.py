@@ -13,6 +13,9 @@ import triton.language as tl
 BLOCK = 4096
 """Elements that a program usually reads at a time. A block never spans two segments."""
 
+SMALL = 1024
+"""Elements of a block where segments are short, or a program would need too many registers for more."""
+
 
 @dataclass(frozen=True)
 class Blocks:

@@ -14,7 +14,7 @@ import triton.language as tl
 from lightning_gradcomp.compressors.kernels.cuda import launch
 from lightning_gradcomp.compressors.kernels.cuda.segments import Blocks, block, total
 
-PARTIALS = 256
+PARTIALS = 1024
 """Results of blocks that a program reads at a time."""
 
 

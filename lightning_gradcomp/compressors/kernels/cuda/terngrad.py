@@ -12,10 +12,10 @@ import triton.language as tl
 
 from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.cuda import launch
-from lightning_gradcomp.compressors.kernels.cuda.segments import Blocks, block, blocks_of, deliver, on
+from lightning_gradcomp.compressors.kernels.cuda.segments import SMALL, Blocks, block, blocks_of, deliver, on
 from lightning_gradcomp.compressors.kernels.cuda.statistics import largest, squares
 
-BYTES = 1024
+BYTES = 512
 """Bytes of five digits that a program writes."""
 
 
@@ -44,7 +44,7 @@ def tables_of(bounds: tuple[tuple[int, int], ...], device: torch.device) -> Tabl
     sizes = [stop - start for start, stop in bounds]
     *begins, length = accumulate((padded(-(-size // 5)) for size in sizes), initial=4 * len(sizes))
     tensors = torch.tensor([(start, begin) for (start, _), begin in zip(bounds, begins, strict=True)])
-    blocks, own = blocks_of(bounds, device), blocks_of(bounds, device, 5 * BYTES)
+    blocks, own = blocks_of(bounds, device, SMALL), blocks_of(bounds, device, 5 * BYTES)
     return Tables(length, blocks, own, on(torch.tensor(sizes), device), on(tensors, device))
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from lightning_gradcomp.compressors.kernels.cuda import launch
-from lightning_gradcomp.compressors.kernels.cuda.segments import Blocks, block, blocks_of, deliver, on
+from lightning_gradcomp.compressors.kernels.cuda.segments import SMALL, Blocks, block, blocks_of, deliver, on
 from lightning_gradcomp.compressors.kernels.cuda.statistics import magnitudes, squares
 
 
@@ -37,7 +37,7 @@ class Tables:
 def tables_of(places: Sequence[tuple[int, int, int, int]], words: int, device: torch.device) -> Tables:
     """The tables of tensors with these (start, stop, place of the threshold, place of the codes)."""
     starts, stops, thresholds, codes = torch.tensor(places).unbind(1)
-    blocks = blocks_of(tuple((place[0], place[1]) for place in places), device)
+    blocks = blocks_of(tuple((place[0], place[1]) for place in places), device, SMALL)
     tensors = torch.stack([starts, thresholds, codes], 1)
     return Tables(words, blocks, on(stops - starts, device), on(tensors, device), on(thresholds, device))
 
