@@ -13,6 +13,7 @@ from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Partitions
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
+from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import unpack_bits
 from lightning_gradcomp.compressors.layout import Layout, Slice
 from lightning_gradcomp.compressors.payloads import Payloads
@@ -92,10 +93,10 @@ class Exchange:
         """Encode `flat`, gather the payloads, decode them and add them in worker order. Returns (mean, what was sent).
 
         If tensors are encoded one by one, a long payload is sent in parts. Each part travels while the next one is
-        encoded and the previous one is decoded.
+        encoded and the previous one is decoded. Triton kernels instead encode all tensors at once.
         """
         parts = [Slice(0, layout)]
-        if codec.tensor_by_tensor:
+        if codec.tensor_by_tensor and not cuda.takes(flat):
             parts = layout.parts(min(PARTS, codec.payload_bytes(layout) // SHORT))
         begun: list[tuple[Decoded, Callable[[], list[torch.Tensor]]]] = []
         for part in parts:

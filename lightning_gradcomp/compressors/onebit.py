@@ -16,13 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card
+from lightning_gradcomp.compressors.decoded import Chunked, Fused
+from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits, unpack_bits
-from lightning_gradcomp.compressors.layout import chunks
+from lightning_gradcomp.compressors.layout import Layout, chunks
 from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
@@ -156,3 +159,35 @@ class OneBit(TensorCodec):
         for any_in_row in rows:
             bits.view(-1, self._row).mul_(unpack_bits(any_in_row, n // self._row).unsqueeze(1))
         return bits
+
+    # With Triton kernels, all tensors at once
+
+    def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
+        if not cuda.takes(flat):
+            return super().pack(flat, layout)
+        from lightning_gradcomp.compressors.kernels.cuda import onebit
+
+        payload = onebit.pack(flat, self._tables_of(layout, flat.device), self.threshold)
+        return payload, self.unpack(payload, layout)
+
+    def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
+        if not cuda.takes(payload):
+            return super().unpack(payload, layout)
+        from lightning_gradcomp.compressors.kernels.cuda import onebit
+
+        tables = self._tables_of(layout, payload.device)
+        return Fused.of(layout.n, payload.device, partial(onebit.unpack, payload, tables))
+
+    def _tables_of(self, layout: Layout, device: torch.device) -> Any:
+        from lightning_gradcomp.compressors.kernels.cuda import onebit
+
+        if (layout, device) not in self._tables:
+            encodings, length = self._places(layout)
+            places = []
+            for one in encodings:
+                codec: Any = one.codec
+                for start, stop, begins in one.tensors:
+                    pairs, bits, *rows = [begin // 4 for begin in begins]
+                    places.append(onebit.Place(start, stop, codec.group_size, pairs, bits, codec._row, sum(rows)))
+            self._tables[layout, device] = onebit.tables_of(places, length // 4, device)
+        return self._tables[layout, device]

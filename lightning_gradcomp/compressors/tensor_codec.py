@@ -150,6 +150,11 @@ class TensorCodec(Codec):
     def _known(self) -> dict[Layout, tuple[list[_Encoding], int]]:
         return {}
 
+    @cached_property
+    def _tables(self) -> dict[tuple[Layout, torch.device], Any]:
+        """What a GPU's kernels read about each layout."""
+        return {}
+
     def _places(self, layout: Layout) -> tuple[list[_Encoding], int]:
         """Where the encodings of a layout's tensors are in a payload, and its length.
 
@@ -217,6 +222,19 @@ class _Encoding:
     @property
     def stop(self) -> int:
         return self.start + self.many * self.n
+
+    @property
+    def tensors(self) -> list[tuple[int, int, list[int]]]:
+        """The (start, stop) of each tensor, and where its parts begin in the payload."""
+        steps = [part.nbytes // self.many for part in self.parts]
+        return [
+            (
+                self.start + number * self.n,
+                self.start + (number + 1) * self.n,
+                [part.begin + number * step for part, step in zip(self.parts, steps, strict=True)],
+            )
+            for number in range(self.many)
+        ]
 
     def joins(self, codec: TensorCodec, n: int) -> bool:
         """True if the next tensor is encoded together with these.

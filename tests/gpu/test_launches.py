@@ -12,7 +12,15 @@ pytestmark = test_no_host_sync.pytestmark
 
 @pytest.mark.parametrize(
     ("compressor", "optimizer", "most"),
-    [(lgc.DGC(), "SGD", 60), (lgc.DGC(), "AdamW", 110), (lgc.GradientDropping(values="int2"), "SGD", 60)],
+    [
+        (lgc.DGC(), "SGD", 60),
+        (lgc.DGC(), "AdamW", 110),
+        (lgc.GradientDropping(values="int2"), "SGD", 60),
+        (lgc.OneBit(groups="tensor"), "SGD", 60),
+        (lgc.TwoBit(), "SGD", 60),
+        (lgc.TernGrad(), "SGD", 60),
+        (lgc.PowerSGD(), "SGD", 70),
+    ],
 )
 def test_a_step_of_resnet50(compressor, optimizer, most):
     counts = [launches.of_a_step(compressor, optimizer, triton=triton) for triton in (True, False)]

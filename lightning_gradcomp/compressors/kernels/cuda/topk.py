@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lightning_gradcomp.compressors.kernels.cuda import launch
-from lightning_gradcomp.compressors.kernels.cuda.segments import BLOCK, blocks_of, on
+from lightning_gradcomp.compressors.kernels.cuda.segments import BLOCK, block, blocks_of, on
 
 DIGITS = ((20, 11), (10, 10), (0, 10))
 """(lowest bit, bits) of each digit of a magnitude's 31 bits."""
@@ -53,13 +53,6 @@ def _counts(counts: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 
 
 @triton.jit
-def _block(table):
-    """This program's block: its first element, the end of its segment and the number of its segment."""
-    row = table + 3 * tl.program_id(0)
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2)
-
-
-@triton.jit
 def _magnitudes(flat, start, stop, BLOCK: tl.constexpr):
     """The bits of a block's magnitudes, the places of the elements, and True for those in the segment."""
     places = start + tl.arange(0, BLOCK)
@@ -71,7 +64,7 @@ def _magnitudes(flat, start, stop, BLOCK: tl.constexpr):
 @triton.jit
 def _count_digits(flat, table, found, histograms, BLOCK: tl.constexpr, LOWEST: tl.constexpr, BITS: tl.constexpr):
     """Add the number of occurrences of each digit in a block to its segment's histogram."""
-    start, stop, segment = _block(table)
+    start, stop, segment = block(table)
     magnitudes, _, inside = _magnitudes(flat, start, stop, BLOCK)
     agrees = inside & (magnitudes >> (LOWEST + BITS) == tl.load(found + segment))
     SIZE: tl.constexpr = 2**BITS
@@ -98,7 +91,7 @@ def _find_digit(histograms, found, missing, ties, BITS: tl.constexpr):
 @triton.jit
 def _count_chosen(flat, table, found, numbers, blocks, BLOCK: tl.constexpr):
     """The number of a block's elements above the threshold, and of those equal to it."""
-    start, stop, segment = _block(table)
+    start, stop, segment = block(table)
     magnitudes, _, inside = _magnitudes(flat, start, stop, BLOCK)
     threshold = tl.load(found + segment)
     tl.store(numbers + tl.program_id(0), tl.sum((inside & (magnitudes > threshold)).to(tl.int32)))
@@ -123,7 +116,7 @@ def _rank(chosen, numbers, first):
 @triton.jit
 def _write_chosen(flat, table, first, found, missing, ties, numbers, blocks, begins, indices, BLOCK: tl.constexpr):
     """Write the places of a block's elements above the threshold, and of `missing` ties at even distances."""
-    start, stop, segment = _block(table)
+    start, stop, segment = block(table)
     magnitudes, places, inside = _magnitudes(flat, start, stop, BLOCK)
     threshold, first_block = tl.load(found + segment), tl.load(first + segment)
     above, tie = inside & (magnitudes > threshold), inside & (magnitudes == threshold)

@@ -10,7 +10,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.compressors import terngrad
+from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.kernels import cuda
+from lightning_gradcomp.compressors.kernels.cuda import powersgd
+from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
 
 H100 = GPUTarget("cuda", 90, 32)
@@ -38,7 +42,17 @@ for found in pkgutil.iter_modules(cuda.__path__):
 os.environ |= {"GRADCOMP_TRITON": "1", "TRITON_INTERPRET": "1"}  # the kernels take tensors on a CPU
 layout = Layout(("a", "b"), ((64, 147), (32, 576)))
 flat = torch.randn(layout.n)
-for compressor in (lgc.DGC().for_optimizer(None),):
-    payload, _ = compressor.pack(flat, layout)
-    compressor.unpack(payload, layout)
+digits = terngrad._Step(layout, flat[:2], flat[:2], Uniform(flat.device, 1))
+terngrad.scalers_of(flat, layout, 2.5)
+onebit = (lgc.OneBit(), lgc.OneBit(groups="tensor", threshold="zero"))
+for codec in (lgc.DGC().for_optimizer(None), *onebit, lgc.TwoBit(), digits):
+    payload, sent = codec.pack(flat, layout)
+    sent.add_to(flat)
+    if isinstance(sent, Chunked):
+        sent.values(0)
+    codec.unpack(payload, layout)
+tables = powersgd.tables_of(tuple(layout.shapes), 4, flat.device)
+p = powersgd.times(flat, torch.zeros(len(tables.q_numbers)), tables)
+for sign in (0, -1):
+    powersgd.outer(p, powersgd.transposed_times(flat, p, tables), tables, flat, sign)
 print(*sorted(names))

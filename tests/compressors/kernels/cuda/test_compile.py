@@ -6,7 +6,9 @@ from tests import processes
 
 KERNELS = {
     "_count_digits", "_find_digit", "_count_chosen", "_write_chosen", "_unpack", "_pack_int2", "_unpack_int2",
-    "_set_bits", "_join",
+    "_set_bits", "_join", "_sum", "_sum_magnitudes", "_sum_squares", "_find_largest", "_combine_sums",
+    "_combine_largest", "_sum_sides", "_write_pairs", "_write_bits", "_write_rows", "_write_codes", "_write_digits",
+    "_decode", "_times", "_transposed_times", "_outer",
 }  # fmt: skip
 
 
