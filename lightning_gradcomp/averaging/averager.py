@@ -37,6 +37,7 @@ from lightning_gradcomp.averaging.ranks import ranks_of
 from lightning_gradcomp.averaging.stats import Stats, norm
 from lightning_gradcomp.averaging.step import Average, average_compressed, average_dense, flush
 from lightning_gradcomp.averaging.topology import resolve
+from lightning_gradcomp.averaging.traffic import dense_step_traffic, dense_topology
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
@@ -173,7 +174,8 @@ class GradientAverager:
         return self.decision
 
     def _decide(self) -> Decision:
-        dense, compressible = Decision(by_ddp=not self.has_unsent), self.gradients.largest.layout.n
+        dense = Decision(by_ddp=not self.has_unsent, wire=self.compressor.wire)
+        compressible = self.gradients.largest.layout.n
         if self._choice is None or self.schedule is None or self.ranks.workers == 1 or not compressible:
             return dense
         self._check_epochs_are_counted()
@@ -246,7 +248,7 @@ class GradientAverager:
                     memory, stats = self._memory, self.stats
                     if decision.by_ddp:
                         with stats.phase("exchange"):
-                            average = average_dense(self.gradients, self.ranks, self.compressor, flags)
+                            average = average_dense(self.gradients, self.ranks, decision.wire, flags)
                     elif decision.compressor:
                         how = decision.compressor, decision.topology, self.steps
                         average = average_compressed(memory, *how, flags, stats)
@@ -294,7 +296,7 @@ class GradientAverager:
 
     def _dense_stats(self) -> Stats:
         dense = self.ranks.dense_traffic(self.gradients.nbytes)
-        sent = dense * self.compressor.wire_dtype.itemsize // 4
+        sent = dense_step_traffic(self.gradients, self.ranks, self.decision.wire)
         return Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
 
     def _record(self, pending: Pending, *, by_ddp: bool = False) -> None:
@@ -517,7 +519,7 @@ class GradientAverager:
 
     def summary(self) -> dict[str, Any]:
         """What CommunicationMonitor's summary reports besides costs: topology, outcome of "auto", number of shards."""
-        topology = "all_reduce" if self.decision.by_ddp else self._memory.topology
+        topology = dense_topology(self.decision.wire) if self.decision.by_ddp else self._memory.topology
         shards = {"shards": self.shards.number} if self.shards else {}
         return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
 
@@ -552,7 +554,8 @@ class GradientAverager:
         shards = f" replicas of {self.shards.number} shards each" if self.shards else ""
         where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
         if self._choice is None:
-            return f"{name}: {self._dense_stats().bytes_sent:,} bytes sent a step ({where}, ring all-reduce)."
+            sent = dense_step_traffic(self.gradients, ranks, self.compressor.wire)
+            return f"{name}: {sent:,} bytes sent a step by {dense_topology(self.compressor.wire)} ({where})."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
         message = "no tensor is large enough to compress; all are sent dense"
         if self.gradients.compressed:

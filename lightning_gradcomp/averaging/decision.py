@@ -23,12 +23,14 @@ class Decision:
         compressor: the compressor at this sparsity; None for a dense step.
         topology: how the payloads travel; "dense" without a compressor.
         by_ddp: True for a plain dense average with no residual to send, which DDP can overlap with backward.
+        wire: the format of a plain dense average, as in `Compressor.wire`.
     """
 
     sparsity: float | None = 0.0
     compressor: LossyCompressor | None = None
     topology: str = DENSE
     by_ddp: bool = True
+    wire: str = "fp32"
 
     @property
     def density(self) -> float:

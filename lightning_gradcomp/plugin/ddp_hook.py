@@ -52,7 +52,7 @@ class DDPHook(ManualSteps):
         self._ddp, self._at_optimizer_step = ddp, at_optimizer_step
         self._known_to_ddp = {id(p) for p in ddp.parameters() if p.requires_grad}
         self._known = {id(p) for p in ddp.parameters()}
-        self._by_ddp, self._wire, self._grad_scale = False, torch.float32, 1.0
+        self._by_ddp, self._wire, self._grad_scale = False, "fp32", 1.0
         self._ddp_skipped = False
         """True if DDP was told not to synchronize this forward pass."""
         self._gradients_ready: float | None = None
@@ -72,7 +72,7 @@ class DDPHook(ManualSteps):
             self._gradients_ready = time.perf_counter()
         if not self._by_ddp:
             return noop_hook(None, bucket)
-        if self._wire == torch.float32:
+        if self._wire == "fp32":
             return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
         sent = to_wire(bucket.buffer(), dist.get_world_size(), self._wire, saturate=self._grad_scale == 1)
         arrived = dist.all_reduce(sent, async_op=True).get_future()
@@ -114,7 +114,7 @@ class DDPHook(ManualSteps):
         if not self._at_optimizer_step:
             self._check_averages_were_used(averager)
         scaler = getattr(precision, "scaler", None)
-        self._wire, self._grad_scale = averager.compressor.wire_dtype, scaler.get_scale() if scaler else 1.0
+        self._wire, self._grad_scale = decision.wire, scaler.get_scale() if scaler else 1.0
         self._by_ddp = not self._ddp_skipped and self._can_be_by_ddp(decision)
         self._gradients_ready = None
 

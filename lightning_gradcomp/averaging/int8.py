@@ -1,0 +1,72 @@
+"""A dense average in 8 bits, in two phases.
+
+The tensors are divided among the ranks, which own a part each. Every rank sends each owner its share of the sum: large
+tensors in 8 bits, small ones in fp32. The owner adds the shares in rank order in fp32, rounds the large tensors' mean
+to 8 bits once more, and sends the mean to all. Every rank, the owner too, uses what it decodes from that message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_gradcomp.averaging.ranks import Ranks, gather
+from lightning_gradcomp.compressors.kernels.int8 import GROUP, add_int8, int8_bytes, pack_int8, unpack_int8
+
+
+def mean_in_int8(
+    group: dist.ProcessGroup, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The means over the ranks, bit-identical on all. Collective; all ranks have tensors of the same shapes.
+
+    A NaN or an infinity in `large` makes its group of 256 elements NaN.
+
+    Args:
+        group: the ranks.
+        large: tensors that travel in 8 bits, with n elements together. Not empty.
+        small: tensors that travel in fp32, with m elements together. Not empty.
+
+    Returns:
+        The means of `large` and `small`, concatenated and flat: fp32 [n] and [m].
+    """
+    world, n, m = group.size(), *(sum(tensor.numel() for tensor in tensors) for tensors in (large, small))
+    part, small_part = part_sizes(n, m, world)
+    parts, small_parts = _divided(large, world, part), _divided(small, world, small_part)
+    shares = torch.cat([_pack(*each) for each in zip(parts, small_parts, strict=True)])
+    received = torch.empty_like(shares)
+    dist.all_to_all_single(received, shares, group=group)
+
+    mean, small_mean, end = torch.zeros_like(parts[0]), torch.zeros_like(small_parts[0]), int8_bytes(part)
+    for share in received.view(world, -1):
+        add_int8(share[:end], mean)
+        small_mean += share[end:].view(torch.float32)
+
+    means = gather(group, _pack(mean, small_mean))
+    for row, out, small_out in zip(means, parts, small_parts, strict=True):
+        unpack_int8(row[:end], out)
+        small_out.copy_(row[end:].view(torch.float32))
+    return parts.view(-1)[:n], small_parts.view(-1)[:m]
+
+
+def part_sizes(n: int, m: int, world: int) -> tuple[int, int]:
+    """Number of elements in a rank's part of n large elements, in whole groups of 256, and of m small ones."""
+    return GROUP * -(-n // (GROUP * world)), -(-m // world)
+
+
+def int8_traffic(n: int, m: int, ranks: Ranks) -> int:
+    """Bytes that a rank sends to other workers in `mean_in_int8` of n large and m small elements."""
+    part, small_part = part_sizes(n, m, ranks.world)
+    return 2 * (ranks.world - ranks.per_worker) * (int8_bytes(part) + 4 * small_part)
+
+
+def _divided(tensors: Sequence[torch.Tensor], world: int, part: int) -> torch.Tensor:
+    """The elements of `tensors` divided by `world`, then zeros: fp32 [world, part]."""
+    rest = world * part - sum(tensor.numel() for tensor in tensors)
+    flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), tensors[0].new_zeros(rest)])
+    return flat.float().div_(world).view(world, part)
+
+
+def _pack(part: torch.Tensor, small_part: torch.Tensor) -> torch.Tensor:
+    return torch.cat([pack_int8(part), small_part.view(torch.uint8)])

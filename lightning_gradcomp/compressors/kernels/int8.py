@@ -1,0 +1,72 @@
+"""Numbers as 8-bit integers with an fp32 scale for each 256: 1.016 bytes a number.
+
+A group's largest magnitude becomes 127; the others are rounded to the nearest multiple of a 127th of it. A NaN or an
+infinity makes its whole group NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+GROUP = 256
+"""Number of values that share a scale."""
+CHUNK = 1 << 16
+"""Number of values that a CPU handles at a time. Intermediate results stay in its cache, which is three times faster."""
+
+
+def int8_bytes(k: int) -> int:
+    """Bytes of k values after `pack_int8`.
+
+    >>> int8_bytes(1000)
+    1016
+    """
+    return 4 * -(-k // GROUP) + k
+
+
+def pack_int8(v: torch.Tensor) -> torch.Tensor:
+    """The scales, then the integers: uint8 [int8_bytes(k)] from v, fp32 [k], contiguous."""
+    packed = v.new_empty(int8_bytes(v.numel()), dtype=torch.uint8)
+    for values, scales, integers in _groups(v, packed):
+        work = values.abs()
+        largest = work.amax(1, keepdim=True)
+        # Slightly below the largest number: dividing by 127 may round up, and 127 times the result would overflow.
+        finite = largest.clamp(max=0.999 * torch.finfo(torch.float32).max)
+        torch.div(torch.where(largest.isinf(), largest, finite), 127, out=scales)
+        torch.div(values, torch.where(scales == 0, 1, scales), out=work)
+        integers.copy_(work.round_().clamp_(-127, 127))  # a scale near 0 is rounded itself
+    return packed
+
+
+def unpack_int8(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Fill `out`, fp32 [k], contiguous, with the values that `pack_int8` wrote. Returns it."""
+    for values, scales, integers in _groups(out, packed):
+        torch.mul(integers, scales, out=values)
+    return out
+
+
+def add_int8(packed: torch.Tensor, total: torch.Tensor) -> None:
+    """Add the values that `pack_int8` wrote to `total`, fp32 [k], contiguous."""
+    for values, scales, integers in _groups(total, packed):
+        values += integers * scales
+
+
+def _groups(
+    v: torch.Tensor, packed: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Views of some groups at a time: values [g, GROUP] in `v`; scales [g, 1] and integers [g, GROUP] in `packed`.
+
+    The last group may have fewer than GROUP values. It then comes alone.
+    """
+    k = v.numel()
+    start = 4 * -(-k // GROUP)
+    scales, integers = packed[:start].view(torch.float32).unsqueeze(1), packed[start:].view(torch.int8)
+    whole = k // GROUP * GROUP
+    at_once = whole if v.is_cuda else CHUNK
+    for begin in range(0, whole, at_once or 1):
+        end = min(begin + at_once, whole)
+        rows = slice(begin // GROUP, end // GROUP)
+        yield v[begin:end].view(-1, GROUP), scales[rows], integers[begin:end].view(-1, GROUP)
+    if whole < k:
+        yield v[whole:].view(1, -1), scales[-1:], integers[whole:].view(1, -1)
