@@ -90,7 +90,9 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> Payloads:
     final = compressor.with_sparsity(compressor.final_sparsity)
     if isinstance(final, Codec):
         return final.for_step(worker, step)
-    allowed = "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16', 'bf16' or 'int8', whose payloads a server can decode"
+    allowed = (
+        "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16', 'bf16', 'int8': a server can decode their payloads"
+    )
     raise refusal("compressor with dist_async", type(compressor).__name__, allowed)
 
 
