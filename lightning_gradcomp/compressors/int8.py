@@ -8,11 +8,8 @@ from math import prod
 from typing import ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Compressor
+from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
-
-MIN_ELEMENTS = 1024
-"""Tensors with fewer elements travel in fp32, as all 1-D tensors do. They are a few thousandths of a model's elements,
-and rounding costs them most."""
 
 
 @register("int8", strategy="ddp_int8")
@@ -20,16 +17,30 @@ and rounding costs them most."""
 class Int8(Compressor):
     """Gradients travel in 8 bits, with a scale for each 256 elements, and are added in fp32.
 
-    Each rank averages a partition and sends the mean on, rounded once more (averaging/int8.py). Rounding is to the
-    nearest, without a residual. Small tensors travel in fp32 in the same messages.
+    Each rank averages a part and sends the mean on, rounded once more (averaging/int8.py). Rounding is to the nearest,
+    without a residual. Small tensors travel in fp32 in the same messages: they are few elements, and rounding costs
+    them most.
+
+    Args:
+        min_elements: tensors with fewer elements travel in fp32, as all 1-D tensors do (biases, norm weights).
+
+    Raises:
+        ValueError: if `min_elements` is not a whole number from 1.
     """
 
     card: ClassVar[Card] = Card(
-        sends="everything, in 8 bits", pick="it is your first try: any optimizer, no warm-up, nothing to tune",
-        source="CNTK, torchft",
-    )  # fmt: skip
+        sends="everything, in 8 bits",
+        pick="it is your first try: any optimizer, no warm-up, nearly lossless",
+        source="CNTK's two phases, torchft's blocks",
+    )
     wire: ClassVar[str] = "int8"
+
+    min_elements: int = 1024
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.min_elements) or self.min_elements < 1:
+            raise refusal("Int8.min_elements", self.min_elements, "a whole number from 1")
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """The parameters that travel in 8 bits."""
-        return {name for name, shape in shapes.items() if len(shape) > 1 and prod(shape) >= MIN_ELEMENTS}
+        return {name for name, shape in shapes.items() if len(shape) > 1 and prod(shape) >= self.min_elements}
