@@ -103,13 +103,14 @@ class Plan(NamedTuple):
     methods: dict[str, Method]
 
     def step(self, name: str, topology: str, n: int, link: Link) -> Step:
-        """A step of `n` ranks with method `name`. Uncompressed methods accept any topology, but use a ring."""
+        """A step of `n` ranks with method `name`. Uncompressed methods accept any topology, but use their own."""
         compressor, layouts, encode, decode = self.methods[name]
         if not isinstance(compressor, LossyCompressor):
             sent = dense_step_traffic(layouts, Ranks(None, n), compressor.wire)
             exchange = 2 * (n - 1) * link.latency + sent / link.bandwidth
             exposed = max(0.0, exchange - HIDES * self.backward)
-            return Step("ring", sent, encode, self.computation + encode + exposed)
+            how = "two_phase" if compressor.wire == "int8" else "ring"
+            return Step(how, sent, encode, self.computation + encode + exposed)
         final = compressor.with_sparsity(compressor.final_sparsity)
         parts, sent = messages(final, layouts), traffic(final, layouts, Ranks(None, n), topology)
         gathered = sum(size for how, size in parts if how == "gather")
