@@ -2,7 +2,8 @@
 
 - `compute` exchanges nothing; `ddp` is torch's, and `fp16_hook` and `powersgd_hook` are torch's hooks for it.
 - A compressor, with options after a colon and a topology after an @: `dgc:sparsity=0.99@two_phase`. With a topology,
-  its steps are those of the strategies; without one, those of a plain `GradientAverager`.
+  its steps are those of the strategies; without one, those of a plain `GradientAverager`. `int8`, `bf16`, `fp16` and
+  `none`, which have no topology, are always as in the strategies, inside DDP.
 - Rounds of K steps: `local` waits for the average, `dga` applies it K steps late, `auto` chooses K and D; all accept a
   compressor after a colon (`dga:onebit`). `sparseloco` waits, `sparseloco-late` is K steps late.
 - `hsdp` is FSDP2 with one replica per node, `hsdp+dgc` the same with a `GradientAverager` between replicas.
@@ -142,8 +143,9 @@ def method(name: str, optimizer: str, model: nn.Module, period: int = 8) -> Meth
         averager = rounds(kind, codec, model, stepped, period)
         return Method(_stepping(model, averager), averager)
     codec, at, topology = name.partition("@")
-    averager = lgc.GradientAverager(model, compressor(codec), optimizer=stepped, topology=topology or "all_gather")
-    if at:
+    made = compressor(codec)
+    averager = lgc.GradientAverager(model, made, optimizer=stepped, topology=topology or "all_gather")
+    if at or not isinstance(made, lgc.LossyCompressor):
         return Method(Switched(model, averager, stepped), averager)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -204,14 +206,15 @@ class Switched:
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self._ddp.zero_grad(set_to_none=True)
+        decision = self._averager.begin_step()
         with self._averager.local_weights():
-            with self._hook.forward(self._averager):
+            with self._hook.forward(decision):
                 loss = nn.functional.cross_entropy(self._ddp(images), labels)
-            self._hook.before_backward(self._averager, None)
+            self._hook.before_backward(self._averager, decision, None)
             loss.backward()
         self._hook.after_backward(self._averager)
-        self._optimizer.step()
-        self._hook.after_optimizer_step()
+        with self._hook.stepping():
+            self._optimizer.step()
 
 
 def with_hook(method: str, model: nn.Module, dense_steps: int = 2) -> DistributedDataParallel:

@@ -119,7 +119,8 @@ def defaults(cls: type) -> dict[str, Any]:
     if not is_dataclass(cls):
         parameters = inspect.signature(cls).parameters.values()
         return {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
-    shared = set() if cls is lgc.LossyCompressor else {field.name for field in fields(lgc.LossyCompressor)}
+    lossy = issubclass(cls, lgc.LossyCompressor) and cls is not lgc.LossyCompressor
+    shared = {field.name for field in fields(lgc.LossyCompressor)} if lossy else set()
     return {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(cls)
