@@ -12,8 +12,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_gradcomp.averaging.ranks import Ranks, gather
+from lightning_gradcomp.averaging.ranks import SHORT, Ranks, start_swap
 from lightning_gradcomp.compressors.kernels.int8 import GROUP, add_int8, int8_bytes, pack_int8, unpack_int8
+
+PIECES = 4
+"""Maximum number of pieces of a rank's part, each of `SHORT` elements or more."""
 
 
 def mean_in_int8(
@@ -34,19 +37,23 @@ def mean_in_int8(
     world, n, m = group.size(), *(sum(tensor.numel() for tensor in tensors) for tensors in (large, small))
     part, small_part = part_sizes(n, m, world)
     parts, small_parts = _divided(large, world, part), _divided(small, world, small_part)
-    shares = torch.cat([_pack(*each) for each in zip(parts, small_parts, strict=True)])
-    received = torch.empty_like(shares)
-    dist.all_to_all_single(received, shares, group=group)
+    pieces = _pieces(parts, small_parts)
 
-    mean, small_mean, end = torch.zeros_like(parts[0]), torch.zeros_like(small_parts[0]), int8_bytes(part)
-    for share in received.view(world, -1):
-        add_int8(share[:end], mean)
-        small_mean += share[end:].view(torch.float32)
-
-    means = gather(group, _pack(mean, small_mean))
-    for row, out, small_out in zip(means, parts, small_parts, strict=True):
-        unpack_int8(row[:end], out)
-        small_out.copy_(row[end:].view(torch.float32))
+    # A piece travels while the next one is rounded and the previous one is decoded.
+    there = [start_swap(group, torch.stack([_pack(*each) for each in zip(*piece, strict=True)])) for piece in pieces]
+    back = []
+    for shares, (own, small_own) in zip(there, pieces, strict=True):
+        mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
+        for share in shares():
+            values, small_values = _cut(share, mean.numel())
+            add_int8(values, mean)
+            small_mean += small_values
+        back.append(start_swap(group, _pack(mean, small_mean).expand(world, -1)))
+    for means, piece in zip(back, pieces, strict=True):
+        for row, out, small_out in zip(means(), *piece, strict=True):
+            values, small_values = _cut(row, out.numel())
+            unpack_int8(values, out)
+            small_out.copy_(small_values)
     return parts.view(-1)[:n], small_parts.view(-1)[:m]
 
 
@@ -70,3 +77,18 @@ def _divided(tensors: Sequence[torch.Tensor], world: int, part: int) -> torch.Te
 
 def _pack(part: torch.Tensor, small_part: torch.Tensor) -> torch.Tensor:
     return torch.cat([pack_int8(part), small_part.view(torch.uint8)])
+
+
+def _cut(message: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_pack` wrote: the packed values of n large elements, and the small ones in fp32."""
+    end = int8_bytes(n)
+    return message[:end], message[end:].view(torch.float32)
+
+
+def _pieces(parts: torch.Tensor, small_parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Divide the columns of `parts` into pieces of about equal length. The first one has all of `small_parts`."""
+    groups = parts.size(1) // GROUP
+    number = max(1, min(PIECES, groups * GROUP // SHORT))
+    columns = parts.split(GROUP * max(1, -(-groups // number)), 1)
+    none = small_parts[:, :0]
+    return [(piece, small_parts if number == 0 else none) for number, piece in enumerate(columns)]

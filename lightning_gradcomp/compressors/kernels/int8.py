@@ -12,6 +12,7 @@ import torch
 
 GROUP = 256
 """Number of values that share a scale."""
+LIMITS = torch.finfo(torch.float32)
 CHUNK = 1 << 16
 """Number of values that a CPU handles at a time. Intermediate results then stay in its cache: three times faster."""
 
@@ -32,10 +33,10 @@ def pack_int8(v: torch.Tensor) -> torch.Tensor:
         work = values.abs()
         largest = work.amax(1, keepdim=True)
         # Slightly below the largest number: dividing by 127 may round up, and 127 times the result would overflow.
-        finite = largest.clamp(max=0.999 * torch.finfo(torch.float32).max)
-        torch.div(torch.where(largest.isinf(), largest, finite), 127, out=scales)
-        torch.div(values, torch.where(scales == 0, 1, scales), out=work)
-        integers.copy_(work.round_().clamp_(-127, 127))  # a scale near 0 is rounded itself
+        # Not below the smallest number of full precision: 127 times the scale is the largest magnitude, or more.
+        finite = (largest.clamp(max=0.999 * LIMITS.max) / 127).clamp(min=LIMITS.tiny)
+        scales.copy_(torch.where(largest.isinf(), largest, finite))
+        integers.copy_(torch.div(values, scales, out=work).round_())
     return packed
 
 
