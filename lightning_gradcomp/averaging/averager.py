@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
 from lightning_gradcomp.averaging.decision import Choice, Decision
 from lightning_gradcomp.averaging.exchange import Flags
@@ -81,6 +80,8 @@ class GradientAverager:
             gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is "dense"
             if several nodes have several ranks each (`ranks_per_node`).
         residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
+        fallback: "int8": the steps that topology="auto" does not compress after the warm-up travel in 8 bits. "none":
+            in fp32.
         ranks_per_node: for inside="dense". Default: the number that torchrun started on this node.
         steps_per_epoch: lets a schedule that counts epochs derive them from steps.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
@@ -100,6 +101,7 @@ class GradientAverager:
         topology: str = "all_gather",
         inside: str | None = None,
         residual_device: str | None = None,
+        fallback: str = "none",
         ranks_per_node: int | None = None,
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
@@ -109,7 +111,7 @@ class GradientAverager:
             raise refusal("GradientAverager(model)", "DistributedDataParallel", "the module inside it")
         self.compressor: Compressor = build(compressor).for_optimizer(optimizer)
         self.compressor.check_optimizer(optimizer)
-        route = resolve(topology, inside, residual_device, self.compressor)
+        route = resolve(topology, inside, residual_device, self.compressor, fallback)
         self.shards = Shards(model, optimizer) if is_sharded(model) else None
         """For a sharded model: converts parameters, gradients and optimizer state to plain tensors and back."""
         if self.shards:
@@ -143,7 +145,9 @@ class GradientAverager:
         self._memory = Memory(self.compressor, self.gradients, self.ranks, route, stepped)
         self._choice = None
         if isinstance(self.compressor, LossyCompressor):
-            self._choice = Choice(self.compressor, self.ranks, route.name, process_group, self.gradients)
+            self._choice = Choice(
+                self.compressor, self.ranks, route.name, process_group, self.gradients, route.fallback
+            )
         self.autotune = self._choice.autotune if self._choice else None
         """The trials, with topology="auto"."""
         self._may_be_local, self._local = local_weights, LocalWeights(self._memory)
@@ -307,7 +311,7 @@ class GradientAverager:
             self.compressor.clip_average(trained, self.gradients.scale)
         self.spent.add(self.stats)
         decided = self.autotune and self.autotune.step_ended(self.decision.topology, self.decision.density)
-        if self.autotune and decided and self.autotune.choice == DENSE and self.ranks.rank == 0:
+        if self.autotune and decided and self.autotune.choice == self.autotune.uncompressed and self.ranks.rank == 0:
             what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
             warnings.warn(f"{what} topology='all_gather' would compress anyway.", stacklevel=2)
         if not self.optimizers:
@@ -530,7 +534,7 @@ class GradientAverager:
             unit: the name of a step: "step" or "round".
         """
         auto, compressed = self.autotune, self.spent.bytes_sent < self.spent.dense_bytes
-        if self._choice is None or (auto.choice not in (None, DENSE) if auto else compressed):
+        if self._choice is None or (auto.choice not in (None, auto.uncompressed) if auto else compressed):
             return ""
         if self.ranks.workers == 1:
             alone = "replica" if self.shards else "rank" if self.world == 1 else "node, and only nodes compress"
@@ -541,7 +545,7 @@ class GradientAverager:
             start = dense_start(self.schedule, unit)
             return f"its warm-up of {start} lasted to the end" if start else "its sparsity was 0"
         if auto:
-            outcome = "had not chosen yet" if auto.choice is None else "found dense steps the fastest"
+            outcome = "had not chosen yet" if auto.choice is None else f"found {auto.uncompressed} steps the fastest"
             return f'topology="auto" {outcome}'
         return f"a compressed {unit} costs no fewer bytes than a dense one"
 
@@ -605,7 +609,9 @@ class GradientAverager:
                 self._memory.load_state_dict(state["memory"], **how)
             if self.ranks.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._memory.state_dict(), self.gradients)
-        tuned = state["autotune"]
-        if self.autotune and tuned and tuned["world"] == self.world:  # a different world needs its own trial
+        tuned, same = state["autotune"], False
+        if self.autotune and tuned:  # a different world, or fallback, needs its own trial
+            same = (tuned["world"], tuned["uncompressed"]) == (self.world, self.autotune.uncompressed)
+        if self.autotune and same:
             self.autotune.load_state_dict(tuned)
         self.steps, self._decided_for = state["steps"], None
