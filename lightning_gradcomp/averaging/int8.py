@@ -40,7 +40,7 @@ def mean_in_int8(
     pieces = _pieces(parts, small_parts)
 
     # A piece travels while the next one is rounded and the previous one is decoded.
-    there = [start_swap(group, torch.stack([_pack(*each) for each in zip(*piece, strict=True)])) for piece in pieces]
+    there = [start_swap(group, _messages(*piece)) for piece in pieces]
     back = []
     for shares, (own, small_own) in zip(there, pieces, strict=True):
         mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
@@ -48,7 +48,7 @@ def mean_in_int8(
             values, small_values = _cut(share, mean.numel())
             add_int8(values, mean)
             small_mean += small_values
-        back.append(start_swap(group, _pack(mean, small_mean).expand(world, -1)))
+        back.append(start_swap(group, _messages(mean[None], small_mean[None]).expand(world, -1)))
     for means, piece in zip(back, pieces, strict=True):
         for row, out, small_out in zip(means(), *piece, strict=True):
             values, small_values = _cut(row, out.numel())
@@ -75,12 +75,18 @@ def _divided(tensors: Sequence[torch.Tensor], world: int, part: int) -> torch.Te
     return flat.float().div_(world).view(world, part)
 
 
-def _pack(part: torch.Tensor, small_part: torch.Tensor) -> torch.Tensor:
-    return torch.cat([pack_int8(part), small_part.view(torch.uint8)])
+def _messages(large: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
+    """A message for each row of `large`, fp32 [rows, n], and of `small`, fp32 [rows, m]: uint8 [rows, L]."""
+    end = int8_bytes(large.size(1))
+    messages = torch.empty(len(large), end + 4 * small.size(1), dtype=torch.uint8, device=large.device)
+    for message, values in zip(messages, large, strict=True):
+        pack_int8(values, message[:end])
+    messages[:, end:] = small.contiguous().view(torch.uint8)
+    return messages
 
 
 def _cut(message: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_pack` wrote: the packed values of n large elements, and the small ones in fp32."""
+    """What `_messages` wrote: the packed values of n large elements, and the small ones in fp32."""
     end = int8_bytes(n)
     return message[:end], message[end:].view(torch.float32)
 

@@ -41,7 +41,7 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
     if not v.numel():
         return v.new_empty(0, dtype=torch.uint8)
     if values == "int8":
-        return pack_int8(v)
+        return pack_int8(v, v.new_empty(int8_bytes(v.numel()), dtype=torch.uint8))
     if values == "int2":
         levels, above = two_levels(v)
         bits = torch.stack([v < 0, above], 1).view(torch.uint8)

@@ -26,10 +26,9 @@ def int8_bytes(k: int) -> int:
     return 4 * -(-k // GROUP) + k
 
 
-def pack_int8(v: torch.Tensor) -> torch.Tensor:
-    """The scales, then the integers: uint8 [int8_bytes(k)] from v, fp32 [k], contiguous."""
-    packed = v.new_empty(int8_bytes(v.numel()), dtype=torch.uint8)
-    for values, scales, integers in _groups(v, packed):
+def pack_int8(v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Fill `out`, uint8 [int8_bytes(k)], with the scales and integers of v, fp32 [k], both contiguous. Returns it."""
+    for values, scales, integers in _groups(v, out):
         work = values.abs()
         largest = work.amax(1, keepdim=True)
         # Slightly below the largest number: dividing by 127 may round up, and 127 times the result would overflow.
@@ -37,7 +36,7 @@ def pack_int8(v: torch.Tensor) -> torch.Tensor:
         finite = (largest.clamp(max=0.999 * LIMITS.max) / 127).clamp(min=LIMITS.tiny)
         scales.copy_(torch.where(largest.isinf(), largest, finite))
         integers.copy_(torch.div(values, scales, out=work).round_())
-    return packed
+    return out
 
 
 def unpack_int8(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
