@@ -2,7 +2,8 @@
 
 - `compute` exchanges nothing; `ddp` is torch's, and `fp16_hook` and `powersgd_hook` are torch's hooks for it.
 - A compressor, with options after a colon and a topology after an @: `dgc:sparsity=0.99@two_phase`. With a topology,
-  its steps are those of the strategies; without one, those of a plain `GradientAverager`.
+  its steps are those of the strategies; without one, those of a plain `GradientAverager`. `int8`, `bf16`, `fp16` and
+  `none`, which have no topology, are always as in the strategies, inside DDP.
 - Rounds of K steps: `local` waits for the average, `dga` applies it K steps late, `auto` chooses K and D; all accept a
   compressor after a colon (`dga:onebit`). `sparseloco` waits, `sparseloco-late` is K steps late.
 - `hsdp` is FSDP2 with one replica per node, `hsdp+dgc` the same with a `GradientAverager` between replicas.
@@ -144,9 +145,9 @@ def method(name: str, optimizer: str, model: nn.Module, period: int = 8, residua
         averager = rounds(kind, codec, model, stepped, period)
         return Method(_stepping(model, averager), averager)
     codec, at, topology = name.partition("@")
-    how = {"topology": topology or "all_gather", "residual_device": residual_device}
-    averager = lgc.GradientAverager(model, compressor(codec), optimizer=stepped, **how)
-    if at:
+    made, how = compressor(codec), {"topology": topology or "all_gather", "residual_device": residual_device}
+    averager = lgc.GradientAverager(model, made, optimizer=stepped, **how)
+    if at or not isinstance(made, lgc.LossyCompressor):
         return Method(Switched(model, averager, stepped), averager)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:

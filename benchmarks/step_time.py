@@ -39,7 +39,7 @@ import lightning_gradcomp as lgc
 from benchmarks import methods, report
 from lightning_gradcomp.app import plan
 
-METHODS = "compute,ddp,fp16_hook,powersgd_hook," + ",".join(
+METHODS = "compute,ddp,fp16_hook,int8,powersgd_hook," + ",".join(
     f"{method}@all_gather" for method in ("dgc", "gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
 )
 PHASES = ("compress", "exchange", "decompress")

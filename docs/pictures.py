@@ -30,7 +30,7 @@ from lightning_gradcomp.app.plan import HIDES, Link, Method, Plan, given_link
 from lightning_gradcomp.averaging.gradients import Gradients
 
 FOLDER = Path(__file__).with_name("pictures")
-GREY, BLUE, ORANGE, GREEN, VIOLET = "#747b84", "#337ab7", "#b8691c", "#3a8450", "#8559a5"
+GREY, BLUE, ORANGE, GREEN, VIOLET, RED = "#747b84", "#337ab7", "#b8691c", "#3a8450", "#8559a5", "#b0413e"
 """Legible on white and on black; the ground is transparent."""
 
 STYLE = {
@@ -154,7 +154,7 @@ def plan() -> Plan:
     """The planner's model of ResNet-50's steps."""
     with torch.device("meta"):
         model = torchvision.models.resnet50()
-    cheap = {"none": lgc.NoCompression(), "bf16": lgc.BF16()}
+    cheap = {"none": lgc.NoCompression(), "bf16": lgc.BF16(), "int8": lgc.Int8()}
     sparse = {"dgc": lgc.DGC(), "sparseloco": lgc.SPARSELOCO["compressor"]}
     methods = {name: Method(each, Gradients(model, each).largest, 0.0, 0.0) for name, each in cheap.items()}
     methods |= {name: Method(each, Gradients(model, each).largest, ENCODE, DECODE) for name, each in sparse.items()}
@@ -168,6 +168,7 @@ def modelled(model: Plan, link: Link) -> dict[str, float]:
     return {
         "DDP": model.step("none", "ring", 2, link).seconds,
         "bf16": model.step("bf16", "ring", 2, link).seconds,
+        "int8": model.step("int8", "two_phase", 2, link).seconds,
         "dgc": model.step("dgc", "all_gather", 2, link).seconds,
         "dga": STEP + max(0.0, dense - DELAY * STEP) / PERIOD,
         "sparseloco": STEP + of_round / lgc.SPARSELOCO["period"],
@@ -186,7 +187,7 @@ def which_method(axes: Axes) -> None:
     model = plan()
     megabits, delays = np.logspace(1, 5, 241), np.logspace(-1, 2, 181)
     grid = np.array([[chosen(model, given_link(rate, delay)) for rate in megabits] for delay in delays])
-    colors = {"DDP": GREY, "bf16": VIOLET, "dgc": BLUE, "dga": GREEN, "sparseloco": ORANGE}
+    colors = {"DDP": GREY, "bf16": VIOLET, "int8": RED, "dgc": BLUE, "dga": GREEN, "sparseloco": ORANGE}
     for name, color in colors.items():
         region = grid == name
         if region.any():

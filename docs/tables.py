@@ -22,7 +22,8 @@ from benchmarks import language_models, report, results, step_time, time_to_accu
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
-from lightning_gradcomp.averaging.traffic import traffic
+from lightning_gradcomp.averaging.traffic import dense_step_traffic, traffic
+from lightning_gradcomp.compressors.kernels.formats import value_bytes
 
 DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -47,6 +48,7 @@ def page_of(name: str) -> str:
         "onebit": "other_compressors.md#1-bit-sgd",
         "terngrad": "other_compressors.md#terngrad",
         "twobit": "other_compressors.md#2-bit",
+        "int8": "other_compressors.md#8-bits",
     }
     return headings.get(name, "other_compressors.md#16-bits-and-dense")
 
@@ -56,8 +58,11 @@ def step(compressor: lgc.Compressor, model: torch.nn.Module) -> tuple[float, flo
     gradients = Gradients(model, compressor)
     dense = dense_traffic(gradients.nbytes, 2)
     if not isinstance(compressor, lgc.LossyCompressor):
-        size = compressor.wire_dtype.itemsize
-        return 8.0 * size, 4 / size, ["all-reduce"]
+        bits, ratio = (
+            value_bytes(256, compressor.wire) / 32,
+            dense / dense_step_traffic(gradients, Ranks(None, 2), compressor.wire),
+        )
+        return bits, ratio, ["all-to-all", "all-gather"] if compressor.wire == "int8" else ["all-reduce"]
     final = compressor.with_sparsity(compressor.final_sparsity)
     messages = final.messages(gradients.layout)
     bits = 8 * sum(size for _, size in messages) / gradients.layout.n
@@ -114,7 +119,8 @@ def defaults(cls: type) -> dict[str, Any]:
     if not is_dataclass(cls):
         parameters = inspect.signature(cls).parameters.values()
         return {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
-    shared = set() if cls is lgc.LossyCompressor else {field.name for field in fields(lgc.LossyCompressor)}
+    lossy = issubclass(cls, lgc.LossyCompressor) and cls is not lgc.LossyCompressor
+    shared = {field.name for field in fields(lgc.LossyCompressor)} if lossy else set()
     return {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(cls)

@@ -41,8 +41,9 @@ from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM, Ranks, dense_tr
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
-from lightning_gradcomp.averaging.traffic import messages, traffic
+from lightning_gradcomp.averaging.traffic import dense_step_traffic, messages, traffic
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values
 from lightning_gradcomp.compressors.updates import is_adam
 from lightning_gradcomp.errors import Refused, refusal
 from lightning_gradcomp.registry import entries
@@ -102,13 +103,14 @@ class Plan(NamedTuple):
     methods: dict[str, Method]
 
     def step(self, name: str, topology: str, n: int, link: Link) -> Step:
-        """A step of `n` ranks with method `name`. Uncompressed methods accept any topology, but use a ring."""
+        """A step of `n` ranks with method `name`. Uncompressed methods accept any topology, but use their own."""
         compressor, layouts, encode, decode = self.methods[name]
         if not isinstance(compressor, LossyCompressor):
-            sent = dense_traffic(layouts.nbytes * compressor.wire_dtype.itemsize // 4, n)
+            sent = dense_step_traffic(layouts, Ranks(None, n), compressor.wire)
             exchange = 2 * (n - 1) * link.latency + sent / link.bandwidth
             exposed = max(0.0, exchange - HIDES * self.backward)
-            return Step("ring", sent, encode, self.computation + encode + exposed)
+            how = "two_phase" if compressor.wire == "int8" else "ring"
+            return Step(how, sent, encode, self.computation + encode + exposed)
         final = compressor.with_sparsity(compressor.final_sparsity)
         parts, sent = messages(final, layouts), traffic(final, layouts, Ranks(None, n), topology)
         gathered = sum(size for how, size in parts if how == "gather")
@@ -430,10 +432,11 @@ def measure_method(compressor: Compressor, workload: Workload, group: dist.Proce
             typical(compressed_steps(compressor, gradients, world, adam), group, device) for world in (1, 3)
         )
         return Method(compressor, layouts, alone, max(of_three - alone, 0.0) / 2)
-    if compressor.wire_dtype == torch.float32:
+    if compressor.wire == "fp32":
         return Method(compressor, layouts, 0.0, 0.0)
     flat = torch.randn(gradients.n, device=device)
-    times = [timed(lambda: flat.to(compressor.wire_dtype).float(), device) for _ in range(1 + REPEATS)]
+    there_and_back = partial(unpack_values, k=gradients.n, values=compressor.wire)
+    times = [timed(lambda: there_and_back(pack_values(flat, compressor.wire)), device) for _ in range(1 + REPEATS)]
     return Method(compressor, layouts, typical(times[1:], group, device), 0.0)
 
 

@@ -66,6 +66,7 @@ class Autotune:
         device: where they compute. On a GPU, each timed step synchronizes the host with it.
         candidates: topologies to choose from.
         clock: returns seconds.
+        uncompressed: what a step does that is not compressed: "dense", or another format of dense steps.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class Autotune:
         device: torch.device,
         candidates: Sequence[str],
         clock: Callable[[], float] = time.perf_counter,
+        uncompressed: str = DENSE,
     ) -> None:
+        self.uncompressed = uncompressed
         self._group, self._device, self._topologies, self._clock = group, device, list(candidates), clock
         self._times: dict[str, list[float | None]] = {}
         """Seconds of each candidate's steps in the current round; empty outside a trial."""
@@ -86,7 +89,7 @@ class Autotune:
         self._ended: float | None = None
         self._tried_at: float | None = None
         self.choice: str | None = None
-        """The winner of the latest trial: "dense" or a topology."""
+        """The winner of the latest trial: `uncompressed` or a topology."""
         self.outcome = ""
         """The choice in words, with the times."""
 
@@ -96,24 +99,24 @@ class Autotune:
         return self.choice is None or bool(self._times)
 
     def choose(self, density: float, affordable: Sequence[str]) -> str:
-        """Return what the next step does: "dense" or a topology. May start a trial.
+        """Return what the next step does: `uncompressed` or a topology. May start a trial.
 
         Args:
             density: fraction of all elements that the step would send.
             affordable: topologies that would send fewer bytes than a dense step.
         """
         if not affordable:
-            return DENSE
+            return self.uncompressed
         if not self._times:
             if self.choice is not None and self._tried_at is not None and density > self._tried_at / RETRY:
-                return self.choice if self.choice == DENSE or self.choice in affordable else affordable[0]
+                return self.choice if self.choice == self.uncompressed or self.choice in affordable else affordable[0]
             candidates = [name for name in self._topologies if name in affordable]
-            if self.choice not in (None, DENSE) and len(candidates) == 1:
+            if self.choice not in (None, self.uncompressed) and len(candidates) == 1:
                 return candidates[0]
-            with_dense = {DENSE: self._dense} if self.choice in (None, DENSE) else {}
+            with_dense = {self.uncompressed: self._dense} if self.choice in (None, self.uncompressed) else {}
             self._times = {**with_dense, **{name: [] for name in candidates}}
         under_test = next(name for name, times in self._times.items() if len(times) < ROUNDS[self._round].steps)
-        return under_test if under_test in (DENSE, *affordable) else DENSE
+        return under_test if under_test in (self.uncompressed, *affordable) else self.uncompressed
 
     def step_ended(self, did: str, density: float) -> bool:
         """Record the time of a step. Collective.
@@ -125,7 +128,7 @@ class Autotune:
         Returns:
             True if the step ended a trial.
         """
-        waiting = not self._times and did == DENSE and self.choice in (None, DENSE)
+        waiting = not self._times and did == self.uncompressed and self.choice in (None, self.uncompressed)
         if not waiting and not self._times:
             self._ended = None
             return False
@@ -155,7 +158,7 @@ class Autotune:
             return False
         counts = len(self._known[best])
         self._round, self._known, self._times, self._dense, self._tried_at, self.choice = 0, {}, {}, [], density, best
-        what = "dense" if best == DENSE else f"compressed ({best})"
+        what = best if best == self.uncompressed else f"compressed ({best})"
         listed = ", ".join(f"{1e3 * seconds:.1f} ms {name}" for name, seconds in takes.items())
         self.outcome = (
             f"Steps are {what} from now on: one takes {listed} (a quarter of {counts} steps took less, of "
@@ -171,11 +174,15 @@ class Autotune:
 
     def describe(self) -> str:
         """Return the outcome, or the candidates if the first trial has not ended."""
-        return self.outcome or f"The first steps will show what is quickest: {', '.join([DENSE, *self._topologies])}"
+        return (
+            self.outcome
+            or f"The first steps will show what is quickest: {', '.join([self.uncompressed, *self._topologies])}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trials' state as plain numbers and strings. A run resumed with it decides as this one would."""
         return {
+            "uncompressed": self.uncompressed,
             "dense": list(self._dense),
             "times": {name: list(times) for name, times in self._times.items()},
             "round": self._round,

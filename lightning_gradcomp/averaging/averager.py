@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
 from lightning_gradcomp.averaging.decision import Choice, Decision
 from lightning_gradcomp.averaging.exchange import Flags
@@ -37,6 +36,7 @@ from lightning_gradcomp.averaging.ranks import ranks_of
 from lightning_gradcomp.averaging.stats import Stats, norm
 from lightning_gradcomp.averaging.step import Average, average_compressed, average_dense, flush
 from lightning_gradcomp.averaging.topology import resolve
+from lightning_gradcomp.averaging.traffic import dense_step_traffic, dense_topology
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
@@ -80,6 +80,8 @@ class GradientAverager:
             gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is "dense"
             if several nodes have several ranks each (`ranks_per_node`).
         residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
+        fallback: "int8": the steps that topology="auto" does not compress after the warm-up travel in 8 bits. "none":
+            in fp32.
         ranks_per_node: for inside="dense". Default: the number that torchrun started on this node.
         steps_per_epoch: lets a schedule that counts epochs derive them from steps.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
@@ -99,6 +101,7 @@ class GradientAverager:
         topology: str = "all_gather",
         inside: str | None = None,
         residual_device: str | None = None,
+        fallback: str = "none",
         ranks_per_node: int | None = None,
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
@@ -108,7 +111,7 @@ class GradientAverager:
             raise refusal("GradientAverager(model)", "DistributedDataParallel", "the module inside it")
         self.compressor: Compressor = build(compressor).for_optimizer(optimizer)
         self.compressor.check_optimizer(optimizer)
-        route = resolve(topology, inside, residual_device, self.compressor)
+        route = resolve(topology, inside, residual_device, self.compressor, fallback)
         self.shards = Shards(model, optimizer) if is_sharded(model) else None
         """For a sharded model: converts parameters, gradients and optimizer state to plain tensors and back."""
         if self.shards:
@@ -142,7 +145,9 @@ class GradientAverager:
         self._memory = Memory(self.compressor, self.gradients, self.ranks, route, stepped)
         self._choice = None
         if isinstance(self.compressor, LossyCompressor):
-            self._choice = Choice(self.compressor, self.ranks, route.name, process_group, self.gradients)
+            self._choice = Choice(
+                self.compressor, self.ranks, route.name, process_group, self.gradients, route.fallback
+            )
         self.autotune = self._choice.autotune if self._choice else None
         """The trials, with topology="auto"."""
         self._may_be_local, self._local = local_weights, LocalWeights(self._memory)
@@ -173,7 +178,8 @@ class GradientAverager:
         return self.decision
 
     def _decide(self) -> Decision:
-        dense, compressible = Decision(by_ddp=not self.has_unsent), self.gradients.largest.layout.n
+        dense = Decision(by_ddp=not self.has_unsent, wire=self.compressor.wire)
+        compressible = self.gradients.largest.layout.n
         if self._choice is None or self.schedule is None or self.ranks.workers == 1 or not compressible:
             return dense
         self._check_epochs_are_counted()
@@ -246,7 +252,7 @@ class GradientAverager:
                     memory, stats = self._memory, self.stats
                     if decision.by_ddp:
                         with stats.phase("exchange"):
-                            average = average_dense(self.gradients, self.ranks, self.compressor, flags)
+                            average = average_dense(self.gradients, self.ranks, decision.wire, flags)
                     elif decision.compressor:
                         how = decision.compressor, decision.topology, self.steps
                         average = average_compressed(memory, *how, flags, stats)
@@ -294,7 +300,7 @@ class GradientAverager:
 
     def _dense_stats(self) -> Stats:
         dense = self.ranks.dense_traffic(self.gradients.nbytes)
-        sent = dense * self.compressor.wire_dtype.itemsize // 4
+        sent = dense_step_traffic(self.gradients, self.ranks, self.decision.wire)
         return Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
 
     def _record(self, pending: Pending, *, by_ddp: bool = False) -> None:
@@ -305,7 +311,7 @@ class GradientAverager:
             self.compressor.clip_average(trained, self.gradients.scale)
         self.spent.add(self.stats)
         decided = self.autotune and self.autotune.step_ended(self.decision.topology, self.decision.density)
-        if self.autotune and decided and self.autotune.choice == DENSE and self.ranks.rank == 0:
+        if self.autotune and decided and self.autotune.choice == self.autotune.uncompressed and self.ranks.rank == 0:
             what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
             warnings.warn(f"{what} topology='all_gather' would compress anyway.", stacklevel=2)
         if not self.optimizers:
@@ -517,7 +523,7 @@ class GradientAverager:
 
     def summary(self) -> dict[str, Any]:
         """What CommunicationMonitor's summary reports besides costs: topology, outcome of "auto", number of shards."""
-        topology = "all_reduce" if self.decision.by_ddp else self._memory.topology
+        topology = dense_topology(self.decision.wire) if self.decision.by_ddp else self._memory.topology
         shards = {"shards": self.shards.number} if self.shards else {}
         return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
 
@@ -528,7 +534,7 @@ class GradientAverager:
             unit: the name of a step: "step" or "round".
         """
         auto, compressed = self.autotune, self.spent.bytes_sent < self.spent.dense_bytes
-        if self._choice is None or (auto.choice not in (None, DENSE) if auto else compressed):
+        if self._choice is None or (auto.choice not in (None, auto.uncompressed) if auto else compressed):
             return ""
         if self.ranks.workers == 1:
             alone = "replica" if self.shards else "rank" if self.world == 1 else "node, and only nodes compress"
@@ -539,7 +545,7 @@ class GradientAverager:
             start = dense_start(self.schedule, unit)
             return f"its warm-up of {start} lasted to the end" if start else "its sparsity was 0"
         if auto:
-            outcome = "had not chosen yet" if auto.choice is None else "found dense steps the fastest"
+            outcome = "had not chosen yet" if auto.choice is None else f"found {auto.uncompressed} steps the fastest"
             return f'topology="auto" {outcome}'
         return f"a compressed {unit} costs no fewer bytes than a dense one"
 
@@ -552,7 +558,8 @@ class GradientAverager:
         shards = f" replicas of {self.shards.number} shards each" if self.shards else ""
         where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
         if self._choice is None:
-            return f"{name}: {self._dense_stats().bytes_sent:,} bytes sent a step ({where}, ring all-reduce)."
+            sent = dense_step_traffic(self.gradients, ranks, self.compressor.wire)
+            return f"{name}: {sent:,} bytes sent a step by {dense_topology(self.compressor.wire)} ({where})."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
         message = "no tensor is large enough to compress; all are sent dense"
         if self.gradients.compressed:
@@ -602,7 +609,9 @@ class GradientAverager:
                 self._memory.load_state_dict(state["memory"], **how)
             if self.ranks.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._memory.state_dict(), self.gradients)
-        tuned = state["autotune"]
-        if self.autotune and tuned and tuned["world"] == self.world:  # a different world needs its own trial
+        tuned, same = state["autotune"], False
+        if self.autotune and tuned:  # a different world, or fallback, needs its own trial
+            same = (tuned["world"], tuned["uncompressed"]) == (self.world, self.autotune.uncompressed)
+        if self.autotune and same:
             self.autotune.load_state_dict(tuned)
         self.steps, self._decided_for = state["steps"], None

@@ -21,14 +21,16 @@ class Decision:
     Args:
         sparsity: the schedule's value: 0 in a dense phase, None for a method without a sparsity.
         compressor: the compressor at this sparsity; None for a dense step.
-        topology: how the payloads travel; "dense" without a compressor.
+        topology: how the payloads travel; without a compressor, "dense" or the fallback of topology="auto".
         by_ddp: True for a plain dense average with no residual to send, which DDP can overlap with backward.
+        wire: the format of a plain dense average, as in `Compressor.wire`.
     """
 
     sparsity: float | None = 0.0
     compressor: LossyCompressor | None = None
     topology: str = DENSE
     by_ddp: bool = True
+    wire: str = "fp32"
 
     @property
     def density(self) -> float:
@@ -45,6 +47,7 @@ class Choice:
         topology: one of `TOPOLOGIES`.
         group: all ranks, which share the times of a trial.
         gradients: the layout at the start of the run.
+        fallback: as in `Topology`.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Choice:
         topology: str,
         group: dist.ProcessGroup | None,
         gradients: Gradients,
+        fallback: str = "none",
     ) -> None:
         self._compressor, self._ranks = compressor, ranks
+        self._wire = Decision.wire if fallback == "none" else fallback
         self.topologies: Sequence[str] = [topology]
         """The topologies to choose from."""
         self.autotune: Autotune | None = None
@@ -64,7 +69,8 @@ class Choice:
             partitioned = ranks.workers > 2 and compressor.not_partitioned_because is None
             self.topologies = CANDIDATES if partitioned else CANDIDATES[:1]
             if ranks.workers > 1 and gradients.compressed:
-                self.autotune = Autotune(group, gradients.device, self.topologies)
+                uncompressed = DENSE if fallback == "none" else fallback
+                self.autotune = Autotune(group, gradients.device, self.topologies, uncompressed=uncompressed)
 
     def choose(self, sparsity: float | None, gradients: Gradients, dense: Decision) -> Decision:
         """Return the decision for a step at this scheduled sparsity: `dense` unless compression sends fewer bytes."""
@@ -76,8 +82,8 @@ class Choice:
         topology = affordable[0] if affordable else DENSE
         if self.autotune:
             topology = self.autotune.choose(1 - (asked or 0.0), affordable)
-        if topology == DENSE:
-            return replace(dense, sparsity=asked)
+        if topology not in self.topologies:
+            return replace(dense, sparsity=asked, topology=topology, wire=self._wire)
         return Decision(asked, compressor, topology, by_ddp=False)
 
     def describe(self, gradients: Gradients) -> str:

@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 
 from lightning_gradcomp.averaging.framing import Frame
+from lightning_gradcomp.averaging.int8 import mean_in_int8
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Partitions
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
 from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import unpack_bits
+from lightning_gradcomp.compressors.kernels.formats import DTYPES
 from lightning_gradcomp.compressors.layout import Layout, Slice
 from lightning_gradcomp.compressors.payloads import Payloads
 
@@ -215,33 +217,38 @@ def all_reduce_mean(
     ranks: Ranks,
     tensors: list[torch.Tensor],
     present: list[bool],
-    wire_dtype: torch.dtype = torch.float32,
+    wire: str = "fp32",
     saturate: bool = True,
 ) -> tuple[list[torch.Tensor], list[bool]]:
     """The fp32 means of flat `tensors` over the ranks, and True for each of `present` that any rank set.
 
-    Uses one all-reduce.
+    Uses one all-reduce. With wire="int8", `mean_in_int8` computes the means, and only the first tensor travels in 8
+    bits.
     """
     flags = to_flags(present, tensors[0].device).float()
     parts = [*tensors, flags]
-    buffer = torch.cat(parts)
-    if ranks.world > 1:
-        buffer = to_wire(buffer, ranks.world, wire_dtype, saturate)
-        add(ranks.group, buffer)
+    if ranks.world > 1 and wire == "int8":
+        assert ranks.group is not None
+        buffer = torch.cat(mean_in_int8(ranks.group, parts[:1], parts[1:]))
+    else:
+        buffer = torch.cat(parts)
+        if ranks.world > 1:
+            buffer = to_wire(buffer, ranks.world, wire, saturate)
+            add(ranks.group, buffer)
     *means, anywhere = buffer.float().split([part.numel() for part in parts])
     return means, read_flags(anywhere > 0)
 
 
-def to_wire(values: torch.Tensor, world: int, wire_dtype: torch.dtype, saturate: bool) -> torch.Tensor:
-    """A rank's share of the mean of `values` over `world` ranks: values / world, as `wire_dtype`.
+def to_wire(values: torch.Tensor, world: int, wire: str, saturate: bool) -> torch.Tensor:
+    """A rank's share of the mean of `values` over `world` ranks: values / world, as "fp32", "bf16" or "fp16".
 
     With `saturate`, finite elements too large for 16 bits become the largest value that `world` ranks can add.
     Infinities and NaNs stay as they are. With a loss scale, do not saturate: the scaler has to see the overflow.
     """
-    part = values / world
-    if saturate and wire_dtype != torch.float32:
-        largest = torch.tensor(torch.finfo(wire_dtype).max / world, dtype=torch.float32).to(wire_dtype)
-        if float(largest) * world > torch.finfo(wire_dtype).max:  # rounded up
-            largest = (largest.view(torch.int16) - 1).view(wire_dtype)
+    part, dtype = values / world, DTYPES[wire]
+    if saturate and dtype != torch.float32:
+        largest = torch.tensor(torch.finfo(dtype).max / world, dtype=torch.float32).to(dtype)
+        if float(largest) * world > torch.finfo(dtype).max:  # rounded up
+            largest = (largest.view(torch.int16) - 1).view(dtype)
         part = torch.where(part.isfinite(), part.clamp(-float(largest), float(largest)), part)
-    return part.to(wire_dtype)
+    return part.to(dtype)

@@ -13,7 +13,7 @@ from lightning_gradcomp.averaging.fsdp.shards import Shards
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import ignored_by_ddp
 from lightning_gradcomp.averaging.trainable import check_same_parameters, check_trainable
-from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout, plain_name
 from lightning_gradcomp.errors import refusal
@@ -74,7 +74,7 @@ class Gradients:
         shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in every}
         compressor.check_names(shapes)
         names = compressor.choose(shapes)
-        if shards:
+        if shards and isinstance(compressor, LossyCompressor):
             check_shards(compressor, names & mine & shards.trainable, shards.shapes_on(shards.number - 1))
         self.chosen = {name: shape for name, shape in shapes.items() if name in names}
         """Shape of every parameter of the model that is compressed when it is averaged."""

@@ -186,6 +186,32 @@ def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessG
     getattr(dist, ALL_GATHER)(out, own, group=group)
 
 
+def start_swap(group: dist.ProcessGroup, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to send row j of `rows`, [N, L], to rank j. Call it in one order on all ranks.
+
+    On a CPU it is an all-to-all whose receives are posted before its sends. gloo's own posts its sends first, and then
+    takes up to twice as long for a message of megabytes, as does its all-gather.
+
+    Returns:
+        A function that waits for what all ranks sent to this one, [N, L], in rank order.
+    """
+    received, rank, works = rows.new_empty(rows.shape), group.rank(), []
+    if rows.is_cuda:
+        works.append(dist.all_to_all_single(received, rows.contiguous(), group=group, async_op=True))
+    else:
+        others = [(rank + distance) % group.size() for distance in range(1, group.size())]
+        works += [dist.irecv(received[other], group=group, group_src=other) for other in others]
+        works += [dist.isend(rows[other], group=group, group_dst=other) for other in others]
+        received[rank] = rows[rank]
+
+    def wait() -> torch.Tensor:
+        for work in works:
+            work.wait()
+        return received
+
+    return wait
+
+
 def gather(group: dist.ProcessGroup | None, message: torch.Tensor) -> torch.Tensor:
     """All ranks' messages (uint8 [L]) in rank order, uint8 [N, L]."""
     return Ranks(group).gather(message)

@@ -15,6 +15,7 @@ TOPOLOGIES = ("auto", "all_gather", "two_phase", "server")
 PARTITIONED = ("two_phase", "server")
 INSIDE = ("compressed", "dense")
 RESIDUAL_DEVICES = ("device", "cpu")
+FALLBACKS = ("none", "int8")
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Topology:
         inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely and form one worker.
             None: "dense" if several nodes have several ranks each, else "compressed".
         residual_device: where residuals stay between steps: "device" (with the gradients) or "cpu".
+        fallback: the format of the steps that "auto" does not compress after the warm-up: "none" (fp32) or "int8".
     """
 
     name: str = "all_gather"
     inside: str | None = "compressed"
     residual_device: str = "device"
+    fallback: str = "none"
 
 
 KVSTORES: dict[str, Topology] = {
@@ -43,7 +46,9 @@ KVSTORES: dict[str, Topology] = {
 """MXNet's kvstore types."""
 
 
-def resolve(topology: str, inside: str | None, residual_device: str | None, compressor: Compressor) -> Topology:
+def resolve(
+    topology: str, inside: str | None, residual_device: str | None, compressor: Compressor, fallback: str = "none"
+) -> Topology:
     """The options as a `Topology`. None means the default, or what a kvstore's name implies.
 
     Raises:
@@ -62,8 +67,12 @@ def resolve(topology: str, inside: str | None, residual_device: str | None, comp
         )
     if topology not in (*TOPOLOGIES, *KVSTORES):
         raise refusal("topology", topology, _listed((*TOPOLOGIES, *KVSTORES)))
+    if fallback not in FALLBACKS:
+        raise refusal("fallback", fallback, _listed(FALLBACKS))
+    if fallback != "none" and topology != "auto":
+        raise refusal(f"fallback with topology={topology!r}", fallback, "'none': only topology='auto' falls back")
     inside = inside or (None if topology == "auto" else "compressed")
-    chosen = KVSTORES.get(topology) or Topology(topology, inside, residual_device or "device")
+    chosen = KVSTORES.get(topology) or Topology(topology, inside, residual_device or "device", fallback)
     if (
         chosen.name in PARTITIONED
         and isinstance(compressor, LossyCompressor)

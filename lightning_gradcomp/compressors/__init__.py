@@ -4,6 +4,7 @@ from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, 
 from lightning_gradcomp.compressors.dense import BF16, FP16, NoCompression
 from lightning_gradcomp.compressors.dgc import DGC
 from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
+from lightning_gradcomp.compressors.int8 import Int8
 from lightning_gradcomp.compressors.onebit import OneBit
 from lightning_gradcomp.compressors.powersgd import PowerSGD
 from lightning_gradcomp.compressors.tensor_codec import TensorCodec
@@ -18,6 +19,7 @@ __all__ = [
     "Collectives",
     "Compressor",
     "GradientDropping",
+    "Int8",
     "LossyCompressor",
     "NoCompression",
     "OneBit",

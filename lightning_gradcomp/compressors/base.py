@@ -129,14 +129,15 @@ class CompressorBase:
 
 @dataclass(kw_only=True)
 class Compressor(CompressorBase):
-    """How gradients are averaged. The base class sends them uncompressed, as `wire_dtype`."""
+    """How gradients are averaged. The base class sends all of them at every step, as `wire` says."""
 
     card: ClassVar[Card] = Card()
     """The method's row in the docs."""
     needs_optimizer: ClassVar[bool] = False
     """True if the method needs a single optimizer that `check_optimizer` accepts."""
-    wire_dtype: ClassVar[torch.dtype] = torch.float32
-    """The dtype of gradients on the wire in dense steps."""
+    wire: ClassVar[str] = "fp32"
+    """The format of gradients in dense steps: "fp32", "bf16", "fp16" or "int8". In "int8", the parameters that `choose`
+    leaves out travel in fp32."""
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """The names of the parameters to compress while they train. `shapes` holds all, in the model's order."""

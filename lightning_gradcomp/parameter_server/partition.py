@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
-from lightning_gradcomp.compressors.kernels.formats import DTYPES
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed, slice_bytes
 from lightning_gradcomp.errors import refusal
@@ -87,11 +86,13 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> Payloads:
     Raises ValueError if the payloads can't be decoded without those of other workers.
     """
     if not isinstance(compressor, LossyCompressor):
-        return Uncompressed(next(values for values, dtype in DTYPES.items() if dtype == compressor.wire_dtype))
+        return Uncompressed(compressor.wire)
     final = compressor.with_sparsity(compressor.final_sparsity)
     if isinstance(final, Codec):
         return final.for_step(worker, step)
-    allowed = "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16' or 'bf16', whose payloads a server can decode"
+    allowed = (
+        "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16', 'bf16', 'int8': a server can decode their payloads"
+    )
     raise refusal("compressor with dist_async", type(compressor).__name__, allowed)
 
 

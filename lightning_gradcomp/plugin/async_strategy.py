@@ -47,8 +47,8 @@ class AsyncStrategy(UnwrappedStrategy):
     mean over all ranks, so hyper-parameters tuned with DDP are nearly right.
 
     Args:
-        compressor: compresses the pushes. DGC, GradientDropping, OneBit and TwoBit need SGD; `"none"`, `"fp16"` and
-            `"bf16"` take any optimizer. There is no warm-up: every push is compressed.
+        compressor: compresses the pushes. DGC, GradientDropping, OneBit and TwoBit need SGD; `"none"`, `"fp16"`,
+            `"bf16"` and `"int8"` take any optimizer. There is no warm-up: every push is compressed.
         staleness: S, how many steps a rank may be ahead of the slowest before it waits. `math.inf`: it never waits.
         max_staleness: servers drop a push whose weights are more than this many pushes old; its rank keeps the update
             for a later push. `None`: no push is dropped.

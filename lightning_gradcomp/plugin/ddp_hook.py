@@ -1,9 +1,9 @@
 """What DDP sends: gradients of dense steps, initial weights if the ranks' differ, and buffers before they are read.
 
-A dense step keeps DDP's bucketed all-reduce, overlapped with backward. In a compressed step the `GradientAverager` runs
-after backward or, in manual optimization, before the optimizer step. If the decision is known before the forward pass
-(`DDPHook.forward`), DDP is skipped, so that backward copies no gradients into its buckets. Otherwise the hook returns
-the local gradient.
+A dense step keeps DDP's buckets, which are averaged while backward continues: by an all-reduce or, in 8 bits, by
+`Int8Buckets`. In a compressed step the `GradientAverager` runs after backward or, in manual optimization, before the
+optimizer step. If the decision is known before the forward pass (`DDPHook.forward`), DDP is skipped, so that backward
+copies no gradients into its buckets. Otherwise the hook returns the local gradient.
 """
 
 # No postponed annotations in this file: DDP checks the hook's annotations and needs the types themselves.
@@ -25,7 +25,9 @@ from lightning_gradcomp.averaging.exchange import to_wire
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast, identical, ignored_by_ddp
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.plugin.int8_buckets import Int8Buckets
 from lightning_gradcomp.plugin.manual_steps import ManualSteps
 
 
@@ -52,7 +54,9 @@ class DDPHook(ManualSteps):
         self._ddp, self._at_optimizer_step = ddp, at_optimizer_step
         self._known_to_ddp = {id(p) for p in ddp.parameters() if p.requires_grad}
         self._known = {id(p) for p in ddp.parameters()}
-        self._by_ddp, self._wire, self._grad_scale = False, torch.float32, 1.0
+        self._by_ddp, self._wire, self._grad_scale = False, "fp32", 1.0
+        self._int8: Int8Buckets | None = None
+        """Averages buckets, once a step's format is "int8"."""
         self._ddp_skipped = False
         """True if DDP was told not to synchronize this forward pass."""
         self._gradients_ready: float | None = None
@@ -66,14 +70,18 @@ class DDPHook(ManualSteps):
     def release(self) -> None:
         """Release the DDP module, which holds this hook: Python's garbage collector can't see the cycle through C++."""
         del self._ddp
+        if self._int8:
+            self._int8.close()
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
             self._gradients_ready = time.perf_counter()
         if not self._by_ddp:
             return noop_hook(None, bucket)
-        if self._wire == torch.float32:
+        if self._wire == "fp32":
             return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+        if self._wire == "int8" and self._int8:
+            return self._int8.average(bucket)
         sent = to_wire(bucket.buffer(), dist.get_world_size(), self._wire, saturate=self._grad_scale == 1)
         arrived = dist.all_reduce(sent, async_op=True).get_future()
         return arrived.then(lambda future: bucket.buffer().copy_(future.value()[0]))
@@ -114,7 +122,12 @@ class DDPHook(ManualSteps):
         if not self._at_optimizer_step:
             self._check_averages_were_used(averager)
         scaler = getattr(precision, "scaler", None)
-        self._wire, self._grad_scale = averager.compressor.wire_dtype, scaler.get_scale() if scaler else 1.0
+        self._grad_scale = scaler.get_scale() if scaler else 1.0
+        self._wire = decision.wire if averager.world > 1 else "fp32"
+        if self._wire == "int8" and self._int8 is None:
+            chosen, named = averager.gradients.chosen, self._ddp.module.named_parameters()
+            large = {id(p) for name, p in named if plain_name(name) in chosen}
+            self._int8 = Int8Buckets(large, averager.gradients.device)
         self._by_ddp = not self._ddp_skipped and self._can_be_by_ddp(decision)
         self._gradients_ready = None
 

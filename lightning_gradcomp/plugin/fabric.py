@@ -50,6 +50,7 @@ class CompressedFabricStrategy(DDPStrategy):
         topology: as in `CompressedDDPStrategy`.
         inside: as in `CompressedDDPStrategy`.
         residual_device: as in `CompressedDDPStrategy`.
+        fallback: as in `CompressedDDPStrategy`.
         local_weights: False: `local_weights()` has no effect.
         steps_per_epoch: for a warm-up that counts epochs; or call `set_epoch`.
         timeout: how long a rank waits for the others before it raises an error.
@@ -65,6 +66,7 @@ class CompressedFabricStrategy(DDPStrategy):
         topology: str = "auto",
         inside: str | None = None,
         residual_device: str | None = None,
+        fallback: str = "none",
         local_weights: bool = True,
         steps_per_epoch: int | None = None,
         timeout: timedelta = TIMEOUT,
@@ -72,11 +74,12 @@ class CompressedFabricStrategy(DDPStrategy):
     ) -> None:
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
-        resolve(topology, inside, residual_device, self.compressor)  # checks them
+        resolve(topology, inside, residual_device, self.compressor, fallback)  # checks them
         self._averager_options: dict[str, Any] = {
             "topology": topology,
             "inside": inside,
             "residual_device": residual_device,
+            "fallback": fallback,
             "local_weights": local_weights,
         }
         self.steps_per_epoch = steps_per_epoch

@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gradcomp.averaging import Decision, GradientAverager
-from lightning_gradcomp.averaging.autotune import DENSE
 from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.averaging.replicas import compare_replicas, replicated
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
@@ -183,7 +182,7 @@ class GradientStrategy(BaseStrategy):
             by_averager = average()
         if by_averager:
             sigterm.stop_after_batch(self.averager, self.pl_module.trainer)
-        if autotune and autotune.outcome != before and autotune.choice != DENSE:
+        if autotune and autotune.outcome != before and autotune.choice != autotune.uncompressed:
             rank_zero_info(autotune.outcome)
 
     def optimizer_step(

@@ -270,3 +270,38 @@ def test_all_gather_compresses_from_the_first_step():
         return averager.stats.sparsity
 
     assert run_ranks(2, work) == [0.9, 0.9]
+
+
+@pytest.mark.filterwarnings("ignore:.*Steps are int8")
+@pytest.mark.parametrize(("seconds", "after"), [(0.5, GATHER), (2.0, "int8")])
+def test_with_a_fallback_steps_that_are_not_compressed_travel_in_8_bits(seconds, after, clock):
+    """But not those of the warm-up, whose times then say nothing about the trial."""
+    takes = {DENSE: 1.0, "int8": 1.0, GATHER: seconds}
+
+    def work(rank, group):
+        parts = begin(group, schedule=lambda epoch, step: 0.9 * (step >= 3), fallback="int8")
+        seen, sent = timed_steps(parts, rank, clock, range(3 + EACH), lambda what, _: takes[what]), parts[2].stats
+        seen += timed_steps(parts, rank, clock, range(3 + EACH, 6 + 2 * EACH), lambda what, _: takes[what])
+        return seen, sent.ratio, parts[2].summary()["topology"], weights(parts[0])
+
+    first, second = run_ranks(2, work)
+    assert first[0] == [DENSE] * 3 + ["int8"] * EACH + [GATHER] * EACH + [after] * 3
+    assert first[1] > 1.5 and first[2] == (GATHER if after == GATHER else PHASES)
+    assert first[:3] == second[:3] and torch.equal(first[3], second[3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fallback": "int4"}, "fallback: got 'int4', allowed: 'none', 'int8'"),
+        (
+            {"fallback": "int8", "topology": "all_gather"},
+            "fallback with topology='all_gather': got 'int8', allowed: 'none'",
+        ),
+    ],
+)
+def test_a_fallback_that_can_have_no_effect_is_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        GradientAverager(
+            Table(), "dgc", optimizer=torch.optim.SGD(Table().parameters()), **{"topology": "auto", **options}
+        )

@@ -47,7 +47,7 @@ def test_fp16_saturates_each_rank_for_itself():
 @pytest.mark.parametrize("world", [2, 3, 5, 7, 11, 13, 24, 64, 100, 1000])
 def test_saturated_fp16_does_not_overflow_on_many_ranks(world):
     """Added one by one, as in a ring, and pairwise, as in a tree."""
-    part = to_wire(torch.tensor([3.4e38, -3.4e38]), world, torch.float16, True)
+    part = to_wire(torch.tensor([3.4e38, -3.4e38]), world, "fp16", True)
     one_by_one = part.clone()
     for _ in range(world - 1):
         one_by_one += part

@@ -92,8 +92,10 @@ if __name__ == "__main__":
     if STRATEGY == "dga":  # at step 8 the second round has just been sent
         strategy = lgc.DelayedStrategy(period=4, delay=3, timeout=patience)
     else:
-        compressor = lgc.NoCompression() if STRATEGY == "ddp_dense" else lgc.DGC()
-        strategy = forced(compressor, timeout=patience, checkpoint_state="sidecar" if PLACE == "sidecar" else "gather")
+        compressors = {"ddp_dense": lgc.NoCompression(), "ddp_int8": lgc.Int8(), "dgc": lgc.DGC()}
+        strategy = forced(
+            compressors[STRATEGY], timeout=patience, checkpoint_state="sidecar" if PLACE == "sidecar" else "gather"
+        )
     save = {"every_n_train_steps": 5, "enable_version_counter": False}
     if KIND == "raise" and "save_on_exception" in inspect.signature(ModelCheckpoint).parameters:  # lightning 2.6
         save["save_on_exception"] = True

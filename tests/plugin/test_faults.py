@@ -31,6 +31,7 @@ CASES = {  # those that wait first; last the one whose second rank has to import
     "metric": ("outside", "kill", "dgc", "1", "metric"),
     "kill, dga": ("outside", "kill", "dga"),
     "restart": ("torchrun", "kill", "dgc"),
+    "kill, int8": ("outside", "kill", "ddp_int8"),
     "kill": ("outside", "kill", "dgc"),
     "stop": ("Lightning", "stop", "dgc"),
 }
@@ -94,6 +95,11 @@ def test_the_run_ends_with_an_error(outcomes, case):
 def test_a_killed_rank_is_noticed_at_once(outcomes):
     _, output = outcomes["kill"]
     assert "rank 0 of 2, step 8, averaging gradients: lost the other ranks" in output
+
+
+def test_a_rank_killed_while_a_thread_exchanges_is_named(outcomes):
+    _, output = outcomes["kill, int8"]
+    assert "rank 0 of 2, step 8, backward: the exchange failed; rank 1 does not respond" in output
 
 
 def test_a_rank_killed_in_mid_round_is_named(outcomes):

@@ -10,10 +10,9 @@ import torch
 
 from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
+from lightning_gradcomp.compressors.kernels.int8 import GROUP, int8_bytes, pack_int8, unpack_int8
 from lightning_gradcomp.errors import refusal
 
-GROUP = 256
-"""Number of values that share a scale in "int8", or two magnitudes in "int2"."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Formats that are torch dtypes."""
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int2": 2}
@@ -32,8 +31,10 @@ def value_bytes(k: int, values: str) -> int:
     >>> [value_bytes(1000, values) for values in ("fp32", "bf16", "int8", "int2")]
     [4000, 2000, 1016, 266]
     """
-    scales = 4 * -(-k // GROUP) if values in ("int8", "int2") else 0
-    return (BITS[values] * k + 7) // 8 + scales
+    if values == "int8":
+        return int8_bytes(k)
+    magnitudes = 4 * -(-k // GROUP) if values == "int2" else 0
+    return (BITS[values] * k + 7) // 8 + magnitudes
 
 
 def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
@@ -41,11 +42,7 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
     if not v.numel():
         return v.new_empty(0, dtype=torch.uint8)
     if values == "int8":
-        grouped = _groups(v)
-        # Slightly below the largest number: dividing by 127 may round up, and 127 times the result would overflow.
-        scales = grouped.abs().amax(1, keepdim=True).clamp(max=0.999 * torch.finfo(torch.float32).max) / 127
-        rounded = (grouped / torch.where(scales > 0, scales, 1)).round().clamp(-127, 127).to(torch.int8)
-        return torch.cat([scales.view(torch.uint8).view(-1), rounded.view(torch.uint8).view(-1)[: v.numel()]])
+        return pack_int8(v, v.new_empty(int8_bytes(v.numel()), dtype=torch.uint8))
     if values == "int2":
         if cuda.takes(v):
             from lightning_gradcomp.compressors.kernels.cuda.formats import pack_int2
@@ -63,15 +60,14 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
 
 def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
     """The k values (fp32) that `pack_values` wrote."""
-    groups = -(-k // GROUP)
     if values == "int8":
-        scales, rounded = packed[: 4 * groups].view(torch.float32), packed[4 * groups :].view(torch.int8)
-        return rounded * scales.repeat_interleave(GROUP)[:k]
+        return unpack_int8(packed, torch.empty(k, dtype=torch.float32, device=packed.device))
     if values == "int2":
         if cuda.takes(packed):
             from lightning_gradcomp.compressors.kernels.cuda.formats import unpack_int2
 
             return unpack_int2(packed, k, GROUP)
+        groups = -(-k // GROUP)
         levels = packed[: 4 * groups].view(torch.bfloat16).view(groups, 2).float()
         negative, above = unpack_bits(packed[4 * groups :], 2 * k).view(k, 2).bool().unbind(1)
         low, high = levels.repeat_interleave(GROUP, 0)[:k].unbind(1)

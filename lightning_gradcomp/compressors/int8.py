@@ -1,0 +1,46 @@
+"""8-bit averages: a quarter of the bytes, nearly lossless, overlapped with backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+from lightning_gradcomp.compressors.base import Card, Compressor
+from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.registry import register
+
+
+@register("int8", strategy="ddp_int8")
+@dataclass(kw_only=True)
+class Int8(Compressor):
+    """Gradients travel in 8 bits, with a scale for each 256 elements, and are added in fp32.
+
+    Each rank averages a part and sends the mean on, rounded once more (averaging/int8.py). Rounding is to the nearest,
+    without a residual. Small tensors travel in fp32 in the same messages: they are few elements, and rounding costs
+    them most.
+
+    Args:
+        min_elements: tensors with fewer elements travel in fp32, as all 1-D tensors do (biases, norm weights).
+
+    Raises:
+        ValueError: if `min_elements` is not a whole number from 1.
+    """
+
+    card: ClassVar[Card] = Card(
+        sends="everything, in 8 bits",
+        pick="it is your first try: any optimizer, no warm-up, nearly lossless",
+        source="CNTK's two phases, torchft's blocks",
+    )
+    wire: ClassVar[str] = "int8"
+
+    min_elements: int = 1024
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.min_elements) or self.min_elements < 1:
+            raise refusal("Int8.min_elements", self.min_elements, "a whole number from 1")
+
+    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """The parameters that travel in 8 bits."""
+        return {name for name, shape in shapes.items() if len(shape) > 1 and prod(shape) >= self.min_elements}

@@ -1,0 +1,46 @@
+"""Averages in 8 bits inside DDP. One run of `int8_script.py` on two ranks serves all tests."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_world
+
+FEATURES = [
+    "accumulation", "unused_parameters", "static_graph", "gradient_as_bucket_view", "many_buckets",
+    "manual_optimization", "no_sync", "several_optimizers", "freezing", "low_precision",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """What a feature came to, by its name in the script."""
+    script = str(Path(__file__).with_name("int8_script.py"))
+    output = run_world(2, script, str(tmp_path_factory.mktemp("int8")))
+    outcome = json.loads(output.splitlines()[-1])
+
+    def of(feature):
+        if "failed" in outcome[feature]:
+            pytest.fail(outcome[feature]["failed"])
+        return outcome[feature]["result"]
+
+    return of
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_it_trains_nearly_as_dense_averages_do(result, feature):
+    outcome = result(feature)
+    assert outcome["replicas_apart"] == 0
+    assert 0 < outcome["apart"] < 0.02  # AdamW, of several optimizers, makes more of a small gradient's rounding
+    assert outcome["ratio"] > 2  # of a model of which an eighth is biases and padding
+    assert outcome["threads_left"] == 0
+
+
+def test_a_rank_without_data_contributes_zeros(result):
+    outcome = result("uneven_inputs")
+    assert outcome["replicas_apart"] == 0 < outcome["apart"] < 0.01
+
+
+def test_a_bucket_is_exchanged_while_backward_computes_the_next_one(result):
+    assert result("overlap") == [True, True]
