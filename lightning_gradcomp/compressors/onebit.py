@@ -187,7 +187,8 @@ class OneBit(TensorCodec):
             for one in encodings:
                 codec: Any = one.codec
                 for start, stop, begins in one.tensors:
-                    pairs, bits, *rows = [begin // 4 for begin in begins]
-                    places.append(onebit.Place(start, stop, codec.group_size, pairs, bits, codec._row, sum(rows)))
+                    pairs, bits, *rows = (begin // 4 for begin in begins)
+                    rows_at = rows[0] if rows else 0
+                    places.append(onebit.Place(start, stop, codec.group_size, pairs, bits, codec._row, rows_at))
             self._tables[layout, device] = onebit.tables_of(places, length // 4, device)
         return self._tables[layout, device]
