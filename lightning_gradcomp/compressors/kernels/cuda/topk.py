@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lightning_gradcomp.compressors.kernels.cuda import launch
-from lightning_gradcomp.compressors.kernels.cuda.segments import BLOCK, block, blocks_of, on
+from lightning_gradcomp.compressors.kernels.cuda.segments import BLOCK, SMALL, block, blocks_of, on
 
 DIGITS = ((20, 11), (10, 10), (0, 10))
 """(lowest bit, bits) of each digit of a magnitude's 31 bits."""
@@ -36,12 +36,13 @@ def topk_segments(flat: torch.Tensor, bounds: tuple[tuple[int, int], ...], count
     for (lowest, bits), own in zip(DIGITS, histograms, strict=True):
         launch(_count_digits, blocks.count, flat, blocks.table, found, own, BLOCK=BLOCK, LOWEST=lowest, BITS=bits)
         launch(_find_digit, many, own, found, missing, ties, BITS=bits)
+    blocks = blocks_of(bounds, flat.device, SMALL)
     before = torch.empty(2, blocks.count, dtype=torch.int32, device=flat.device)
-    launch(_count_chosen, blocks.count, flat, blocks.table, found, before, blocks.count, BLOCK=BLOCK)
+    launch(_count_chosen, blocks.count, flat, blocks.table, found, before, blocks.count, BLOCK=SMALL)
     before = before.cumsum(1, dtype=torch.int32)
     indices = torch.empty(sum(counts), dtype=torch.int64, device=flat.device)
     arguments = flat, blocks.table, blocks.first, found, missing, ties, before, blocks.count, begins, indices
-    launch(_write_chosen, blocks.count, *arguments, BLOCK=BLOCK)
+    launch(_write_chosen, blocks.count, *arguments, BLOCK=SMALL)
     return indices
 
 
@@ -99,18 +100,16 @@ def _count_chosen(flat, table, found, numbers, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rank(chosen, numbers, first):
-    """For each element of a block, how many of its segment's chosen elements come before it.
+def _before(chosen, numbers, first):
+    """How many of a segment's chosen elements come before a block.
 
     Args:
-        chosen: True for the chosen elements.
+        chosen: 1 for the block's chosen elements, otherwise 0.
         numbers: how many are chosen in each block and all blocks before it.
         first: the segment's first block.
     """
-    own = chosen.to(tl.int32)
-    before = tl.load(numbers + tl.program_id(0)) - tl.sum(own)
     outside = tl.load(numbers + first - 1, mask=first > 0, other=0)
-    return before - outside + tl.cumsum(own) - own
+    return tl.load(numbers + tl.program_id(0)) - tl.sum(chosen) - outside
 
 
 @triton.jit
@@ -119,10 +118,16 @@ def _write_chosen(flat, table, first, found, missing, ties, numbers, blocks, beg
     start, stop, segment = block(table)
     magnitudes, places, inside = _magnitudes(flat, start, stop, BLOCK)
     threshold, first_block = tl.load(found + segment), tl.load(first + segment)
-    above, tie = inside & (magnitudes > threshold), inside & (magnitudes == threshold)
-    rank = _rank(tie, numbers + blocks, first_block).to(tl.int64)
     wanted, all_ties = tl.load(missing + segment).to(tl.int64), tl.load(ties + segment).to(tl.int64)
-    taken = (rank * wanted + all_ties - 1) // all_ties  # chosen ties before this element
-    chosen = above | (tie & (taken < wanted) & (taken * all_ties // wanted == rank))
-    place = tl.load(begins + segment) + _rank(above, numbers, first_block) + taken
+    above = (inside & (magnitudes > threshold)).to(tl.int32)
+    tie = (inside & (magnitudes == threshold)).to(tl.int32)
+    begin = tl.load(begins + segment) + _before(above, numbers, first_block) + tl.cumsum(above) - above
+    rank = _before(tie, numbers + blocks, first_block).to(tl.int64)
+    chosen = above != 0
+    place = begin + (rank * wanted + all_ties - 1) // all_ties  # plus the chosen ties before the block
+    if tl.sum(tie) != 0:  # few blocks have one, and dividing 64 bits takes long
+        ranks = rank + tl.cumsum(tie) - tie
+        taken = (ranks * wanted + all_ties - 1) // all_ties  # chosen ties before each element
+        chosen |= (tie != 0) & (taken < wanted) & (taken * all_ties // wanted == ranks)
+        place = begin + taken
     tl.store(indices + place, places, mask=chosen)
