@@ -139,3 +139,13 @@ def test_the_mean_equals_a_cpus(compressor, device, on_cpu):
     compressor.unpack(payloads[0], EVEN).subtract_from(left)
     first = on_cpu(lambda: values_of(compressor.unpack(payloads[0].cpu(), EVEN)))
     assert torch.equal(left.cpu(), expected - first)
+
+
+@pytest.mark.parametrize("base", [lgc.OneBit, lgc.TwoBit])
+def test_a_subclass_encodes_as_it_says(base, device):
+    class Zeros(base):
+        def encode(self, x):
+            return super().encode(torch.zeros_like(x))
+
+    payload, _ = Zeros().pack(torch.ones(64 * 32, device=device), Layout(("0",), ((64, 32),)))
+    assert torch.equal(Zeros().unpack(payload, Layout(("0",), ((64, 32),))).values(0), torch.zeros(64 * 32).to(device))
