@@ -35,7 +35,8 @@ _divided: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Proces
 _stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 """The store through which the ranks of a group joined."""
 
-COLLECTIVES = ("all_reduce", ALL_GATHER, "all_gather", "reduce_scatter_tensor", "all_to_all_single")
+COLLECTIVES = ("all_reduce", ALL_GATHER, "all_gather", "reduce_scatter_tensor", "all_to_all_single", "isend")
+"""With `isend`, of which every rank makes the same number, of the same lengths."""
 
 
 def short_sum(world: int, num_bytes: int) -> list[tuple[str, int]]:

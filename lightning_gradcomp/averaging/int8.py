@@ -16,7 +16,7 @@ from lightning_gradcomp.averaging.ranks import SHORT, Ranks, start_swap
 from lightning_gradcomp.compressors.kernels.int8 import GROUP, add_int8, int8_bytes, pack_int8, unpack_int8
 
 PIECES = 4
-"""Maximum number of pieces of a rank's part, each of `SHORT` elements or more."""
+"""Maximum number of pieces of a rank's part, each of `SHORT` bytes or more."""
 
 
 def mean_in_int8(
@@ -97,4 +97,4 @@ def _pieces(parts: torch.Tensor, small_parts: torch.Tensor) -> list[tuple[torch.
     number = max(1, min(PIECES, groups * GROUP // SHORT))
     columns = parts.split(GROUP * max(1, -(-groups // number)), 1)
     none = small_parts[:, :0]
-    return [(piece, small_parts if number == 0 else none) for number, piece in enumerate(columns)]
+    return [(piece, none if place else small_parts) for place, piece in enumerate(columns)]

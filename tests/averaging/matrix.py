@@ -205,6 +205,8 @@ def straight(cell: Cell) -> list[Record]:
 
 def carries(collective, length, world):
     """Bytes that a rank sends in a collective given `length` bytes; on average, if owners' parts differ."""
+    if collective == "isend":
+        return length
     if collective in GATHERS:
         return (world - 1) * length
     return (world - 1) / world * length if collective == "scatter" else round(2 * (world - 1) / world * length)

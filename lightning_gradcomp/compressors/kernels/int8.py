@@ -13,7 +13,7 @@ import torch
 GROUP = 256
 """Number of values that share a scale."""
 LIMITS = torch.finfo(torch.float32)
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 """Number of values that a CPU handles at a time. Intermediate results then stay in its cache: three times faster."""
 
 
