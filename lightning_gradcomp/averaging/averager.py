@@ -252,7 +252,7 @@ class GradientAverager:
                     memory, stats = self._memory, self.stats
                     if decision.by_ddp:
                         with stats.phase("exchange"):
-                            average = average_dense(self.gradients, self.ranks, decision.wire, flags)
+                            average = average_dense(self.gradients, self.ranks, decision.wire, self.steps, flags)
                     elif decision.compressor:
                         how = decision.compressor, decision.topology, self.steps
                         average = average_compressed(memory, *how, flags, stats)

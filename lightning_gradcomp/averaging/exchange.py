@@ -219,6 +219,7 @@ def all_reduce_mean(
     present: list[bool],
     wire: str = "fp32",
     saturate: bool = True,
+    step: int = 0,
 ) -> tuple[list[torch.Tensor], list[bool]]:
     """The fp32 means of flat `tensors` over the ranks, and True for each of `present` that any rank set.
 
@@ -229,7 +230,7 @@ def all_reduce_mean(
     parts = [*tensors, flags]
     if ranks.world > 1 and wire == "int8":
         assert ranks.group is not None
-        buffer = torch.cat(mean_in_int8(ranks.group, parts[:1], parts[1:]))
+        buffer = torch.cat(mean_in_int8(ranks.group, parts[:1], parts[1:], step))
     else:
         buffer = torch.cat(parts)
         if ranks.world > 1:

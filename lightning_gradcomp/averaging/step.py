@@ -111,11 +111,11 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
     return Average(flags, gradients.marked(anywhere), commit, partial(gradients.values, Dense(mean), dense_mean))
 
 
-def average_dense(gradients: Gradients, ranks: Ranks, wire: str, flags: Flags) -> Average:
+def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flags: Flags) -> Average:
     """Replace `p.grad` with its mean over the ranks, sent in the format `wire`."""
     gradients.collect(unscale=False)
     present, saturate = [*gradients.present, *flags], gradients.scale == 1
-    [mean, dense_mean], found = all_reduce_mean(ranks, gradients.flats, present, wire, saturate)
+    [mean, dense_mean], found = all_reduce_mean(ranks, gradients.flats, present, wire, saturate, step)
     # Without shards all ranks have the same mean, finite or not, so they need not agree.
     finite = all_finite(mean) & all_finite(dense_mean) if ranks.shards else None
     good, anywhere, flags = _agreed(ranks, finite, found)

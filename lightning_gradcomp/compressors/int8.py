@@ -17,9 +17,9 @@ from lightning_gradcomp.registry import register
 class Int8(Compressor):
     """Gradients travel in 8 bits, with a scale for each 256 elements, and are added in fp32.
 
-    Each rank averages a part and sends the mean on, rounded once more (averaging/int8.py). Rounding is to the nearest,
-    without a residual. Small tensors travel in fp32 in the same messages: they are few elements, and rounding costs
-    them most.
+    Each rank averages a part and sends the mean on, rounded once more (averaging/int8.py). Rounding is stochastic, so
+    its expectation is exact, and there is no residual. Small tensors travel in fp32 in the same messages: they are few
+    elements, and rounding costs them most.
 
     Args:
         min_elements: tensors with fewer elements travel in fp32, as all 1-D tensors do (biases, norm weights).

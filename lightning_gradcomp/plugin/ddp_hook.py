@@ -55,6 +55,7 @@ class DDPHook(ManualSteps):
         self._known_to_ddp = {id(p) for p in ddp.parameters() if p.requires_grad}
         self._known = {id(p) for p in ddp.parameters()}
         self._by_ddp, self._wire, self._grad_scale = False, "fp32", 1.0
+        self._step = 0
         self._int8: Int8Buckets | None = None
         """Averages buckets, once a step's format is "int8"."""
         self._ddp_skipped = False
@@ -81,7 +82,7 @@ class DDPHook(ManualSteps):
         if self._wire == "fp32":
             return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
         if self._wire == "int8" and self._int8:
-            return self._int8.average(bucket)
+            return self._int8.average(bucket, self._step)
         sent = to_wire(bucket.buffer(), dist.get_world_size(), self._wire, saturate=self._grad_scale == 1)
         arrived = dist.all_reduce(sent, async_op=True).get_future()
         return arrived.then(lambda future: bucket.buffer().copy_(future.value()[0]))
@@ -122,7 +123,7 @@ class DDPHook(ManualSteps):
         if not self._at_optimizer_step:
             self._check_averages_were_used(averager)
         scaler = getattr(precision, "scaler", None)
-        self._grad_scale = scaler.get_scale() if scaler else 1.0
+        self._grad_scale, self._step = scaler.get_scale() if scaler else 1.0, averager.steps
         self._wire = decision.wire if averager.world > 1 else "fp32"
         if self._wire == "int8" and self._int8 is None:
             chosen, named = averager.gradients.chosen, self._ddp.module.named_parameters()

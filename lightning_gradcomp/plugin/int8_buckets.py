@@ -15,11 +15,12 @@ from lightning_gradcomp.averaging.ranks import subgroup
 
 
 class Task(NamedTuple):
-    """A bucket to average: its buffer, the gradients in it, and the future to complete."""
+    """A bucket to average: its buffer, the gradients in it, step and bucket index, and the future to complete."""
 
     buffer: torch.Tensor
     large: list[torch.Tensor]
     small: list[torch.Tensor]
+    key: tuple[int, int]
     ready: Any
     """The CUDA event after which the gradients are in the buffer; None on a CPU."""
     future: torch.futures.Future[Any]
@@ -49,7 +50,7 @@ class Int8Buckets:
         self._thread = threading.Thread(target=self._run, name="int8 buckets", daemon=True)
         self._thread.start()
 
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def average(self, bucket: dist.GradBucket, step: int) -> torch.futures.Future[torch.Tensor]:
         """Start to average a bucket. The future's value is the bucket's buffer, which holds the means by then.
 
         If an exchange fails, this future and all later ones raise its error.
@@ -59,7 +60,7 @@ class Int8Buckets:
             (large if id(parameter) in self._large else small).append(gradient)
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._device] if self._stream else None)
-        self._tasks.put(Task(bucket.buffer(), large, small, ready, future))
+        self._tasks.put(Task(bucket.buffer(), large, small, (step, bucket.index()), ready, future))
         return future.then(lambda done: done.value())  # DDP sees an exception that a callback raises, and no other
 
     def _run(self) -> None:
@@ -76,7 +77,7 @@ class Int8Buckets:
             if self._stream:
                 self._stream.wait_event(task.ready)
             none = task.buffer[:0]
-            means = mean_in_int8(self._group, [*task.large, none], [*task.small, none])
+            means = mean_in_int8(self._group, [*task.large, none], [*task.small, none], *task.key)
             for gradients, mean in zip((task.large, task.small), means, strict=True):
                 parts = mean.split([gradient.numel() for gradient in gradients]) if gradients else []
                 for gradient, part in zip(gradients, parts, strict=True):

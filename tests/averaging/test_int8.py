@@ -13,6 +13,8 @@ from lightning_gradcomp.averaging.int8 import mean_in_int8
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.traffic import dense_step_traffic
 from lightning_gradcomp.compressors import Int8
+from lightning_gradcomp.compressors.kernels.int8 import int8_bytes, pack_int8, unpack_int8
+from lightning_gradcomp.compressors.kernels.rng import Dither
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.workers import (
     Table,
@@ -41,11 +43,25 @@ def test_it_is_the_simulation_in_one_process_to_the_bit(world, n, m):
 
     def work(rank, group):
         large, small = numbers(rank, n), numbers(rank, m)
-        return mean_in_int8(group, [large[: n // 3], large[n // 3 :]], [small])  # several tensors are one
+        return mean_in_int8(group, [large[: n // 3], large[n // 3 :]], [small], 7)  # several tensors are one
 
-    expected = reference.mean(*([numbers(rank, k).numpy() for rank in range(world)] for k in (n, m)))
+    def uniform(rank, phase, begin, n):
+        return Dither(torch.device("cpu"), 7, rank, phase).draw(begin, n).numpy()
+
+    expected = reference.mean(*([numbers(rank, k).numpy() for rank in range(world)] for k in (n, m)), uniform)
     for got in run_ranks(world, work):
         assert all(np.array_equal(mean.numpy(), wanted) for mean, wanted in zip(got, expected, strict=True))
+
+
+def test_rounding_is_unbiased_and_the_largest_stays():
+    v = torch.cat([torch.tensor([-1.0, 1.0]), torch.linspace(-0.02, 0.02, 254)]) * 3.7
+    total, rounds = torch.zeros(256), 2000
+    for step in range(rounds):
+        packed = pack_int8(v, torch.empty(int8_bytes(256), dtype=torch.uint8), Dither(v.device, step))
+        decoded = unpack_int8(packed, torch.empty(256))
+        assert torch.equal(decoded[:2], (v[:2] / 3.7).sign() * 127 * (v[1] / 127))
+        total += decoded
+    assert float((total / rounds - v).abs().max()) < 5 * 0.5 * 3.7 / 127 / rounds**0.5
 
 
 @pytest.mark.parametrize("groups", [1, 5, 24])

@@ -1,7 +1,8 @@
 """Numbers as 8-bit integers with an fp32 scale for each 256: 1.016 bytes a number.
 
-A group's largest magnitude becomes 127; the others are rounded to the nearest multiple of a 127th of it. A NaN or an
-infinity makes its whole group NaN.
+A group's largest magnitude becomes 127; the others are rounded to a multiple of a 127th of it. Rounding is to the
+nearest, or stochastic: up or down at random, so that the expectation is exact. A NaN or an infinity makes its whole
+group NaN.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+
+from lightning_gradcomp.compressors.kernels.rng import Dither
 
 GROUP = 256
 """Number of values that share a scale."""
@@ -26,8 +29,11 @@ def int8_bytes(k: int) -> int:
     return 4 * -(-k // GROUP) + k
 
 
-def pack_int8(v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Fill `out`, uint8 [int8_bytes(k)], with the scales and integers of v, fp32 [k], both contiguous. Returns it."""
+def pack_int8(v: torch.Tensor, out: torch.Tensor, dither: Dither | None = None, begin: int = 0) -> torch.Tensor:
+    """Fill `out`, uint8 [int8_bytes(k)], with the scales and integers of v, fp32 [k], both contiguous. Returns it.
+
+    With a `dither`, rounding is stochastic, with its numbers from `begin` on.
+    """
     for values, scales, integers in _groups(v, out):
         work = values.abs()
         largest = work.amax(1, keepdim=True)
@@ -35,7 +41,11 @@ def pack_int8(v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         # Not below the smallest number of full precision: 127 times the scale is the largest magnitude, or more.
         finite = (largest.clamp(max=0.999 * LIMITS.max) / 127).clamp(min=LIMITS.tiny)
         scales.copy_(torch.where(largest.isinf(), largest, finite))
-        integers.copy_(torch.div(values, scales, out=work).round_())
+        torch.div(values, scales, out=work)
+        integers.copy_(
+            work.add_(dither.draw(begin, values.numel()).view(values.shape)).floor_() if dither else work.round_()
+        )
+        begin += values.numel()
     return out
 
 
