@@ -71,6 +71,9 @@ def resolve(
         raise refusal("fallback", fallback, _listed(FALLBACKS))
     if fallback != "none" and topology != "auto":
         raise refusal(f"fallback with topology={topology!r}", fallback, "'none': only topology='auto' falls back")
+    if fallback != "none" and not isinstance(compressor, LossyCompressor):
+        what = f"fallback with {type(compressor).__name__}"
+        raise refusal(what, fallback, "'none': a dense compressor's steps all travel in its own format")
     inside = inside or (None if topology == "auto" else "compressed")
     chosen = KVSTORES.get(topology) or Topology(topology, inside, residual_device or "device", fallback)
     if (

@@ -89,6 +89,8 @@ class Int8Buckets:
             task.future.set_result(task.buffer)
 
     def close(self) -> None:
-        """End the thread. One that waits for a lost rank is left behind."""
+        """End the thread and its process group. A thread that waits for a lost rank is left behind."""
         self._tasks.put(None)
         self._thread.join(timeout=1.0)
+        if not (self._thread.is_alive() or self._error):
+            dist.destroy_process_group(self._group)

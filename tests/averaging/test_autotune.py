@@ -298,10 +298,10 @@ def test_with_a_fallback_steps_that_are_not_compressed_travel_in_8_bits(seconds,
             {"fallback": "int8", "topology": "all_gather"},
             "fallback with topology='all_gather': got 'int8', allowed: 'none'",
         ),
+        ({"fallback": "int8", "compressor": "fp16"}, "fallback with FP16: got 'int8', allowed: 'none'"),
     ],
 )
 def test_a_fallback_that_can_have_no_effect_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
-        GradientAverager(
-            Table(), "dgc", optimizer=torch.optim.SGD(Table().parameters()), **{"topology": "auto", **options}
-        )
+        given = {"compressor": "dgc", "topology": "auto", **options}
+        GradientAverager(Table(), optimizer=torch.optim.SGD(Table().parameters()), **given)
