@@ -45,15 +45,15 @@ def mean_in_int8(
     # A piece travels while the next one is rounded and the previous one is decoded.
     there = [start_swap(group, _messages(*piece, to_owners)) for piece in pieces]
     back = []
-    for shares, (begin, own, small_own) in zip(there, pieces, strict=True):
+    for shares, (own, small_own) in zip(there, pieces, strict=True):
         mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
         for share in shares():
             values, small_values = _cut(share, mean.numel())
             add_int8(values, mean)
             small_mean += small_values
-        back.append(start_swap(group, _messages(begin, mean[None], small_mean[None], to_all).expand(world, -1)))
+        back.append(start_swap(group, _messages(mean[None], small_mean[None], to_all).expand(world, -1)))
     for means, piece in zip(back, pieces, strict=True):
-        for row, out, small_out in zip(means(), *piece[1:], strict=True):
+        for row, out, small_out in zip(means(), *piece, strict=True):
             values, small_values = _cut(row, out.numel())
             unpack_int8(values, out)
             small_out.copy_(small_values)
@@ -78,16 +78,12 @@ def _divided(tensors: Sequence[torch.Tensor], world: int, part: int) -> torch.Te
     return flat.float().div_(world).view(world, part)
 
 
-def _messages(begin: int, large: torch.Tensor, small: torch.Tensor, dither: Dither) -> torch.Tensor:
-    """A message for each row of `large`, fp32 [rows, n], and of `small`, fp32 [rows, m]: uint8 [rows, L].
-
-    `begin` is the place of the rows' first element in the rank's part. Each element has its own number of `dither`,
-    however a part is divided into pieces.
-    """
+def _messages(large: torch.Tensor, small: torch.Tensor, dither: Dither) -> torch.Tensor:
+    """A message for each row of `large`, fp32 [rows, n], and of `small`, fp32 [rows, m]: uint8 [rows, L]."""
     end = int8_bytes(large.size(1))
     messages = torch.empty(len(large), end + 4 * small.size(1), dtype=torch.uint8, device=large.device)
-    for row, (message, values) in enumerate(zip(messages, large, strict=True)):
-        pack_int8(values, message[:end], dither, begin + row * large.stride(0))
+    for message, values in zip(messages, large, strict=True):
+        pack_int8(values, message[:end], dither)
     messages[:, end:] = small.contiguous().view(torch.uint8)
     return messages
 
@@ -98,14 +94,10 @@ def _cut(message: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return message[:end], message[end:].view(torch.float32)
 
 
-def _pieces(parts: torch.Tensor, small_parts: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Divide the columns of `parts` into pieces of about equal length. The first one has all of `small_parts`.
-
-    Returns:
-        For each piece its first column, and its columns of `parts` and of `small_parts`.
-    """
+def _pieces(parts: torch.Tensor, small_parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Divide the columns of `parts` into pieces of about equal length. The first one has all of `small_parts`."""
     groups = parts.size(1) // GROUP
     number = max(1, min(PIECES, groups * GROUP // SHORT))
-    length, none = GROUP * max(1, -(-groups // number)), small_parts[:, :0]
-    columns = parts.split(length, 1)
-    return [(place * length, piece, none if place else small_parts) for place, piece in enumerate(columns)]
+    columns = parts.split(GROUP * max(1, -(-groups // number)), 1)
+    none = small_parts[:, :0]
+    return [(piece, none if place else small_parts) for place, piece in enumerate(columns)]

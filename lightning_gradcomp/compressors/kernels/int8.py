@@ -29,10 +29,10 @@ def int8_bytes(k: int) -> int:
     return 4 * -(-k // GROUP) + k
 
 
-def pack_int8(v: torch.Tensor, out: torch.Tensor, dither: Dither | None = None, begin: int = 0) -> torch.Tensor:
+def pack_int8(v: torch.Tensor, out: torch.Tensor, dither: Dither | None = None) -> torch.Tensor:
     """Fill `out`, uint8 [int8_bytes(k)], with the scales and integers of v, fp32 [k], both contiguous. Returns it.
 
-    With a `dither`, rounding is stochastic, with its numbers from `begin` on.
+    With a `dither`, rounding is stochastic.
     """
     for values, scales, integers in _groups(v, out):
         work = values.abs()
@@ -42,10 +42,9 @@ def pack_int8(v: torch.Tensor, out: torch.Tensor, dither: Dither | None = None, 
         finite = (largest.clamp(max=0.999 * LIMITS.max) / 127).clamp(min=LIMITS.tiny)
         scales.copy_(torch.where(largest.isinf(), largest, finite))
         torch.div(values, scales, out=work)
-        integers.copy_(
-            work.add_(dither.draw(begin, values.numel()).view(values.shape)).floor_() if dither else work.round_()
-        )
-        begin += values.numel()
+        if dither:
+            dither.add_to(work)
+        integers.copy_(work.floor_() if dither else work.round_())
     return out
 
 

@@ -6,7 +6,6 @@ compressor. 16 bits of numpy's SFC64 take 1 ns.
 
 from __future__ import annotations
 
-from functools import cache
 from zlib import crc32
 
 import numpy as np
@@ -76,38 +75,24 @@ class Uniform:
         return torch.from_numpy(steps).mul_(2**-16).add_(begin + 2**-17)
 
 
-PERIOD = 2**17
-"""Number of different uniform numbers of `Dither` on a CPU."""
-LARGEST = 1 - 2**-15
-"""The largest number of `Dither`. 127 with the rounding errors of a division, plus this, is below 128."""
-
-
-@cache
-def _table() -> torch.Tensor:
-    """The numbers twice in a row."""
-    return Uniform(torch.device("cpu"), 0).draw(PERIOD, 0).clamp_(max=LARGEST).repeat(2)
-
-
 class Dither:
-    """Uniform numbers for stochastic rounding, a function of the key.
-
-    On a CPU they are those of one table from a random place on, around and around. New numbers would take six times as
-    long.
+    """A stream of uniform numbers for stochastic rounding, a function of its key.
 
     Args:
-        device: the numbers' device.
+        device: the numbers' device. On a CPU they are the middles of 256 equal intervals, a byte each.
         key: e.g. step and worker.
     """
 
     def __init__(self, device: torch.device, *key: int) -> None:
-        self._device, self._place = device, seed_of(*key)
-        self._generator = torch.Generator(device).manual_seed(self._place) if device.type == "cuda" else None
+        seed = seed_of(*key)
+        self._bits = np.random.SFC64(seed)
+        self._generator = torch.Generator(device).manual_seed(seed) if device.type == "cuda" else None
 
-    def draw(self, begin: int, n: int) -> torch.Tensor:
-        """Numbers from `begin` on, uniform in [0, 1): fp32 [n], read-only. On a CPU n is at most `PERIOD`."""
+    def add_to(self, x: torch.Tensor) -> None:
+        """Add numbers uniform in (0, 1) to x (fp32). If x is 127 but for rounding errors, the sum is below 128."""
         if self._generator:
-            return torch.rand(n, generator=self._generator, dtype=torch.float32, device=self._device).clamp_(
-                max=LARGEST
-            )
-        place = (self._place + begin) % PERIOD
-        return _table()[place : place + n]
+            draws = torch.rand(x.shape, generator=self._generator, dtype=torch.float32, device=x.device)
+            x.add_(draws.clamp_(max=1 - 2**-15))
+            return
+        drawn = self._bits.random_raw(-(-x.numel() // 8)).view(np.uint8)[: x.numel()]
+        x.add_(torch.from_numpy(drawn).view(x.shape), alpha=1 / 256).add_(1 / 512)
