@@ -91,7 +91,7 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> Payloads:
     if isinstance(final, Codec):
         return final.for_step(worker, step)
     allowed = (
-        "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16', 'bf16', 'int8': a server can decode their payloads"
+        "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16', 'bf16' or 'int8', whose payloads a server can decode"
     )
     raise refusal("compressor with dist_async", type(compressor).__name__, allowed)
 
