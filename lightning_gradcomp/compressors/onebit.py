@@ -22,11 +22,9 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card
-from lightning_gradcomp.compressors.decoded import Chunked, Fused
-from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits, unpack_bits
 from lightning_gradcomp.compressors.layout import Layout, chunks
-from lightning_gradcomp.compressors.tensor_codec import TensorCodec
+from lightning_gradcomp.compressors.tensor_codec import Kernels, TensorCodec
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -160,35 +158,18 @@ class OneBit(TensorCodec):
             bits.view(-1, self._row).mul_(unpack_bits(any_in_row, n // self._row).unsqueeze(1))
         return bits
 
-    # With Triton kernels, all tensors at once
-
-    def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
-        if type(self) is not OneBit or not cuda.takes(flat):  # a subclass may encode in another way
-            return super().pack(flat, layout)
+    def _make_kernels(self, layout: Layout, device: torch.device) -> Kernels | None:
+        if type(self) is not OneBit:  # a subclass may encode in another way
+            return None
         from lightning_gradcomp.compressors.kernels.cuda import onebit
 
-        payload = onebit.pack(flat, self._tables_of(layout, flat.device), self.threshold)
-        return payload, self.unpack(payload, layout)
-
-    def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
-        if type(self) is not OneBit or not cuda.takes(payload):
-            return super().unpack(payload, layout)
-        from lightning_gradcomp.compressors.kernels.cuda import onebit
-
-        tables = self._tables_of(layout, payload.device)
-        return Fused.of(layout.n, payload.device, partial(onebit.unpack, payload, tables))
-
-    def _tables_of(self, layout: Layout, device: torch.device) -> Any:
-        from lightning_gradcomp.compressors.kernels.cuda import onebit
-
-        if (layout, device) not in self._tables:
-            encodings, length = self._places(layout)
-            places = []
-            for one in encodings:
-                codec: Any = one.codec
-                for start, stop, begins in one.tensors:
-                    pairs, bits, *rows = (begin // 4 for begin in begins)
-                    rows_at = rows[0] if rows else 0
-                    places.append(onebit.Place(start, stop, codec.group_size, pairs, bits, codec._row, rows_at))
-            self._tables[layout, device] = onebit.tables_of(places, length // 4, device)
-        return self._tables[layout, device]
+        encodings, length = self._places(layout)
+        places = []
+        for one in encodings:
+            codec: Any = one.codec
+            for start, stop, begins in one.tensors:
+                pairs, bits, *rows = (begin // 4 for begin in begins)
+                rows_at = rows[0] if rows else 0
+                places.append(onebit.Place(start, stop, codec.group_size, pairs, bits, codec._row, rows_at))
+        tables = onebit.tables_of(places, length // 4, device)
+        return Kernels(partial(onebit.pack, tables, self.threshold), partial(onebit.unpack, tables))

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from lightning_gradcomp.compressors.base import Codec
-from lightning_gradcomp.compressors.decoded import Chunked
+from lightning_gradcomp.compressors.decoded import Chunked, Fused
+from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
 from lightning_gradcomp.compressors.updates import Update
 from lightning_gradcomp.errors import refusal
+
+
+class Kernels(NamedTuple):
+    """Triton kernels for the payloads of a layout.
+
+    Args:
+        pack: returns the payload (uint8) of a flat buffer.
+        unpack: maps (payload, flat buffer, sign) to None, as `Fused.deliver` does with its values.
+    """
+
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    unpack: Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 @dataclass(kw_only=True)
@@ -94,6 +107,9 @@ class TensorCodec(Codec):
 
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
         """The payload: the parts of all tensors."""
+        if kernels := self._kernels_for(flat, layout):
+            payload = kernels.pack(flat)
+            return payload, self.unpack(payload, layout)
         places, length = self._places(layout)
         payload = torch.zeros(length, dtype=torch.uint8, device=flat.device)  # pads with zeros between parts
         for one in places:
@@ -110,6 +126,8 @@ class TensorCodec(Codec):
 
     def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
         """All tensors, decoded on demand."""
+        if kernels := self._kernels_for(payload, layout):
+            return Fused.of(layout.n, payload.device, partial(kernels.unpack, payload))
         bounds: list[tuple[int, int]] = []
         pieces: list[tuple[TensorCodec, list[torch.Tensor], int]] = []
         for one in self._places(layout)[0]:
@@ -150,9 +168,20 @@ class TensorCodec(Codec):
     def _known(self) -> dict[Layout, tuple[list[_Encoding], int]]:
         return {}
 
+    def _make_kernels(self, layout: Layout, device: torch.device) -> Kernels | None:
+        """Triton kernels for all tensors of a layout at once; None if there are none for this class."""
+        return None
+
+    def _kernels_for(self, x: torch.Tensor, layout: Layout) -> Kernels | None:
+        """The kernels that process x, the flat buffer or the payload of a layout."""
+        if not cuda.takes(x):
+            return None
+        if (layout, x.device) not in self._made:
+            self._made[layout, x.device] = self._make_kernels(layout, x.device)
+        return self._made[layout, x.device]
+
     @cached_property
-    def _tables(self) -> dict[tuple[Layout, torch.device], Any]:
-        """What a GPU's kernels read about each layout."""
+    def _made(self) -> dict[tuple[Layout, torch.device], Kernels | None]:
         return {}
 
     def _places(self, layout: Layout) -> tuple[list[_Encoding], int]:

@@ -20,11 +20,9 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card
-from lightning_gradcomp.compressors.decoded import Chunked, Fused
-from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import greater_equal, interleave, look_up
 from lightning_gradcomp.compressors.layout import Layout, chunks
-from lightning_gradcomp.compressors.tensor_codec import TensorCodec
+from lightning_gradcomp.compressors.tensor_codec import Kernels, TensorCodec
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.registry import register
 
@@ -127,31 +125,14 @@ class TwoBit(TensorCodec):
         t, packed = parts
         return unpack(packed, n, t)
 
-    # With Triton kernels, all tensors at once
-
-    def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
-        if type(self) is not TwoBit or not cuda.takes(flat):  # a subclass may encode in another way
-            return super().pack(flat, layout)
+    def _make_kernels(self, layout: Layout, device: torch.device) -> Kernels | None:
+        if type(self) is not TwoBit:  # a subclass may encode in another way
+            return None
         from lightning_gradcomp.compressors.kernels.cuda import twobit
 
+        encodings, length = self._places(layout)
+        each = [tensor for one in encodings for tensor in one.tensors]
+        places = [(start, stop, threshold // 4, codes // 4) for start, stop, (threshold, codes) in each]
+        tables = twobit.tables_of(places, length // 4, device)
         threshold = None if self.threshold == "auto" else float(self.threshold)
-        payload = twobit.pack(flat, self._tables_of(layout, flat.device), threshold)
-        return payload, self.unpack(payload, layout)
-
-    def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
-        if type(self) is not TwoBit or not cuda.takes(payload):
-            return super().unpack(payload, layout)
-        from lightning_gradcomp.compressors.kernels.cuda import twobit
-
-        tables = self._tables_of(layout, payload.device)
-        return Fused.of(layout.n, payload.device, partial(twobit.unpack, payload, tables))
-
-    def _tables_of(self, layout: Layout, device: torch.device) -> Any:
-        from lightning_gradcomp.compressors.kernels.cuda import twobit
-
-        if (layout, device) not in self._tables:
-            encodings, length = self._places(layout)
-            each = [tensor for one in encodings for tensor in one.tensors]
-            places = [(start, stop, threshold // 4, codes // 4) for start, stop, (threshold, codes) in each]
-            self._tables[layout, device] = twobit.tables_of(places, length // 4, device)
-        return self._tables[layout, device]
+        return Kernels(partial(twobit.pack, tables, threshold), partial(twobit.unpack, tables))

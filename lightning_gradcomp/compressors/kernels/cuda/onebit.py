@@ -90,7 +90,7 @@ def tables_of(places: Sequence[Place], words: int, device: torch.device) -> Tabl
     )
 
 
-def pack(flat: torch.Tensor, tables: Tables, threshold: str) -> torch.Tensor:
+def pack(tables: Tables, threshold: str, flat: torch.Tensor) -> torch.Tensor:
     """The payload of `flat` (fp32 [n]): uint8. `threshold` is as in compressors/onebit.py."""
     payload = torch.zeros(tables.words, dtype=torch.int32, device=flat.device)
     groups, mean = tables.groups, threshold == "mean"
@@ -108,7 +108,7 @@ def pack(flat: torch.Tensor, tables: Tables, threshold: str) -> torch.Tensor:
     return payload.view(torch.uint8)
 
 
-def unpack(payload: torch.Tensor, tables: Tables, out: torch.Tensor, sign: int) -> None:
+def unpack(tables: Tables, payload: torch.Tensor, out: torch.Tensor, sign: int) -> None:
     """Decode a payload (uint8) into `out` (fp32 [n]), as `deliver` does."""
     blocks, words = tables.blocks, payload.view(torch.int32)
     arguments = words, payload.view(torch.float32), blocks.table, tables.tensors, out
@@ -135,12 +135,12 @@ def _sum_sides(flat, table, thresholds, ones, above, below, BLOCK: tl.constexpr,
 def _write_pairs(ones, above, below, first, sizes, thresholds, pairs, payload, MEAN: tl.constexpr, SIZE: tl.constexpr):
     """Write a group's two values: the means of the elements on either side of the threshold."""
     group = tl.program_id(0)
-    ones, high = total(ones, first, SIZE), total(above, first, SIZE)
+    ones, excess = total(ones, first, SIZE), total(above, first, SIZE)
     zeros = tl.load(sizes + group).to(tl.int32) - ones
-    high = tl.div_rn(high, tl.maximum(ones, 1).to(tl.float32))
+    high = tl.div_rn(excess, tl.maximum(ones, 1).to(tl.float32))
     if MEAN:  # the excess above the mean equals the deficit below
         mean = tl.load(thresholds + group)
-        low = mean - tl.div_rn(total(above, first, SIZE), tl.maximum(zeros, 1).to(tl.float32))
+        low = mean - tl.div_rn(excess, tl.maximum(zeros, 1).to(tl.float32))
         high = mean + high
     else:
         low = tl.div_rn(total(below, first, SIZE), tl.maximum(zeros, 1).to(tl.float32))
@@ -150,19 +150,25 @@ def _write_pairs(ones, above, below, first, sizes, thresholds, pairs, payload, M
 
 
 @triton.jit
-def _write_bits(flat, table, tensors, thresholds, payload, WORDS: tl.constexpr):
-    """Write a block's bits: set if the element is at least its group's threshold."""
+def _bits(table, tensors, WORDS: tl.constexpr):
+    """A block's elements, 32 in a row, and their places in their tensor; their bits' shifts and words; its entry."""
     begin, stop, tensor = block(table)
-    row = tensors + 7 * tensor
-    start, size, bits_at, first = tl.load(row), tl.load(row + 1), tl.load(row + 3), tl.load(row + 6)
+    entry = tensors + 7 * tensor
+    start, bits_at = tl.load(entry), tl.load(entry + 3)
     word, bit = tl.arange(0, WORDS), tl.arange(0, 32)
     places = begin + 32 * word[:, None] + bit[None, :]
-    inside = places < stop
-    group = first + (places - start).to(tl.int32) // size.to(tl.int32)
+    words = bits_at + (begin - start) // 32 + word
+    return places, places < stop, (places - start).to(tl.int32), bit[None, :], words, begin + 32 * word < stop, entry
+
+
+@triton.jit
+def _write_bits(flat, table, tensors, thresholds, payload, WORDS: tl.constexpr):
+    """Write a block's bits: set if the element is at least its group's threshold."""
+    places, inside, element, shifts, words, written, entry = _bits(table, tensors, WORDS)
+    group = tl.load(entry + 6) + element // tl.load(entry + 1).to(tl.int32)
     threshold = tl.load(thresholds + group, mask=inside, other=0.0)
     bits = inside & (tl.load(flat + places, mask=inside, other=0.0) >= threshold)
-    words = tl.sum(bits.to(tl.int32) << bit[None, :], 1)
-    tl.store(payload + bits_at + (begin - start) // 32 + word, words, mask=begin + 32 * word < stop)
+    tl.store(payload + words, tl.sum(bits.to(tl.int32) << shifts, 1), mask=written)
 
 
 @triton.jit
@@ -179,16 +185,9 @@ def _write_rows(flat, table, row_bits, payload, BLOCK: tl.constexpr):
 @triton.jit
 def _decode(payload, pairs, table, tensors, out, ROWS: tl.constexpr, SIGN: tl.constexpr, WORDS: tl.constexpr):
     """Deliver the value that each bit of a block selects; 0 in a row of zeros."""
-    begin, stop, tensor = block(table)
-    entry = tensors + 7 * tensor
-    start, size, pairs_at, bits_at = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    word, bit = tl.arange(0, WORDS), tl.arange(0, 32)
-    places = begin + 32 * word[:, None] + bit[None, :]
-    inside = places < stop
-    words = tl.load(payload + bits_at + (begin - start) // 32 + word, mask=begin + 32 * word < stop, other=0)
-    bits = (words[:, None] >> bit[None, :]) & 1
-    element = (places - start).to(tl.int32)
-    pair = pairs + pairs_at + 2 * (element // size.to(tl.int32))
+    places, inside, element, shifts, words, written, entry = _bits(table, tensors, WORDS)
+    bits = (tl.load(payload + words, mask=written, other=0)[:, None] >> shifts) & 1
+    pair = pairs + tl.load(entry + 2) + 2 * (element // tl.load(entry + 1).to(tl.int32))
     low, high = tl.load(pair, mask=inside, other=0.0), tl.load(pair + 1, mask=inside, other=0.0)
     values = bits.to(tl.float32) * (high - low) + low
     if ROWS:

@@ -49,7 +49,7 @@ def best_thresholds(flat: torch.Tensor, tables: Tables) -> torch.Tensor:
     return squares(flat, tables.blocks, means).div_(tables.sizes).mul_(means.mul_(0.5**0.5)).clamp_(min=tiny)
 
 
-def pack(flat: torch.Tensor, tables: Tables, threshold: float | None) -> torch.Tensor:
+def pack(tables: Tables, threshold: float | None, flat: torch.Tensor) -> torch.Tensor:
     """The payload of `flat` (fp32 [n]) at this threshold, or at each tensor's best: uint8."""
     payload, blocks = flat.new_empty(tables.words), tables.blocks
     if threshold is None:
@@ -61,7 +61,7 @@ def pack(flat: torch.Tensor, tables: Tables, threshold: float | None) -> torch.T
     return payload.view(torch.uint8)
 
 
-def unpack(payload: torch.Tensor, tables: Tables, out: torch.Tensor, sign: int) -> None:
+def unpack(tables: Tables, payload: torch.Tensor, out: torch.Tensor, sign: int) -> None:
     """Decode a payload (uint8) into `out` (fp32 [n]), as `deliver` does."""
     blocks = tables.blocks
     arguments = payload.view(torch.float32), payload.view(torch.int32), blocks.table, tables.tensors, out
