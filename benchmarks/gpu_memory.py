@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_gradcomp as lgc
-from benchmarks import methods, report
+from benchmarks import memory, methods, report
 
 METHODS = "compute,ddp,fp16_hook,powersgd_hook," + ",".join(
     f"{method}@all_gather" for method in ("dgc", "gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
@@ -49,13 +49,7 @@ def measure(arguments: argparse.Namespace, name: str, residual_device: str | Non
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0  # by earlier methods, which DDP's C++ keeps
-    torch.manual_seed(0)
-    model = methods.network(arguments.model).to(device)
-    method = methods.method(name, arguments.optimizer, model, residual_device=residual_device)
-    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=device)
-    labels = torch.randint(0, 10, (arguments.batch,), device=device)
-    for _ in range(arguments.steps):
-        method.step(images, labels)
+    method = memory.trained(arguments, name, residual_device)
     state: list[torch.Tensor] = []
     after = torch.cuda.memory_allocated(device) if on_gpu else 0
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0

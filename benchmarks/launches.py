@@ -3,9 +3,8 @@
     python -m benchmarks.launches --csv docs/data/launches.csv    # half a minute
 
 Tensors hold no data (FakeTensorMode), and Triton kernels are counted instead of run. An operation of torch counts once,
-even if it runs several kernels, as topk and sort do. The step is that of one of two ranks after its first two, from the
-local gradients to the averages in `p.grad`, without the exchange. Every GPU step between them costs its launch, 5 to
-10 µs of the host's time.
+even if it runs several kernels, as topk and sort do. The step is the third of one of two ranks, from the local
+gradients to the averages in `p.grad`, without the exchange.
 
 Private: `average_compressed` and what it needs; the names that are replaced.
 """

@@ -31,16 +31,23 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-def train(arguments: argparse.Namespace) -> float:
-    """Peak memory of a few steps on this rank, in bytes."""
-    device, before = methods.device(), resident()
+def trained(arguments: argparse.Namespace, name: str, residual_device: str | None = None) -> methods.Method:
+    """A method after a few steps. Collective."""
+    device = methods.device()
     torch.manual_seed(0)
     model = methods.network(arguments.model).to(device)
-    method = methods.method(arguments.methods, arguments.optimizer, model)
+    method = methods.method(name, arguments.optimizer, model, residual_device=residual_device)
     images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=device)
     labels = torch.randint(0, 10, (arguments.batch,), device=device)
     for _ in range(arguments.steps):
         method.step(images, labels)
+    return method
+
+
+def peak(arguments: argparse.Namespace) -> float:
+    """Peak memory of a few steps on this rank, in bytes."""
+    device, before = methods.device(), resident()
+    trained(arguments, arguments.methods)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -50,7 +57,7 @@ def rank(arguments: argparse.Namespace) -> None:
     """One rank of one method."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    most = torch.tensor(float(train(arguments)))
+    most = torch.tensor(float(peak(arguments)))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         arguments.place.write_text(json.dumps(most.item()))

@@ -1,6 +1,7 @@
 """Scripts run in real processes. Each is killed, with everything it started, when its time is up."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -10,9 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 
@@ -121,6 +125,21 @@ def run_world(world: int, script: str, *arguments: str, timeout: float = 120) ->
             told.append(f"rank {number}:\n{done.stdout}")
     assert not told, "\n".join(told)
     return outputs[0]
+
+
+def outcomes(script: Path, folder: Path, timeout: float = 120) -> Callable[[str], Any]:
+    """Run a script of named scenarios on two ranks. Returns what each came to, by name; fails if the scenario failed.
+
+    Its last line is JSON: name -> {"result": ...} or {"failed": ...}.
+    """
+    outcome = json.loads(run_world(2, str(script), str(folder), timeout=timeout).splitlines()[-1])
+
+    def of(scenario: str) -> Any:
+        if "failed" in outcome[scenario]:
+            pytest.fail(outcome[scenario]["failed"])
+        return outcome[scenario]["result"]
+
+    return of
 
 
 def _be_a_script(environment: dict[str, str], output: Connection, argv: list[str]) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.launches import Echo
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.compressors import DGC, GradientDropping, TwoBit, terngrad, twobit
 from lightning_gradcomp.compressors.decoded import all_finite
@@ -12,7 +13,7 @@ from lightning_gradcomp.compressors.kernels.elias_fano import pack_indices, unpa
 from lightning_gradcomp.compressors.kernels.formats import BITS, pack_values, unpack_values
 from lightning_gradcomp.compressors.kernels.topk import topk
 from tests.averaging.workers import seeded
-from tests.gpu.worlds import CASES, NAMES, Echo, Model, Steps, draw_on_the_cpu, no_sum, sum_of_pair, train_pair
+from tests.gpu.worlds import CASES, NAMES, Model, Steps, draw_on_the_cpu, no_sum, sum_of_pair, train_pair
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -12,11 +12,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import lightning_gradcomp as lgc
+from benchmarks.launches import Echo
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.compressors import terngrad, twobit
 from lightning_gradcomp.compressors.kernels import bits, topk
-from tests.gpu.worlds import CASES, Echo, Model, Steps, draw_on_the_cpu, no_sum
+from tests.gpu.worlds import CASES, Model, Steps, draw_on_the_cpu, no_sum
 
 
 def holds_no_data():

@@ -55,19 +55,6 @@ class Model(torch.nn.Module):
             self.parts[-1].grad = None
 
 
-class Echo(Ranks):
-    """A world of two in which the other rank says what this one says. Sums are left to `no_sum`."""
-
-    def __init__(self):
-        super().__init__(None, world=2)
-
-    def start_gather(self, message):
-        return lambda: torch.stack([message, message])
-
-    def scatter(self, messages):
-        return torch.stack([messages[0], messages[0]])
-
-
 def no_sum(tensor, **options):
     """In place of `dist.all_reduce`."""
 

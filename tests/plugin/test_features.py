@@ -1,27 +1,17 @@
 """Features of the Trainer under compression. One run of `features.py` on two ranks serves most tests here."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run_world
+from tests.processes import outcomes
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """What a feature came to, by its name in the script."""
-    script = str(Path(__file__).with_name("features.py"))
-    output = run_world(2, script, str(tmp_path_factory.mktemp("features")), timeout=300)
-    outcome = json.loads(output.splitlines()[-1])
-
-    def of(feature):
-        if "failed" in outcome[feature]:
-            pytest.fail(outcome[feature]["failed"])
-        return outcome[feature]["result"]
-
-    return of
+    return outcomes(Path(__file__).with_name("features.py"), tmp_path_factory.mktemp("features"), timeout=300)
 
 
 SUPPORTED = [

@@ -1,11 +1,10 @@
 """Averages in 8 bits inside DDP. One run of `int8_script.py` on two ranks serves all tests."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run_world
+from tests.processes import outcomes
 
 FEATURES = [
     "accumulation", "unused_parameters", "static_graph", "gradient_as_bucket_view", "many_buckets",
@@ -16,16 +15,7 @@ FEATURES = [
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """What a feature came to, by its name in the script."""
-    script = str(Path(__file__).with_name("int8_script.py"))
-    output = run_world(2, script, str(tmp_path_factory.mktemp("int8")))
-    outcome = json.loads(output.splitlines()[-1])
-
-    def of(feature):
-        if "failed" in outcome[feature]:
-            pytest.fail(outcome[feature]["failed"])
-        return outcome[feature]["result"]
-
-    return of
+    return outcomes(Path(__file__).with_name("int8_script.py"), tmp_path_factory.mktemp("int8"))
 
 
 @pytest.mark.parametrize("feature", FEATURES)

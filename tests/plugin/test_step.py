@@ -1,27 +1,17 @@
 """Hooks, modules and optimizers that meddle with a step. One run of `step_script.py` on two ranks serves all tests."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run_world
+from tests.processes import outcomes
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """What a scenario came to, by its name in the script."""
-    script = str(Path(__file__).with_name("step_script.py"))
-    output = run_world(2, script, str(tmp_path_factory.mktemp("step")), timeout=110)
-    outcome = json.loads(output.splitlines()[-1])
-
-    def of(scenario):
-        if "failed" in outcome[scenario]:
-            pytest.fail(outcome[scenario]["failed"])
-        return outcome[scenario]["result"]
-
-    return of
+    return outcomes(Path(__file__).with_name("step_script.py"), tmp_path_factory.mktemp("step"), timeout=110)
 
 
 def check_raised(raised, kind, message):
