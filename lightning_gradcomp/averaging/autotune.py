@@ -94,6 +94,11 @@ class Autotune:
         """The choice in words, with the times."""
 
     @property
+    def compresses(self) -> bool:
+        """True if the latest trial chose a topology."""
+        return self.choice not in (None, self.uncompressed)
+
+    @property
     def measuring(self) -> bool:
         """True while steps are timed."""
         return self.choice is None or bool(self._times)
@@ -111,9 +116,9 @@ class Autotune:
             if self.choice is not None and self._tried_at is not None and density > self._tried_at / RETRY:
                 return self.choice if self.choice == self.uncompressed or self.choice in affordable else affordable[0]
             candidates = [name for name in self._topologies if name in affordable]
-            if self.choice not in (None, self.uncompressed) and len(candidates) == 1:
+            if self.compresses and len(candidates) == 1:
                 return candidates[0]
-            with_dense = {self.uncompressed: self._dense} if self.choice in (None, self.uncompressed) else {}
+            with_dense = {} if self.compresses else {self.uncompressed: self._dense}
             self._times = {**with_dense, **{name: [] for name in candidates}}
         under_test = next(name for name, times in self._times.items() if len(times) < ROUNDS[self._round].steps)
         return under_test if under_test in (self.uncompressed, *affordable) else self.uncompressed
@@ -128,7 +133,7 @@ class Autotune:
         Returns:
             True if the step ended a trial.
         """
-        waiting = not self._times and did == self.uncompressed and self.choice in (None, self.uncompressed)
+        waiting = not self._times and did == self.uncompressed and not self.compresses
         if not waiting and not self._times:
             self._ended = None
             return False

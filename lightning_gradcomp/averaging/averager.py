@@ -534,7 +534,7 @@ class GradientAverager:
             unit: the name of a step: "step" or "round".
         """
         auto, compressed = self.autotune, self.spent.bytes_sent < self.spent.dense_bytes
-        if self._choice is None or (auto.choice not in (None, auto.uncompressed) if auto else compressed):
+        if self._choice is None or (auto.compresses if auto else compressed):
             return ""
         if self.ranks.workers == 1:
             alone = "replica" if self.shards else "rank" if self.world == 1 else "node, and only nodes compress"
@@ -609,9 +609,8 @@ class GradientAverager:
                 self._memory.load_state_dict(state["memory"], **how)
             if self.ranks.rank == 0:
                 warn_of_lost_kinds(state["memory"], self._memory.state_dict(), self.gradients)
-        tuned, same = state["autotune"], False
-        if self.autotune and tuned:  # a different world, or fallback, needs its own trial
-            same = (tuned["world"], tuned["uncompressed"]) == (self.world, self.autotune.uncompressed)
-        if self.autotune and same:
-            self.autotune.load_state_dict(tuned)
+        auto, tuned = self.autotune, state["autotune"]
+        # A different world, or fallback, needs its own trial.
+        if auto and tuned and (tuned["world"], tuned["uncompressed"]) == (self.world, auto.uncompressed):
+            auto.load_state_dict(tuned)
         self.steps, self._decided_for = state["steps"], None
