@@ -143,13 +143,6 @@ def of_other_groups(group: dist.ProcessGroup, device: torch.device, elements: in
     used = "local_sgd/background.py"
     yield Call("all-reduce in a thread, on its own stream and group", f"fp32 [{elements}]", used, in_background)
 
-    def barrier() -> None:
-        options = dist.BarrierOptions()
-        options.timeout = TIMEOUT
-        group.barrier(options).wait()
-
-    yield Call("barrier with a timeout", "", "local_sgd/elastic.py", barrier)
-
 
 def of_the_plugin(group: dist.ProcessGroup, device: torch.device, elements: int) -> Iterator[Call]:
     """What strategies, checkpoints and hooks of DDP use."""

@@ -3,18 +3,17 @@
     python -m benchmarks.faults ranks      # strategies: 112 cases, about 45 minutes of two cores
     python -m benchmarks.faults ranks --faults stopped --phases round
     python -m benchmarks.faults async      # dist_async: 9 cases and a killed server, about eight minutes
-    python -m benchmarks.faults elastic    # ElasticAverager: 4 cases, about five minutes
 
 - ranks: one of a Trainer's two ranks is killed, stopped, raises or is cut off in a phase of the run. The output is the
   seconds until the other ended, and its message. The strategy's timeout is 8 s once both have started; a case is ended
   after `--limit` seconds. Only ranks on two emulated nodes (benchmarks/link.py, needs root) are cut off: one stops
   sending packets, including acknowledgements.
-- async, elastic: four processes train a small network on the digits, with a pause in each step that stands for
-  computation. One fails between steps, during a push or a pull, or in an exchange; later a fifth joins. The output is
-  the other three's steps per second before and after, their longest pause between two steps, and the final accuracy.
-  With dist_async they wait at most the server's timeout of 2 s for a silent worker; the staleness is 4.
+- async: four workers train a small network on the digits, with a pause in each step that stands for computation. One
+  fails between steps, or during a push or a pull; later a fifth joins. The output is the other three's steps per second
+  before and after, their longest pause between two steps, and the final accuracy. They wait at most the server's
+  timeout of 2 s for a silent worker; the staleness is 4.
 
-Private: `ElasticAverager._exchange`, torch's `_set_pg_timeout` and Lightning's `_timeout`.
+Private: torch's `_set_pg_timeout` and Lightning's `_timeout`.
 """
 
 from __future__ import annotations
@@ -56,14 +55,12 @@ from lightning_gradcomp.app.data.digits import digits
 FAULTS = {
     "ranks": ("killed", "stopped", "raises", "cut off"),
     "async": ("killed", "stopped", "raises"),
-    "elastic": ("killed", "stopped"),
 }
 PHASES = {
     "ranks": (
         "train start", "dense step", "trial", "compressed step", "round", "checkpoint", "sidecar", "validation",
     ),
     "async": ("step", "push", "pull"),
-    "elastic": ("step", "exchange"),
 }  # fmt: skip
 
 
@@ -201,11 +198,11 @@ def ranks(options: argparse.Namespace) -> None:
             print(f"| {' | '.join(map(str, [*case, *ranks_case(*case, options.limit)]))} |", flush=True)
 
 
-# Workers of a server, and ranks that come and go
+# Workers of a server
 
 
 SECRET = "word"
-SILENCE, STALENESS, PERIOD = timedelta(seconds=2), 4, 15
+SILENCE, STALENESS = timedelta(seconds=2), 4
 PROCESSES = multiprocessing.get_context("forkserver")
 """Forked, because importing torch in each process would take longer than the runs."""
 
@@ -217,7 +214,7 @@ def network() -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of servers, workers and ranks."""
+    """The optimizer of servers and workers."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -235,11 +232,10 @@ def serve(address: Any) -> None:
 
 @dataclass(frozen=True)
 class Orders:
-    """A member's instructions.
+    """A worker's instructions.
 
     Args:
-        system: "async" or "elastic".
-        address: address of the server or lighthouse.
+        address: address of the server.
         out: file that receives a line of JSON per step.
         seed: seed for drawing images.
         compute: pause in a step, in seconds.
@@ -247,7 +243,6 @@ class Orders:
         fault, phase: how and where to fail; "" for not at all.
     """
 
-    system: str
     address: str
     out: Path
     seed: int
@@ -255,17 +250,6 @@ class Orders:
     times: Any
     fault: str = ""
     phase: str = ""
-
-
-class FailingAverager(lgc.ElasticAverager):
-    """Fails once the ranks of a round are connected and the others wait for this one's bytes."""
-
-    orders: Orders | None = None
-
-    def _exchange(self) -> None:
-        if self.orders and self.orders.phase == "exchange" and time.time() >= self.orders.times[1]:
-            fail_and_say(self.orders)
-        super()._exchange()
 
 
 def fail_amid_message(orders: Orders) -> None:
@@ -296,33 +280,26 @@ def fail_and_say(orders: Orders) -> None:
 
 
 def say(orders: Orders, **words: Any) -> None:
-    """Append a line to the member's file."""
+    """Append a line to the worker's file."""
     with orders.out.open("a") as file:
         print(json.dumps(words), file=file)
 
 
-def member(orders: Orders) -> None:
-    """Train until the time is up. With rounds, end after a round, together with the others."""
+def work(orders: Orders) -> None:
+    """Train until the time is up."""
     sys.stderr = orders.out.with_suffix(".log").open("w")
     torch.set_num_threads(1)
     (images, labels), model = digits()[0].tensors, network()
-    averager: Any
-    if orders.system == "async":
-        how: dict[str, Any] = {"servers": [orders.address], "secret": SECRET, "world": 4}
-        averager = lgc.AsyncAverager(model, sgd(model), PUSHES, timeout=timedelta(seconds=20), **how)
-    else:
-        pace = {**lgc.SPARSELOCO, "period": PERIOD, "timeout": timedelta(seconds=10)}
-        averager = FailingAverager(model, sgd(model), lighthouse=orders.address, host="127.0.0.1", **pace)
-        averager.orders = orders if orders.fault else None
+    how: dict[str, Any] = {"servers": [orders.address], "secret": SECRET, "world": 4}
+    averager = lgc.AsyncAverager(model, sgd(model), PUSHES, timeout=timedelta(seconds=20), **how)
     generator = torch.Generator().manual_seed(orders.seed)
-    rounds, armed, over = 0, False, False
-    while not over:
+    armed = False
+    while time.time() <= orders.times[0]:
         if orders.fault and not armed and time.time() >= orders.times[1]:
             armed = True
             if orders.phase == "step":
                 fail_and_say(orders)
-            elif orders.phase != "exchange":
-                fail_amid_message(orders)
+            fail_amid_message(orders)
         time.sleep(orders.compute)
         chosen = torch.randint(len(images), (16,), generator=generator)
         model.zero_grad()
@@ -332,18 +309,10 @@ def member(orders: Orders) -> None:
         except RuntimeError as error:
             say(orders, error=type(error).__name__, at=time.time())
             return
-        before, rounds = rounds, averager.rounds if orders.system == "elastic" else rounds + 1
         say(orders, step=time.time())
-        over = rounds > before and time.time() > orders.times[0]
-    if orders.system == "async":
-        averager.pull()
-        say(orders, accuracy=accuracy(model))
-        averager.close()
-    else:
-        with averager.agreed_weights():
-            say(orders, accuracy=accuracy(model))
-        averager.shutdown()
-        os._exit(0)
+    averager.pull()
+    say(orders, accuracy=accuracy(model))
+    averager.close()
 
 
 @torch.no_grad()
@@ -354,39 +323,30 @@ def accuracy(model: nn.Module) -> float:
 
 
 class Crowd:
-    """Members, each in its own process, and a server or a lighthouse.
+    """Workers and a server, each in its own process.
 
     Args:
-        system: "async" or "elastic".
-        folder: folder for the members' files.
+        folder: folder for the workers' files.
         compute: pause in a step, in seconds.
     """
 
-    def __init__(self, system: str, folder: Path, compute: float) -> None:
-        self.system, self.folder, self.compute = system, folder, compute
+    def __init__(self, folder: Path, compute: float) -> None:
+        self.folder, self.compute = folder, compute
         self.times = PROCESSES.Array("d", [math.inf, math.inf])
-        self.processes: dict[str, Any] = {}
-        if system == "async":
-            here, there = multiprocessing.Pipe()
-            self.processes["server"] = PROCESSES.Process(target=serve, args=(there,))
-            self.processes["server"].start()
-            self.address = here.recv()
-        else:
-            from torchft.coordination import LighthouseServer  # of the extra `elastic`
-
-            waits = {"join_timeout_ms": 5000, "heartbeat_timeout_ms": 5000}
-            self._lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **waits)
-            self.address = f"http://127.0.0.1:{self._lighthouse.address().rpartition(':')[2]}"
+        here, there = multiprocessing.Pipe()
+        self.processes: dict[str, Any] = {"server": PROCESSES.Process(target=serve, args=(there,))}
+        self.processes["server"].start()
+        self.address = here.recv()
 
     def start(self, name: str, **more: str) -> None:
-        """Start a member."""
+        """Start a worker."""
         place, seed = self.folder / name, len(self.processes)
-        orders = Orders(self.system, self.address, place, seed, self.compute, self.times, **more)
-        self.processes[name] = PROCESSES.Process(target=member, args=(orders,))
+        orders = Orders(self.address, place, seed, self.compute, self.times, **more)
+        self.processes[name] = PROCESSES.Process(target=work, args=(orders,))
         self.processes[name].start()
 
     def said(self, name: str, key: str) -> list[Any]:
-        """Everything that a member has written under a key."""
+        """Everything that a worker has written under a key."""
         file = self.folder / name
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [line[key] for line in lines if key in line]
@@ -405,14 +365,12 @@ class Crowd:
         for process in self.processes.values():
             process.kill()
             process.join()
-        if self.system == "elastic":
-            self._lighthouse.shutdown()
 
 
-def crowd_case(system: str, phase: str, fault: str, options: argparse.Namespace) -> dict[str, Any]:
+def crowd_case(phase: str, fault: str, options: argparse.Namespace) -> dict[str, Any]:
     """One line of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        crowd = Crowd(system, Path(folder), options.compute_ms / 1e3)
+        crowd = Crowd(Path(folder), options.compute_ms / 1e3)
         stay = [f"stays {number}" for number in range(3)]
         try:
             for name in stay:
@@ -446,7 +404,7 @@ def crowd_case(system: str, phase: str, fault: str, options: argparse.Namespace)
 
 
 def rate(steps: list[list[float]], begin: float, end: float) -> float:
-    """Mean steps per second of a member."""
+    """Mean steps per second of a worker."""
     return mean(sum(begin <= at < end for at in each) / (end - begin) for each in steps)
 
 
@@ -458,7 +416,7 @@ def pause(steps: list[float], begin: float, end: float) -> float:
 def server_killed(options: argparse.Namespace) -> str:
     """Kill the server. Returns a sentence on how long its workers take to notice."""
     with tempfile.TemporaryDirectory() as folder:
-        crowd, names = Crowd("async", Path(folder), options.compute_ms / 1e3), [f"worker {n}" for n in range(4)]
+        crowd, names = Crowd(Path(folder), options.compute_ms / 1e3), [f"worker {n}" for n in range(4)]
         try:
             for name in names:
                 crowd.start(name)
@@ -477,10 +435,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("system", choices=PHASES)
     parser.add_argument("--faults", nargs="+", help="killed, stopped, raises, cut off")
-    parser.add_argument("--phases", nargs="+", help="such as step, push, exchange, checkpoint")
+    parser.add_argument("--phases", nargs="+", help="such as step, push, round, checkpoint")
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS, help="for ranks")
     parser.add_argument("--limit", type=float, default=90.0, help="limit for a case of ranks, in seconds")
-    parser.add_argument("--compute-ms", type=float, default=100.0, help="pause in a step of async and elastic")
+    parser.add_argument("--compute-ms", type=float, default=100.0, help="pause in a step of async")
     parser.add_argument("--seconds", type=float, default=15.0, help="before a fault, after it, and with a fifth")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -493,12 +451,11 @@ def main() -> None:
     else:
         lines = []
         for phase, fault in itertools.product(options.phases, options.faults):
-            lines.append(crowd_case(options.system, phase, fault, options))
+            lines.append(crowd_case(phase, fault, options))
             print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
         rows = [[f"{value:.2f}" if isinstance(value, float) else value for value in each.values()] for each in lines]
         print(report.table(list(lines[0]), rows))
-        if options.system == "async":
-            print(server_killed(options))
+        print(server_killed(options))
         print(f"{report.machine()}, load {os.getloadavg()[0]:.0f}")
 
 

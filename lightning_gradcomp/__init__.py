@@ -24,7 +24,6 @@ from lightning_gradcomp.compressors.kernels.topk import topk
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.sparseloco import SPARSELOCO
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
-from lightning_gradcomp.local_sgd.elastic import ElasticAverager
 from lightning_gradcomp.local_sgd.rounds import Nesterov
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer
@@ -56,7 +55,6 @@ __all__ = [
     "DelayedAverager",
     "DelayedStrategy",
     "Dense",
-    "ElasticAverager",
     "GradientAverager",
     "GradientDropping",
     "Int8",

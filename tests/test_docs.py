@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
-from torchft.coordination import LighthouseServer
 
 import lightning_gradcomp as lgc
 from docs import tables
@@ -69,9 +68,6 @@ TAKES_FOR_GRANTED = ("README.md", "docs/local_steps.md")
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice on Trainers that are made here, and not used
 def test_python_of_a_page_runs(page, tmp_path):
     names = {"__name__": "page", **(provided(tmp_path) if page in TAKES_FOR_GRANTED else {})}
-    if page == "docs/local_steps.md":
-        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
-        names["lighthouse"] = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     for kind, line, text in blocks(page):
         if kind == "python":
             exec(compile("\n" * (line - 1) + text, str(PAGES[page]), "exec"), names)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import hydra
 import pytest
@@ -91,12 +88,6 @@ def check_pip(words: list[str]) -> None:
         assert re.search(rf"^{extra} = ", extras, re.MULTILINE), extra
 
 
-def check_lighthouse(words: list[str]) -> None:
-    command = [str(Path(sys.executable).parent / "torchft_lighthouse"), "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert all(word in told for word in words if word.startswith("--"))
-
-
 def check_python(words: list[str]) -> None:
     words, _, inner = " ".join(words).partition(" -- ")
     options = words.split()
@@ -136,7 +127,6 @@ CHECKS = {
     "pip": check_pip,
     "python": check_python,
     "python3": check_python,
-    "torchft_lighthouse": check_lighthouse,
     "torchrun": check_torchrun,
     "sbatch": check_file,
     **dict.fromkeys((".", "cd", "export", "git", "pytest", "ruff", "pyrefly"), check_nothing),

@@ -8,7 +8,6 @@ in flight at a time. The update rule and its source are in `anchor.py`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,39 +72,75 @@ class RoundStats(Stats):
         self.seconds["exchange"] = before + perf_counter() - begin
 
 
-class RoundLoop(ABC):
-    """The loop of rounds. Its subclasses, `DelayedAverager` and `ElasticAverager`, decide which ranks take part.
+class DelayedAverager:
+    """Local steps, with averages of the weights applied `delay` steps late: for high-latency links.
+
+        averager = DelayedAverager(model, optimizer, period=8, delay=8)
+        loss.backward()
+        averager.step()     # = optimizer.step(); sends at the end of a round, applies the average `delay` steps later
+        averager.drain()    # before validation, checkpoints and the end: all ranks hold the average
+
+    `period=1, delay=0` is synchronous training, `delay=0` local SGD (FedAvg), `delay=0` with `outer` DiLoCo,
+    `**SPARSELOCO` SparseLoCo, and `delay > 0` delayed gradient averaging. Between drains each rank has its own weights:
+    don't evaluate or save them.
 
     Args:
-        schedule: period and delay.
-        process_group: group of the first rounds; None for a single rank.
+        model: the bare module, not wrapped in DDP. All ranks start with rank 0's weights and buffers.
+        optimizer: any torch optimizer, or a list of several. Between drains its state is local to the rank. One step of
+            a round is one `step`, in which each of several may step, or a block of `stepping`.
+        compressor: compresses the update of each round, with error feedback over rounds.
+        period: K, the number of steps in a round, the same on all ranks. With `delay="auto"`, the smallest K.
+        delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. "auto" measures the
+            first rounds and chooses enough steps to hide the exchange.
+        process_group: default: a new group of all ranks, so that no other collective waits for the exchange. Without
+            torch.distributed there is one rank, and `step` is `optimizer.step()`.
+        outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
+        stale_only: apply only averages, no local steps. Weights are then the same on all ranks at every step, all
+            gradients of a round are taken at the same weights, and every update is late.
+        pending_share: fraction of its own update that a rank keeps in its weights from the end of the round until the
+            average arrives, 0 to 1. 1 is the paper's rule. Default: 0.5 if one of the optimizers is Adam or AdamW, on
+            several ranks, because their steps are mostly the rank's own noise, little of which survives averaging;
+            otherwise 1.
+        participation: fraction of the ranks that train in a round, drawn anew for each round (C in federated
+            averaging). The others rest: they take no optimizer steps but receive the average.
+        error_decay: None: a drain sends the residuals, uncompressed. A number from 0 to 1: each rank keeps its residual
+            and multiplies it by this factor once per round. A drain then ends the round early, compressed like any
+            other, and does not average moments. This is SparseLoCo's error feedback, which replaces an outer momentum;
+            with 1 nothing is lost.
+        steps_per_epoch: needed by a compressor whose warm-up counts epochs.
+        epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 
-    The other arguments are those of `DelayedAverager`.
+    Raises:
+        ValueError: if an option is invalid or the model is not supported.
     """
 
-    pending_share = 1.0
-    resting = measures_residual = False
-    _is_single = False
-    """True if there are never any other ranks."""
+    measures_residual = False
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        compressor: Compressor | str,
-        schedule: RoundSchedule,
-        process_group: dist.ProcessGroup | None,
+        compressor: Compressor | str = "none",
         *,
-        outer: Nesterov | None,
-        error_decay: float | None,
+        period: int = 8,
+        delay: int | str = 8,
+        process_group: dist.ProcessGroup | None = None,
+        outer: Nesterov | None = None,
         stale_only: bool = False,
+        pending_share: float | None = None,
+        participation: float = 1.0,
+        error_decay: float | None = None,
         steps_per_epoch: int | None = None,
         epoch: int | None = None,
     ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise refusal("DelayedAverager(model)", "DistributedDataParallel", "the module inside it")
+        self.round_schedule, self.participants = RoundSchedule(period, delay), Participants(participation)
+        check_pending_share(pending_share, stale_only=stale_only)
+        self._pending_share = pending_share
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self.compressor: Compressor = build(compressor)
-        self.round_schedule = schedule
         self.outer, self.error_decay, self.stale_only = outer or PLAIN_AVERAGING, error_decay, stale_only
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         self.spent = RoundStats()
@@ -119,19 +154,19 @@ class RoundLoop(ABC):
         self._step_seconds: list[float] = []
         self._distance = self._exchange_seconds = 0.0
         self._step_ended: float | None = None
+        if process_group is None and dist.is_initialized():
+            process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - includes this rank
         self._start(process_group)
         self.flags = [False] * self.world
         """The flags of all ranks from the latest average or drain. They change at the same step on all ranks."""
+        self._is_single = self.world == 1
+        if not self._is_single:
+            broadcast_unless_identical([*model.parameters(), *model.buffers()], self.ranks)
+        self._buffers = Buffers(model)
 
     def _start(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None = None) -> None:
         """Start from the model's weights and the rounds' `state`, with no exchange pending."""
         self._anchor = Anchor(self.model, stale_only=self.stale_only)
-        self._use_group(group, state)
-        self._steps_since_drain = self._steps_in_round = 0
-        self._samples_in_round = self._samples_since_drain = 0
-
-    def _use_group(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None) -> None:
-        """Average in this group from now on, starting from the rounds' `state`."""
         self._rounds = Rounds(
             self._anchor,
             self.compressor,
@@ -145,6 +180,8 @@ class RoundLoop(ABC):
         if state:
             self._rounds.load_shared_state(state)
         self.ranks, self.world = self._rounds.ranks, self._rounds.world
+        self._steps_since_drain = self._steps_in_round = 0
+        self._samples_in_round = self._samples_since_drain = 0
 
     def _current_epoch(self) -> int | None:
         return self.epoch if self.steps_per_epoch is None else self.steps // self.steps_per_epoch
@@ -163,6 +200,26 @@ class RoundLoop(ABC):
     def delay(self) -> int:
         """D, the current delay in steps."""
         return self.round_schedule.delay
+
+    @property
+    def rounds(self) -> Rounds:
+        """Averages the updates; its `state_dict` is this rank's own state."""
+        return self._rounds
+
+    @property
+    def pending_share(self) -> float:
+        """Fraction of a rank's own update that its weights contain while the average is pending."""
+        if self._pending_share is not None:
+            return self._pending_share
+        adam = any(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in self.optimizers)
+        return 0.5 if adam and self.world > 1 else 1.0
+
+    @property
+    def resting(self) -> bool:
+        """True if this rank was not drawn for the current round."""
+        return self.ranks.rank not in self.participants.of_round(self._rounds_ended, self.world)
+
+    # Steps
 
     def step(self, weight: int = 1) -> None:
         """Step the optimizers in their order. Send the update at the end of a round, and apply an average that is due.
@@ -197,7 +254,7 @@ class RoundLoop(ABC):
         if self._is_single:
             return
         if self._anchor.trainable_changed:
-            self._end_early()
+            self.drain()  # updates have another layout from here on
             self._anchor.refresh_trainable()
         if not self._steps_since_drain:
             self._anchor.copy_from_model()  # the caller may have changed the weights, identically on all ranks
@@ -223,18 +280,10 @@ class RoundLoop(ABC):
             if self._steps_since_drain == self._pending.due or self._pending.failed:
                 self._apply(self._receive())
         if self._steps_in_round == self.period:
-            self._end_round()
+            self._send_update()
+            if self.delay == 0:
+                self._apply(self._receive())
         self._step_ended = perf_counter()
-
-    @abstractmethod
-    def _end_early(self) -> None:
-        """End the round before newly frozen or unfrozen layers change the layout of updates."""
-
-    def _end_round(self) -> None:
-        """Send the update. Without a delay, also apply the average."""
-        self._send_update()
-        if self.delay == 0:
-            self._apply(self._receive())
 
     def _close_round(self) -> tuple[RoundReport, bool]:
         """Set the anchor's pseudo-gradients. Returns this rank's report, and True if the update is finite."""
@@ -284,130 +333,7 @@ class RoundLoop(ABC):
         self.flags = [report.flag for report in reports]
         self.round_schedule.round_applied(reports)
 
-    # Log
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the rounds, and the compression ratio over all steps so far."""
-        names = ("overlapped_steps", "late_rounds", "consensus_distance")
-        rounds = {f"dga/{name}": float(getattr(self.spent, name)) for name in names}
-        return {f"comm/ratio_N{self.world}": self.spent.ratio, **rounds}
-
-    def summary(self) -> dict[str, Any]:
-        """Period, delay, and the costs of all rounds."""
-        names = ("rounds", "bytes_sent", "dense_bytes", "stall_seconds", "late_rounds", "overlapped_steps", "sparsity")
-        costs = {name: getattr(self.spent, name) for name in (*names, "consensus_distance")}
-        return {"rounds": {"period": self.period, "delay": self.delay, **costs}}
-
-    def why_uncompressed(self) -> str:
-        """The reason why no round was compressed; empty if one was, or if there is nothing to compress."""
-        if isinstance(self.compressor, LossyCompressor) and self.world > 1 and not self.spent.rounds:
-            return f"no round of {self.period} steps ended before a drain"
-        return self._rounds.averager.why_uncompressed("round")
-
-
-class DelayedAverager(RoundLoop):
-    """Local steps, with averages of the weights applied `delay` steps late: for high-latency links.
-
-        averager = DelayedAverager(model, optimizer, period=8, delay=8)
-        loss.backward()
-        averager.step()     # = optimizer.step(); sends at the end of a round, applies the average `delay` steps later
-        averager.drain()    # before validation, checkpoints and the end: all ranks hold the average
-
-    `period=1, delay=0` is synchronous training, `delay=0` local SGD (FedAvg), `delay=0` with `outer` DiLoCo,
-    `**SPARSELOCO` SparseLoCo, and `delay > 0` delayed gradient averaging. Between drains each rank has its own weights:
-    don't evaluate or save them.
-
-    Args:
-        model: the bare module, not wrapped in DDP. All ranks start with rank 0's weights and buffers.
-        optimizer: any torch optimizer, or a list of several. Between drains its state is local to the rank. One step of
-            a round is one `step`, in which each of several may step, or a block of `stepping`.
-        compressor: compresses the update of each round, with error feedback over rounds.
-        period: K, the number of steps in a round, the same on all ranks. With `delay="auto"`, the smallest K.
-        delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. "auto" measures the
-            first rounds and chooses enough steps to hide the exchange.
-        process_group: default: a new group of all ranks, so that no other collective waits for the exchange. Without
-            torch.distributed there is one rank, and `step` is `optimizer.step()`.
-        outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
-        stale_only: apply only averages, no local steps. Weights are then the same on all ranks at every step, all
-            gradients of a round are taken at the same weights, and every update is late.
-        pending_share: fraction of its own update that a rank keeps in its weights from the end of the round until the
-            average arrives, 0 to 1. 1 is the paper's rule. Default: 0.5 if one of the optimizers is Adam or AdamW, on
-            several ranks, because their steps are mostly the rank's own noise, little of which survives averaging;
-            otherwise 1.
-        participation: fraction of the ranks that train in a round, drawn anew for each round (C in federated
-            averaging). The others rest: they take no optimizer steps but receive the average.
-        error_decay: None: a drain sends the residuals, uncompressed. A number from 0 to 1: each rank keeps its residual
-            and multiplies it by this factor once per round. A drain then ends the round early, compressed like any
-            other, and does not average moments. This is SparseLoCo's error feedback, which replaces an outer momentum;
-            with 1 nothing is lost.
-        steps_per_epoch: needed by a compressor whose warm-up counts epochs.
-        epoch: the first epoch, for a caller that sets `averager.epoch` itself.
-
-    Raises:
-        ValueError: if an option is invalid or the model is not supported.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        compressor: Compressor | str = "none",
-        *,
-        period: int = 8,
-        delay: int | str = 8,
-        process_group: dist.ProcessGroup | None = None,
-        outer: Nesterov | None = None,
-        stale_only: bool = False,
-        pending_share: float | None = None,
-        participation: float = 1.0,
-        error_decay: float | None = None,
-        steps_per_epoch: int | None = None,
-        epoch: int | None = None,
-    ) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise refusal("DelayedAverager(model)", "DistributedDataParallel", "the module inside it")
-        schedule, self.participants = RoundSchedule(period, delay), Participants(participation)
-        check_pending_share(pending_share, stale_only=stale_only)
-        self._pending_share = pending_share
-        if process_group is None and dist.is_initialized():
-            process_group = dist.new_group(timeout=TIMEOUT)  # type: ignore[assignment] - includes this rank
-        super().__init__(
-            model,
-            optimizer,
-            compressor,
-            schedule,
-            process_group,
-            outer=outer,
-            error_decay=error_decay,
-            stale_only=stale_only,
-            steps_per_epoch=steps_per_epoch,
-            epoch=epoch,
-        )
-        self._is_single = self.world == 1
-        if not self._is_single:
-            broadcast_unless_identical([*model.parameters(), *model.buffers()], self.ranks)
-        self._buffers = Buffers(model)
-
-    @property
-    def rounds(self) -> Rounds:
-        """Averages the updates; its `state_dict` is this rank's own state."""
-        return self._rounds
-
-    @property
-    def pending_share(self) -> float:  # pyrefly: ignore[bad-override]
-        """Fraction of a rank's own update that its weights contain while the average is pending."""
-        if self._pending_share is not None:
-            return self._pending_share
-        adam = any(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in self.optimizers)
-        return 0.5 if adam and self.world > 1 else 1.0
-
-    @property
-    def resting(self) -> bool:  # pyrefly: ignore[bad-override]
-        """True if this rank was not drawn for the current round."""
-        return self.ranks.rank not in self.participants.of_round(self._rounds_ended, self.world)
-
-    def _end_early(self) -> None:
-        self.drain()
+    # Drains
 
     def drain(self) -> None:
         """Make the weights bit-identical on all ranks. Collective; does nothing if no step was taken since the last.
@@ -465,6 +391,8 @@ class DelayedAverager(RoundLoop):
             self._anchor.reset_model()
         return self._steps_since_drain > 0
 
+    # Log
+
     def describe(self) -> str:
         """One line for the log."""
         late = "without delay" if self.delay == 0 else f"applied {self.delay} steps later"
@@ -474,6 +402,26 @@ class DelayedAverager(RoundLoop):
             f"steps, {late}{' (the delay is being measured)' if self.round_schedule.measuring else ''}; "
             f"{first}N={self.world}."
         )
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the rounds, and the compression ratio over all steps so far."""
+        names = ("overlapped_steps", "late_rounds", "consensus_distance")
+        rounds = {f"dga/{name}": float(getattr(self.spent, name)) for name in names}
+        return {f"comm/ratio_N{self.world}": self.spent.ratio, **rounds}
+
+    def summary(self) -> dict[str, Any]:
+        """Period, delay, and the costs of all rounds."""
+        names = ("rounds", "bytes_sent", "dense_bytes", "stall_seconds", "late_rounds", "overlapped_steps", "sparsity")
+        costs = {name: getattr(self.spent, name) for name in (*names, "consensus_distance")}
+        return {"rounds": {"period": self.period, "delay": self.delay, **costs}}
+
+    def why_uncompressed(self) -> str:
+        """The reason why no round was compressed; empty if one was, or if there is nothing to compress."""
+        if isinstance(self.compressor, LossyCompressor) and self.world > 1 and not self.spent.rounds:
+            return f"no round of {self.period} steps ended before a drain"
+        return self._rounds.averager.why_uncompressed("round")
+
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """The state, the same on all ranks. Collective: it drains first.

@@ -154,10 +154,7 @@ class Rounds:
             if z.grad is not None and weight != 1:
                 z.grad.mul_(weight)
         self.averager.epoch = epoch
-        if self.error_decay is not None and self.world == 1:
-            self.averager.after_dense_step()  # the update of a single rank is the mean; its residual stays
-        else:
-            self.averager.average(during=(training_step, doing))
+        self.averager.average(during=(training_step, doing))
         self.bytes_sent += self.averager.stats.bytes_sent
         return reports
 
@@ -248,8 +245,8 @@ class RoundReport:
         distance: L2 distance of its weights from the anchor in the last round that was applied.
         step_seconds: median time of a step in this round, without waits for the network.
         exchange_seconds: duration of its last exchange.
-        steps: its optimizer steps so far, if ranks must be at the same step.
-        frozen: for each parameter of the model, True if it is frozen; empty if ranks may differ.
+        steps: its optimizer steps so far.
+        frozen: for each parameter of the model, True if it is frozen.
     """
 
     samples: int
@@ -294,7 +291,7 @@ def check_in_step(reports: Sequence[RoundReport], rank: int, names: Sequence[str
         ValueError: if a parameter is frozen on some ranks only.
         ExchangeFailed: if ranks are at different steps.
     """
-    for name, frozen in zip(names, zip(*(report.frozen for report in reports), strict=True), strict=False):
+    for name, frozen in zip(names, zip(*(report.frozen for report in reports), strict=True), strict=True):
         if len(set(frozen)) > 1:
             where = ", ".join(str(other) for other, is_frozen in enumerate(frozen) if is_frozen)
             allowed = "the same parameters on every rank, frozen and unfrozen at the same step"
