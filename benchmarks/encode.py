@@ -19,7 +19,6 @@ Private: `average_compressed` and what it needs, since a `GradientAverager` on o
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +60,6 @@ class EncodeTime:
     elements: int
     method: str
     optimizer: str  # "none" for a pass
-    triton: bool  # GRADCOMP_TRITON was set
     compress_ms: float | None = None
     decompress_ms: float | None = None
     step_ms: float | None = None
@@ -225,7 +223,6 @@ def lines(
     device = torch.device(arguments.device)
     elements = sum(parameter.numel() for parameter in model().parameters())
     common = {"layout": name, "elements": elements, "machine": report.machine()}
-    common["triton"] = bool(os.environ.get("GRADCOMP_TRITON"))
     by_pass = passes(elements, device, arguments.threads, arguments.steps)
     common["copy_gb_per_s"] = round(4e-6 * elements / by_pass["copy"], 3)
     for method, ms in by_pass.items():
@@ -278,7 +275,7 @@ def main() -> None:
         [momentum] = [each.compress_ms for each in found if each.method == "momentum"]
         rows += [row(each, momentum) for each in found]
         if arguments.csv:
-            report.record(arguments.csv, found, lambda each: (each.layout, each.optimizer, each.method, each.triton))
+            report.record(arguments.csv, found, lambda each: (each.layout, each.optimizer, each.method))
     print(f"{report.machine()}, {arguments.threads} thread")
     head = ["elements", "method", "ms to compress", "GB/s", "to momentum alone", "ms to decompress"]
     print(report.table(head, rows))

@@ -5,8 +5,8 @@
 
 Each part runs other commands of this project, one at a time, each with a time limit:
 
-- tests: `tests/gpu`, without and with Triton's kernels (GRADCOMP_TRITON=1) and their tests, in tests.csv
-- encode: `benchmarks.encode` for gradients of ResNet-18 and ResNet-50, without and with them, in encode.csv
+- tests: `tests/gpu`, in tests.csv
+- encode: `benchmarks.encode` for gradients of ResNet-18 and ResNet-50, in encode.csv
 - nccl: `benchmarks.collectives`, in nccl.csv
 - steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, in steps.csv
 - memory: `benchmarks.gpu_memory`, in memory.csv
@@ -54,7 +54,6 @@ class Command:
         what: tells a part's commands apart.
         seconds: its time limit.
         words: arguments of `python`.
-        triton: with Triton's kernels.
         why_not: why it can't run.
     """
 
@@ -62,7 +61,6 @@ class Command:
     what: str
     seconds: float
     words: Sequence[str]
-    triton: bool = False
     why_not: str = ""
 
 
@@ -82,7 +80,6 @@ class Ran:
 class Tests:
     """A line of tests.csv."""
 
-    triton: bool
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -93,8 +90,6 @@ def tests(out: Path, dry_run: bool) -> Iterator[Command]:
     path = "tests/gpu/test_cuda.py" if dry_run else "tests/gpu"
     words = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", path)
     yield Command("tests", "", 75, words)
-    if not dry_run:
-        yield Command("tests", "triton", 90, (*words, "tests/compressors/kernels/cuda"), triton=True)
 
 
 def encode(out: Path, dry_run: bool) -> Iterator[Command]:
@@ -104,7 +99,6 @@ def encode(out: Path, dry_run: bool) -> Iterator[Command]:
         return
     words += ["--layout=resnet50,resnet18", "--steps=20", "--device=cuda"]
     yield Command("encode", "", 60, words)
-    yield Command("encode", "triton", 60, words, triton=True)
 
 
 def nccl(out: Path, dry_run: bool) -> Iterator[Command]:
@@ -156,8 +150,7 @@ def run(command: Command, end: float, out: Path) -> Ran:
     if command.why_not or seconds < GRACE:
         ran.error = command.why_not or "no time left"
         return ran
-    environment = {key: value for key, value in os.environ.items() if key != "GRADCOMP_TRITON"}
-    environment |= {"PYTHONUNBUFFERED": "1"} | ({"GRADCOMP_TRITON": "1"} if command.triton else {})
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         begin, arguments = time.monotonic(), [sys.executable, *command.words]
         process = subprocess.Popen(
@@ -176,7 +169,7 @@ def run(command: Command, end: float, out: Path) -> Ran:
     if ran.outcome != "done":
         ran.error = "\n".join(printed.splitlines()[-12:]) or "no output"
     if command.part == "tests":
-        append(out / "tests.csv", counted(printed, command.triton))
+        append(out / "tests.csv", counted(printed))
     return ran
 
 
@@ -192,9 +185,9 @@ def stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def counted(printed: str, triton: bool) -> Tests:
+def counted(printed: str) -> Tests:
     """The outcomes of the tests that `pytest -v` ran."""
-    found = Tests(triton=triton)
+    found = Tests()
     for name, outcome in TEST.findall(printed):
         found.passed += outcome == "PASSED"
         found.skipped += outcome == "SKIPPED"

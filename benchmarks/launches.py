@@ -2,7 +2,7 @@
 
     python -m benchmarks.launches --csv docs/data/launches.csv    # half a minute
 
-Tensors hold no data (FakeTensorMode), and Triton kernels are counted instead of run. An operation of torch counts once,
+Tensors hold no data (FakeTensorMode). An operation of torch counts once,
 even if it runs several kernels, as topk and sort do. The step is the third of one of two ranks, from the local
 gradients to the averages in `p.grad`, without the exchange.
 
@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
-import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -39,7 +36,7 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors import terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits, cuda, rng, topk
+from lightning_gradcomp.compressors.kernels import bits, rng, topk
 
 ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
@@ -59,15 +56,11 @@ class Echo(Ranks):
 
 
 class Launches(TorchDispatchMode):
-    """Counts Triton kernels and torch's operations on a GPU."""
+    """Counts torch's operations on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-
-    def kernel(self, *arguments: Any, **constants: int) -> None:
-        """Stands in for `cuda.launch`."""
-        self.count += 1
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
@@ -84,12 +77,11 @@ def launches_nothing(op: Any) -> bool:
 
 
 @contextmanager
-def counting(*, triton: bool) -> Iterator[Launches]:
+def counting() -> Iterator[Launches]:
     """Inside, tensors hold no data, and launches are counted. Tables without data are forgotten at the end."""
     launches, encode_zeros = Launches(), lgc.TensorCodec._encode_zeros
-    kernels = [import_module(f"{cuda.__name__}.{each.name}") for each in pkgutil.iter_modules(cuda.__path__)]
     tables = [
-        each for module in (*kernels, bits, terngrad, twobit, topk) for each in vars(module).values()
+        each for module in (bits, terngrad, twobit, topk) for each in vars(module).values()
         if hasattr(each, "cache_clear")
     ]  # fmt: skip
 
@@ -97,9 +89,7 @@ def counting(*, triton: bool) -> Iterator[Launches]:
         with unset_fake_temporarily(), _disable_current_modes():
             return encode_zeros(*arguments)
 
-    patches = [patch.object(module, "launch", launches.kernel) for module in kernels if hasattr(module, "launch")]
-    patches += [
-        patch.dict(os.environ, {"GRADCOMP_TRITON": str(int(triton))}),
+    patches = [
         patch.object(lgc.TensorCodec, "_encode_zeros", encode_data),
         patch.object(dist, "all_reduce", lambda tensor, **options: None),
         patch.object(exchange, "read_flags", lambda flags: [False] + [True] * (len(flags) - 3) + [False] * 2),
@@ -120,9 +110,9 @@ def counting(*, triton: bool) -> Iterator[Launches]:
                 table.cache_clear()
 
 
-def of_a_step(compressor: lgc.LossyCompressor, optimizer: str, *, triton: bool) -> int:
+def of_a_step(compressor: lgc.LossyCompressor, optimizer: str) -> int:
     """Launches in a step of ResNet-50, at the compressor's final sparsity."""
-    with counting(triton=triton) as launches:
+    with counting() as launches:
         with torch.device("cuda"):
             model = torchvision.models.resnet50()
         stepped = OPTIMIZERS[optimizer](model.parameters(), lr=0.1, weight_decay=0.01)
@@ -144,13 +134,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="the file to write")
     arguments = parser.parse_args()
-    head = ["method", "optimizer", "launches", "with Triton kernels"]
+    head = ["method", "optimizer", "launches"]
     lossy = [entry for entry in lgc.entries() if issubclass(entry.cls, lgc.LossyCompressor)]
     cases = [(entry, optimizer) for entry in lossy for optimizer in (OPTIMIZERS if entry.name == "dgc" else ["SGD"])]
-    rows = [
-        [f"`{entry.name}`", optimizer, *(of_a_step(entry.cls(), optimizer, triton=triton) for triton in (False, True))]
-        for entry, optimizer in cases
-    ]
+    rows = [[f"`{entry.name}`", optimizer, of_a_step(entry.cls(), optimizer)] for entry, optimizer in cases]
     print(report.table(head, [list(map(str, row)) for row in rows]))
     if arguments.csv:
         with open(arguments.csv, "w", newline="") as file:

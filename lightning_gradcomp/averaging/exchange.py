@@ -14,7 +14,6 @@ from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Partitions
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
-from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import unpack_bits
 from lightning_gradcomp.compressors.kernels.formats import DTYPES
 from lightning_gradcomp.compressors.layout import Layout, Slice
@@ -95,10 +94,10 @@ class Exchange:
         """Encode `flat`, gather the payloads, decode them and add them in worker order. Returns (mean, what was sent).
 
         If tensors are encoded one by one, a long payload is sent in parts. Each part travels while the next one is
-        encoded and the previous one is decoded. Triton kernels instead encode all tensors at once.
+        encoded and the previous one is decoded.
         """
         parts = [Slice(0, layout)]
-        if codec.tensor_by_tensor and not cuda.takes(flat):
+        if codec.tensor_by_tensor:
             parts = layout.parts(min(PARTS, codec.payload_bytes(layout) // SHORT))
         begun: list[tuple[Decoded, Callable[[], list[torch.Tensor]]]] = []
         for part in parts:

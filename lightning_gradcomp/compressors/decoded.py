@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 
@@ -111,37 +111,6 @@ class Chunked:
         return self.is_finite
 
 
-@dataclass(frozen=True)
-class Fused(Chunked):
-    """A value for each element of a flat buffer, decoded by one kernel that also adds or subtracts.
-
-    Args:
-        deliver: writes the values to a buffer (fp32 [n]) if its second argument is 0, adds them if it is 1, and
-            subtracts them if it is -1.
-    """
-
-    deliver: Callable[[torch.Tensor, int], None] = field(kw_only=True)
-
-    @classmethod
-    def of(cls, n: int, device: torch.device, deliver: Callable[[torch.Tensor, int], None]) -> Fused:
-        """The values of a buffer of n elements."""
-
-        def values(number: int) -> torch.Tensor:
-            out = torch.empty(n, dtype=torch.float32, device=device)
-            deliver(out, 0)
-            return out
-
-        return cls([(0, n)], values, deliver=deliver)
-
-    def add_to(self, flat: torch.Tensor) -> None:
-        """flat += values."""
-        self.deliver(flat, 1)
-
-    def subtract_from(self, flat: torch.Tensor) -> None:
-        """flat -= values."""
-        self.deliver(flat, -1)
-
-
 Decoded = Sparse | Dense | Chunked
 
 EMPTY = Chunked((), lambda number: torch.empty(0, dtype=torch.float32))
@@ -229,11 +198,6 @@ def mean_of(
         )
         return Sparse(indices, values.div_(torch.bincount(places) if over_senders else workers))
     mean = buffer()
-    if isinstance(first, Fused):
-        first.deliver(mean, 0)
-        for one in rest:
-            one.add_to(mean)
-        return Dense(mean.div_(workers))
     if isinstance(first, Chunked):  # same chunks in all: one chunk of all workers at a time, in the cache
         chunked = [first, *(one for one in rest if isinstance(one, Chunked))]
         for number, (start, stop) in enumerate(first.chunks):

@@ -16,15 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card
 from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits, unpack_bits
-from lightning_gradcomp.compressors.layout import Layout, chunks
-from lightning_gradcomp.compressors.tensor_codec import Kernels, TensorCodec
+from lightning_gradcomp.compressors.layout import chunks
+from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -157,19 +156,3 @@ class OneBit(TensorCodec):
         for any_in_row in rows:
             bits.view(-1, self._row).mul_(unpack_bits(any_in_row, n // self._row).unsqueeze(1))
         return bits
-
-    def _make_kernels(self, layout: Layout, device: torch.device) -> Kernels | None:
-        if type(self) is not OneBit:  # a subclass may encode in another way
-            return None
-        from lightning_gradcomp.compressors.kernels.cuda import onebit
-
-        encodings, length = self._places(layout)
-        places = []
-        for one in encodings:
-            codec: Any = one.codec
-            for start, stop, begins in one.tensors:
-                pairs, bits, *rows = (begin // 4 for begin in begins)
-                rows_at = rows[0] if rows else 0
-                places.append(onebit.Place(start, stop, codec.group_size, pairs, bits, codec._row, rows_at))
-        tables = onebit.tables_of(places, length // 4, device)
-        return Kernels(partial(onebit.pack, tables, self.threshold), partial(onebit.unpack, tables))

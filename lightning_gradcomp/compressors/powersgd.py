@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import ClassVar, NamedTuple
 from zlib import crc32
@@ -26,8 +25,7 @@ from zlib import crc32
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
-from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense, Fused
-from lightning_gradcomp.compressors.kernels import cuda
+from lightning_gradcomp.compressors.decoded import Chunked, Decoded
 from lightning_gradcomp.compressors.layout import CHUNK, Layout
 from lightning_gradcomp.compressors.updates import AdamStep, Gradient, StateDict, Update, is_adam
 from lightning_gradcomp.errors import is_number, is_whole, refusal
@@ -199,8 +197,6 @@ class PowerSGD(LossyCompressor):
 
         Neither product is stored. Each is computed when it is used, one matrix or several small ones at a time.
         """
-        if cuda.takes(flat):
-            return self._average_with_kernels(flat, layout, collectives, state)
         r, batches = self.rank, batches_of(layout)
         matrices = [batch.of(flat) for batch in batches]
         with collectives.phase("compress"):
@@ -235,28 +231,3 @@ class PowerSGD(LossyCompressor):
         """Random queries for this step."""
         named = zip(layout.names, state.queries, strict=True)
         return [query(name, len(q), self.rank, q.device, step) for name, q in named]
-
-    def _average_with_kernels(
-        self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Queries
-    ) -> tuple[Dense, Chunked]:
-        """The same with Triton kernels, which multiply all matrices at once."""
-        from lightning_gradcomp.compressors.kernels.cuda import powersgd
-
-        shapes = tuple((shape[0], prod(shape[1:])) for shape in layout.shapes)
-        tables = powersgd.tables_of(shapes, self.rank, flat.device)
-        with collectives.phase("compress"):
-            queries = torch.cat([q.mT.reshape(-1) for q in state.queries])
-            p = powersgd.times(flat, queries, tables)
-        p = collectives.mean(p)
-        with collectives.phase("compress"):
-            p = powersgd.orthonormal(p, tables)
-            local = powersgd.transposed_times(flat, p, tables)
-        q = collectives.mean(local)
-        with collectives.phase("decompress"):
-            if self.warm_start:
-                state.next_queries = powersgd.next_queries(q, queries, tables)
-            else:
-                state.next_queries = self._new_queries(layout, state, collectives.step + 1)
-            mean = collectives.buffer()
-            powersgd.outer(p, q, tables, mean, 0)
-        return Dense(mean), Fused.of(layout.n, flat.device, partial(powersgd.outer, p, local, tables))

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
 from lightning_gradcomp.compressors.base import Codec
-from lightning_gradcomp.compressors.decoded import Chunked, Fused
-from lightning_gradcomp.compressors.kernels import cuda
+from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
 from lightning_gradcomp.compressors.updates import Update
 from lightning_gradcomp.errors import refusal
-
-
-class Kernels(NamedTuple):
-    """Triton kernels for the payloads of a layout.
-
-    Args:
-        pack: returns the payload (uint8) of a flat buffer.
-        unpack: maps (payload, flat buffer, sign) to None, as `Fused.deliver` does with its values.
-    """
-
-    pack: Callable[[torch.Tensor], torch.Tensor]
-    unpack: Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 @dataclass(kw_only=True)
@@ -107,9 +94,6 @@ class TensorCodec(Codec):
 
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
         """The payload: the parts of all tensors."""
-        if kernels := self._kernels_for(flat, layout):
-            payload = kernels.pack(flat)
-            return payload, self.unpack(payload, layout)
         places, length = self._places(layout)
         payload = torch.zeros(length, dtype=torch.uint8, device=flat.device)  # pads with zeros between parts
         for one in places:
@@ -126,8 +110,6 @@ class TensorCodec(Codec):
 
     def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
         """All tensors, decoded on demand."""
-        if kernels := self._kernels_for(payload, layout):
-            return Fused.of(layout.n, payload.device, partial(kernels.unpack, payload))
         bounds: list[tuple[int, int]] = []
         pieces: list[tuple[TensorCodec, list[torch.Tensor], int]] = []
         for one in self._places(layout)[0]:
@@ -166,22 +148,6 @@ class TensorCodec(Codec):
 
     @cached_property
     def _known(self) -> dict[Layout, tuple[list[_Encoding], int]]:
-        return {}
-
-    def _make_kernels(self, layout: Layout, device: torch.device) -> Kernels | None:
-        """Triton kernels for all tensors of a layout at once; None if there are none for this class."""
-        return None
-
-    def _kernels_for(self, x: torch.Tensor, layout: Layout) -> Kernels | None:
-        """The kernels that process x, the flat buffer or the payload of a layout."""
-        if not cuda.takes(x):
-            return None
-        if (layout, x.device) not in self._made:
-            self._made[layout, x.device] = self._make_kernels(layout, x.device)
-        return self._made[layout, x.device]
-
-    @cached_property
-    def _made(self) -> dict[tuple[Layout, torch.device], Kernels | None]:
         return {}
 
     def _places(self, layout: Layout) -> tuple[list[_Encoding], int]:
@@ -251,19 +217,6 @@ class _Encoding:
     @property
     def stop(self) -> int:
         return self.start + self.many * self.n
-
-    @property
-    def tensors(self) -> list[tuple[int, int, list[int]]]:
-        """The (start, stop) of each tensor, and where its parts begin in the payload."""
-        steps = [part.nbytes // self.many for part in self.parts]
-        return [
-            (
-                self.start + number * self.n,
-                self.start + (number + 1) * self.n,
-                [part.begin + number * step for part, step in zip(self.parts, steps, strict=True)],
-            )
-            for number in range(self.many)
-        ]
 
     def joins(self, codec: TensorCodec, n: int) -> bool:
         """True if the next tensor is encoded together with these.

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor, Partitions
-from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense, Fused
-from lightning_gradcomp.compressors.kernels import cuda, radix
+from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
+from lightning_gradcomp.compressors.kernels import radix
 from lightning_gradcomp.compressors.kernels.bits import look_up, padded
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
@@ -209,11 +209,7 @@ class TernGrad(LossyCompressor):
 
 def scalers_of(flat: torch.Tensor, layout: Layout, c: float) -> torch.Tensor:
     """`scaler_of` each tensor of `flat` (fp32 [n]): fp32 [tensors]."""
-    if not cuda.takes(flat):
-        return torch.cat([scaler_of(each, c) for each in _rows_of_tensors(flat, layout)])
-    from lightning_gradcomp.compressors.kernels.cuda import terngrad
-
-    return terngrad.scalers_of(flat, terngrad.tables_of(tuple(layout.bounds), flat.device), c)
+    return torch.cat([scaler_of(each, c) for each in _rows_of_tensors(flat, layout)])
 
 
 def _rows_of_tensors(flat: torch.Tensor, layout: Layout) -> Iterator[torch.Tensor]:
@@ -264,13 +260,6 @@ class _Step(Payloads):
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
         """The payload of whole tensors, and the decoded payload."""
         first, many = self._numbers[layout.names[0]], len(layout.names)
-        if cuda.takes(flat):
-            from lightning_gradcomp.compressors.kernels.cuda import terngrad
-
-            tables = terngrad.tables_of(tuple(layout.bounds), flat.device)
-            limits, scalers = self._limits[first : first + many], self._scalers[first : first + many]
-            payload = terngrad.pack(flat, self._uniform.draw(layout.n, 1.0), limits, scalers, tables)
-            return payload, self.unpack(payload, layout)
         payload = flat.new_zeros(_payload_bytes(layout), dtype=torch.uint8)
         payload[: 4 * many] = self._scalers[first : first + many].view(torch.uint8)
         for piece, place in _places(layout, flat.device):
@@ -283,11 +272,6 @@ class _Step(Payloads):
 
     def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
         """All tensors, decoded on demand."""
-        if cuda.takes(payload):
-            from lightning_gradcomp.compressors.kernels.cuda import terngrad
-
-            tables, digits = terngrad.tables_of(tuple(layout.bounds), payload.device), _digit_table(payload.device)
-            return Fused.of(layout.n, payload.device, partial(terngrad.unpack, payload, digits, tables))
         scalers = payload[: 4 * len(layout.names)].view(torch.float32)
         places = _places(layout, payload.device)
 

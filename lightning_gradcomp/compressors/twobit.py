@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card
 from lightning_gradcomp.compressors.kernels.bits import greater_equal, interleave, look_up
-from lightning_gradcomp.compressors.layout import Layout, chunks
-from lightning_gradcomp.compressors.tensor_codec import Kernels, TensorCodec
+from lightning_gradcomp.compressors.layout import chunks
+from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.registry import register
 
@@ -124,15 +124,3 @@ class TwoBit(TensorCodec):
         """-t, 0 or +t for each element."""
         t, packed = parts
         return unpack(packed, n, t)
-
-    def _make_kernels(self, layout: Layout, device: torch.device) -> Kernels | None:
-        if type(self) is not TwoBit:  # a subclass may encode in another way
-            return None
-        from lightning_gradcomp.compressors.kernels.cuda import twobit
-
-        encodings, length = self._places(layout)
-        each = [tensor for one in encodings for tensor in one.tensors]
-        places = [(start, stop, threshold // 4, codes // 4) for start, stop, (threshold, codes) in each]
-        tables = twobit.tables_of(places, length // 4, device)
-        threshold = None if self.threshold == "auto" else float(self.threshold)
-        return Kernels(partial(twobit.pack, tables, threshold), partial(twobit.unpack, tables))

@@ -14,7 +14,7 @@ from tests.processes import run_world
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = {
-    "encode": "layout elements method optimizer triton compress_ms decompress_ms step_ms gb_per_s copy_gb_per_s "
+    "encode": "layout elements method optimizer compress_ms decompress_ms step_ms gb_per_s copy_gb_per_s "
     "kernels busy_ms error machine",
     "nccl": "number backend collective tensors used_by works ms error machine",
     "steps": "rate_mbit method ms compute_ms bytes_sent compress_ms exchange_ms decompress_ms machine",
@@ -117,6 +117,4 @@ tests/gpu/test_cuda.py::test_b SKIPPED (needs a GPU)                     [  3%]
 tests/gpu/test_cuda.py::test_c ERROR                                     [  4%]
 tests/gpu/test_cuda.py::test_d """
     names = ["tests/gpu/test_cuda.py::test_a[a b]", "tests/gpu/test_cuda.py::test_c"]
-    assert gpu.counted(printed, triton=True) == gpu.Tests(
-        triton=True, passed=1, failed=2, skipped=1, failed_names=names
-    )
+    assert gpu.counted(printed) == gpu.Tests(passed=1, failed=2, skipped=1, failed_names=names)

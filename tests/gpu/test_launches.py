@@ -6,7 +6,6 @@ import torch
 import lightning_gradcomp as lgc
 from tests.gpu import test_no_host_sync
 
-pytest.importorskip("triton")
 launches = pytest.importorskip("benchmarks.launches")
 pytestmark = test_no_host_sync.pytestmark
 
@@ -14,21 +13,21 @@ pytestmark = test_no_host_sync.pytestmark
 @pytest.mark.parametrize(
     ("compressor", "optimizer", "most"),
     [
-        (lgc.DGC(), "SGD", 60),
-        (lgc.DGC(), "AdamW", 110),
-        (lgc.GradientDropping(values="int2"), "SGD", 60),
-        (lgc.OneBit(groups="tensor"), "SGD", 60),
-        (lgc.TwoBit(), "SGD", 60),
-        (lgc.TernGrad(), "SGD", 60),
-        (lgc.PowerSGD(), "SGD", 70),
+        (lgc.DGC(), "SGD", 180),
+        (lgc.DGC(), "AdamW", 220),
+        (lgc.GradientDropping(), "SGD", 80),
+        (lgc.OneBit(), "SGD", 2200),
+        (lgc.TwoBit(), "SGD", 2200),
+        (lgc.TernGrad(), "SGD", 2200),
+        (lgc.PowerSGD(), "SGD", 2200),
     ],
 )
 def test_a_step_of_resnet50(compressor, optimizer, most):
-    assert 20 < launches.of_a_step(compressor, optimizer, triton=True) <= most
+    assert 20 < launches.of_a_step(compressor, optimizer) <= most
 
 
 def test_an_operation_of_torch_counts_once():
-    with launches.counting(triton=False) as counted, counted:
+    with launches.counting() as counted, counted:
         x = torch.zeros(8, device="cuda")  # one
         x[2:4].add_(1)  # a view, and one
     assert counted.count == 2

@@ -7,8 +7,6 @@ from functools import cache
 import numpy as np
 import torch
 
-from lightning_gradcomp.compressors.kernels import cuda
-
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """Pack eight of `bits` (bool or 0/1 uint8, any shape) per byte, the first bit lowest: uint8 [ceil(n / 8)].
@@ -16,10 +14,6 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     The last byte is padded with 0.
     """
     bits = bits.reshape(-1).view(torch.uint8)
-    if cuda.takes(bits):
-        from lightning_gradcomp.compressors.kernels.cuda.bits import pack_bits
-
-        return pack_bits(bits)
     if not bits.is_cuda:
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
@@ -29,10 +23,6 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 def unpack_bits(packed: torch.Tensor, n: int) -> torch.Tensor:
     """The first n bits of `packed` (uint8): uint8 [n], each 0 or 1."""
-    if cuda.takes(packed):
-        from lightning_gradcomp.compressors.kernels.cuda.bits import unpack_bits
-
-        return unpack_bits(packed, n)
     if not packed.is_cuda:
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=n, bitorder="little"))
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 
 
@@ -48,10 +47,6 @@ def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
     """
     k, device = indices.numel(), indices.device
     bits, length = lengths(n, k)
-    if cuda.takes(indices):
-        from lightning_gradcomp.compressors.kernels.cuda.elias_fano import pack
-
-        return pack(indices, bits, length, plain=is_plain(n, k))
     low, high = (indices.int() & _powers(bits, device).unsqueeze(1)) != 0, indices >> bits
     if not is_plain(n, k):
         high += torch.arange(k, device=device)
@@ -64,10 +59,6 @@ def unpack_indices(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
     bits, length = lengths(n, k)
     low, bitmap = unpack_bits(packed, k * bits + length).split([k * bits, length])
     high = _places(bitmap.view(torch.bool), k)
-    if cuda.takes(packed):
-        from lightning_gradcomp.compressors.kernels.cuda.elias_fano import unpack
-
-        return unpack(low, high, bits, plain=is_plain(n, k))
     if not is_plain(n, k):
         high -= torch.arange(k, device=packed.device)
     return (high << bits) + _numbers(low.view(bits, k))

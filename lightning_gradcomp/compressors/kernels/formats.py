@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.compressors.kernels.int8 import GROUP, int8_bytes, pack_int8, unpack_int8
 from lightning_gradcomp.errors import refusal
@@ -44,12 +43,6 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
     if values == "int8":
         return pack_int8(v, v.new_empty(int8_bytes(v.numel()), dtype=torch.uint8))
     if values == "int2":
-        if cuda.takes(v):
-            from lightning_gradcomp.compressors.kernels.cuda.formats import pack_int2
-
-            packed = v.new_empty(value_bytes(v.numel(), values), dtype=torch.uint8)
-            pack_int2(v, packed, GROUP)
-            return packed
         levels, above = two_levels(v)
         bits = torch.stack([v < 0, above], 1).view(torch.uint8)
         return torch.cat([levels.view(torch.uint8).view(-1), pack_bits(bits.view(-1))])
@@ -63,10 +56,6 @@ def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
     if values == "int8":
         return unpack_int8(packed, torch.empty(k, dtype=torch.float32, device=packed.device))
     if values == "int2":
-        if cuda.takes(packed):
-            from lightning_gradcomp.compressors.kernels.cuda.formats import unpack_int2
-
-            return unpack_int2(packed, k, GROUP)
         groups = -(-k // GROUP)
         levels = packed[: 4 * groups].view(torch.bfloat16).view(groups, 2).float()
         negative, above = unpack_bits(packed[4 * groups :], 2 * k).view(k, 2).bool().unbind(1)

@@ -15,7 +15,6 @@ from functools import cache
 import numpy as np
 import torch
 
-from lightning_gradcomp.compressors.kernels import cuda
 from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
 
 SAMPLE_AT_LEAST = 65_536
@@ -33,10 +32,6 @@ def count(n: int, density: float) -> int:
 
 def topk_each(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
     """Flat indices (int64, ascending) of the `count(size, density)` largest entries of each tensor of `layout`."""
-    if cuda.takes(flat):
-        from lightning_gradcomp.compressors.kernels.cuda.topk import topk_segments
-
-        return topk_segments(flat, tuple(layout.bounds), tuple(count(size, density) for size in layout.sizes))
     return _topk_of_rows(flat, [(start, 1, stop - start) for start, stop in layout.bounds], density)
 
 
@@ -130,10 +125,6 @@ def topk_rows(x: torch.Tensor, k: int) -> torch.Tensor:
 
 def topk(x: torch.Tensor, k: int) -> torch.Tensor:
     """Indices (int64, ascending) of the k entries of x (fp32 [n]) that are largest in magnitude."""
-    if cuda.takes(x):
-        from lightning_gradcomp.compressors.kernels.cuda.topk import topk_segments
-
-        return topk_segments(x, ((0, len(x)),), (k,))
     if x.is_cuda:
         return torch.topk(x.abs(), k, sorted=False).indices.sort().values
     entries = x.numpy()
