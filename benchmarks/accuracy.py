@@ -1,7 +1,7 @@
 """Accuracy on five folds of the digits, of what `gradcomp` can't train: DGC's parts, late averages, unequal workers.
 
     python -m benchmarks.accuracy ablation    # from plain dropping to DGC; runs that docs/data/ablation.csv lacks
-    python -m benchmarks.accuracy late --cases ddp,10,10:stale,8:onebit --folds 0,1,2
+    python -m benchmarks.accuracy late --cases ddp,10,8:onebit,10:K=20 --folds 0,1,2
     python -m benchmarks.accuracy speeds      # dist_async with workers of unequal speed, on a virtual clock
     python -m benchmarks.accuracy staleness   # dist_async with gradients of weights that are so many pushes old
 
@@ -12,8 +12,8 @@ in the recipes.
 
 - ablation: the same compressed phase with one part of DGC more in each case, with and without clipping. Two ranks.
 - late: a case is a delay D, with a period K of as many steps (1 for 0, which is synchronous training). After a colon,
-  "stale" for stale-only averages, "K=4" for another period, or a compressor as in benchmarks/methods.py. "ddp" is
-  dense. Two ranks; nothing is drained before the only validation, at the end.
+  "K=4" for another period, or a compressor as in benchmarks/methods.py. "ddp" is dense. Two ranks; nothing is drained
+  before the only validation, at the end.
 - speeds, staleness: a server and four workers in one process, which take turns in the order of a virtual clock. So the
   figures are the same on every machine and under any load. A step's computation takes the seconds that a worker's speed
   says; encoding and the network take none.
@@ -143,9 +143,8 @@ def averager(case: str, clip_norm: float | None, fold: Fold, optimizer: torch.op
     if words[0].isdigit():
         more = words[1].split(":") if len(words) > 1 else []
         options: dict[str, Any] = {"delay": int(words[0]), "period": max(int(words[0]), 1)}
-        while more and (more[0] == "stale" or more[0].startswith("K=")):
-            word = more.pop(0)
-            options |= {"stale_only": True} if word == "stale" else {"period": int(word[2:])}
+        if more and more[0].startswith("K="):
+            options["period"] = int(more.pop(0)[2:])
         method = compressor(":".join(more)) if more else "none"
         return lgc.DelayedAverager(fold.model, optimizer, method, **options, steps_per_epoch=fold.steps)
     if case in ABLATION:
@@ -370,7 +369,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", choices=("ablation", "late", "speeds", "staleness"), default="ablation")
     parser.add_argument("--folds", default="0,1,2,3,4")
-    parser.add_argument("--cases", default="ddp,0,5,10,20,5:stale,10:stale,20:stale", help="of late")
+    parser.add_argument("--cases", default="ddp,0,5,10,20", help="of late")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--clip-norm", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)

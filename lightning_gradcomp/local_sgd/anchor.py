@@ -20,12 +20,10 @@ from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.errors import is_number, refusal
 
 
-def check_pending_share(share: float | None, *, stale_only: bool) -> None:
-    """Raises ValueError unless `share` is None or a number from 0 to 1; with `stale_only` it must be None."""
+def check_pending_share(share: float | None) -> None:
+    """Raises ValueError unless `share` is None or a number from 0 to 1."""
     if share is not None and not (is_number(share) and 0 <= share <= 1):
         raise refusal("pending_share", share, "None, or a number from 0 to 1")
-    if share is not None and stale_only:
-        raise refusal("pending_share with stale_only", share, "None: the weights contain averages only")
 
 
 class Anchor:
@@ -35,17 +33,15 @@ class Anchor:
 
     Args:
         model: z starts as a copy of its parameters.
-        stale_only: keep local steps out of the model's weights until they come back in an average.
 
     Raises:
         ValueError: if a trainable parameter is not a dense 16- or 32-bit tensor.
     """
 
-    def __init__(self, model: nn.Module, *, stale_only: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.module = nn.Module()
         """Holds the parameters z."""
-        self.stale_only = stale_only
         self.live = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
         """The model's own parameters, by name."""
         for name, parameter in self.live.items():
@@ -56,8 +52,6 @@ class Anchor:
         self._all_pairs = [(z, self.live[name]) for name, z in self.module.named_parameters()]
         self._snapshot: list[torch.Tensor] = []
         """The weights when the pending update was sent."""
-        self._withheld: list[torch.Tensor] = []
-        """With `stale_only`: the sum of the local steps since the last update was sent."""
         self.refresh_trainable()
 
     @property
@@ -87,7 +81,6 @@ class Anchor:
         for z, w in self._all_pairs:
             z.requires_grad_(w.requires_grad).grad = None
         self._pairs = [(z, w) for z, w in self._all_pairs if w.requires_grad]
-        self._withheld = [torch.zeros_like(z) for z, _ in self._pairs] if self.stale_only else []
 
     @torch.no_grad()
     def copy_from_model(self) -> None:
@@ -96,30 +89,13 @@ class Anchor:
             z.copy_(w)
 
     @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """w = z."""
-        for z, w in self._pairs:
-            w.copy_(z)
-
-    @torch.no_grad()
-    def withhold_step(self) -> None:
-        """With `stale_only`, after an optimizer step: add it to the withheld update and undo it in the weights."""
-        if self.stale_only:
-            for withheld, (z, w) in zip(self._withheld, self._pairs, strict=True):
-                withheld.add_(w - z)
-            self.copy_to_model()
-
-    @torch.no_grad()
     def set_pseudo_gradients(self) -> bool:
         """Set the gradients of z to -U = z - w, the negated sum of the local steps since the last snapshot.
 
         Returns:
             True if all of U is finite. Otherwise U is set to 0 and the weights to z.
         """
-        if self.stale_only:
-            updates = [withheld.neg() for withheld in self._withheld]
-        else:
-            updates = [z - w for z, w in self._pairs]
+        updates = [z - w for z, w in self._pairs]
         finite = bool(torch.stack([update.isfinite().all() for update in updates]).all())
         if not finite:
             updates = [torch.zeros_like(update) for update in updates]
@@ -135,25 +111,18 @@ class Anchor:
         Args:
             share: fraction of the update that stays in the weights until the average arrives.
         """
-        if self.stale_only:
-            for withheld in self._withheld:
-                withheld.zero_()
-        else:
-            if share != 1:
-                for z, w in self._pairs:
-                    w.copy_(z + share * (w - z))
-            self._snapshot = [w.detach().clone() for _, w in self._pairs]
+        if share != 1:
+            for z, w in self._pairs:
+                w.copy_(z + share * (w - z))
+        self._snapshot = [w.detach().clone() for _, w in self._pairs]
 
     @torch.no_grad()
     def apply_average(self) -> float:
         """w = z + (w - snapshot): replace the rank's own pending update with the average, which is in z.
 
         Returns:
-            L2 distance between the snapshot and z; 0 with `stale_only`.
+            L2 distance between the snapshot and z.
         """
-        if self.stale_only:
-            self.copy_to_model()
-            return 0.0
         squares = []
         for snapshot, (z, w) in zip(self._snapshot, self._pairs, strict=True):
             squares.append((snapshot - z).square().sum())
@@ -164,10 +133,9 @@ class Anchor:
     @torch.no_grad()
     def reset_model(self) -> None:
         """w = z. Drops local steps that are not in z."""
-        self.copy_to_model()
+        for z, w in self._pairs:
+            w.copy_(z)
         self._snapshot = []
-        for withheld in self._withheld:
-            withheld.zero_()
 
     def norm(self) -> float:
         """L2 norm of z."""

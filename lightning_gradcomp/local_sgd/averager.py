@@ -95,8 +95,6 @@ class DelayedAverager:
         process_group: default: a new group of all ranks, so that no other collective waits for the exchange. Without
             torch.distributed there is one rank, and `step` is `optimizer.step()`.
         outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
-        stale_only: apply only averages, no local steps. Weights are then the same on all ranks at every step, all
-            gradients of a round are taken at the same weights, and every update is late.
         pending_share: fraction of its own update that a rank keeps in its weights from the end of the round until the
             average arrives, 0 to 1. 1 is the paper's rule. Default: 0.5 if one of the optimizers is Adam or AdamW, on
             several ranks, because their steps are mostly the rank's own noise, little of which survives averaging;
@@ -126,7 +124,6 @@ class DelayedAverager:
         delay: int | str = 8,
         process_group: dist.ProcessGroup | None = None,
         outer: Nesterov | None = None,
-        stale_only: bool = False,
         pending_share: float | None = None,
         participation: float = 1.0,
         error_decay: float | None = None,
@@ -136,12 +133,12 @@ class DelayedAverager:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise refusal("DelayedAverager(model)", "DistributedDataParallel", "the module inside it")
         self.round_schedule, self.participants = RoundSchedule(period, delay), Participants(participation)
-        check_pending_share(pending_share, stale_only=stale_only)
+        check_pending_share(pending_share)
         self._pending_share = pending_share
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self.compressor: Compressor = build(compressor)
-        self.outer, self.error_decay, self.stale_only = outer or PLAIN_AVERAGING, error_decay, stale_only
+        self.outer, self.error_decay = outer or PLAIN_AVERAGING, error_decay
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         self.spent = RoundStats()
         """Costs so far."""
@@ -166,7 +163,7 @@ class DelayedAverager:
 
     def _start(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None = None) -> None:
         """Start from the model's weights and the rounds' `state`, with no exchange pending."""
-        self._anchor = Anchor(self.model, stale_only=self.stale_only)
+        self._anchor = Anchor(self.model)
         self._rounds = Rounds(
             self._anchor,
             self.compressor,
@@ -274,7 +271,6 @@ class DelayedAverager:
         if self._step_ended is not None:
             self._step_seconds.append(now - self._step_ended)
         self.spent.dense_bytes += self.ranks.dense_traffic(4 * self._anchor.num_elements)
-        self._anchor.withhold_step()
         if self._pending:
             self.spent.overlapped_steps += not self._pending.done
             if self._steps_since_drain == self._pending.due or self._pending.failed:

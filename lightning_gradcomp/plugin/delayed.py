@@ -47,8 +47,6 @@ class DelayedStrategy(UnwrappedStrategy):
             bit-identically.
         outer: an outer optimizer that steps on the mean update of each round, such as `Nesterov()`. `None`: the mean
             update is added to the weights.
-        stale_only: apply averages only, not a rank's own steps. All ranks then have the same weights at every step, but
-            every update is late. With momentum it did not train in our tests.
         pending_share: share of a rank's own update that stays in its weights until the average arrives, 0 to 1. `None`:
             half with Adam and AdamW, whose updates are mostly the rank's own noise, else 1.
         participation: share of the ranks whose steps count in a round, above 0 and up to 1, drawn for each round. The
@@ -70,7 +68,6 @@ class DelayedStrategy(UnwrappedStrategy):
         period: int = 8,
         delay: int | str = 8,
         outer: Nesterov | None = None,
-        stale_only: bool = False,
         pending_share: float | None = None,
         participation: float = 1.0,
         error_decay: float | None = None,
@@ -84,7 +81,7 @@ class DelayedStrategy(UnwrappedStrategy):
         self._check_ddp_options(options)
         self.compressor = build(compressor)
         RoundSchedule(period, delay)  # checks them
-        check_pending_share(pending_share, stale_only=stale_only)
+        check_pending_share(pending_share)
         Participants(participation)  # checks it
         check_error_decay(error_decay)
         check_checkpoint_state(checkpoint_state)
@@ -96,10 +93,13 @@ class DelayedStrategy(UnwrappedStrategy):
             raise refusal("DelayedStrategy.checkpoint_state with participation below 1", checkpoint_state, allowed)
         self.checkpoint_state = checkpoint_state
         self.rule = {
-            "period": period, "delay": delay, "outer": outer, "stale_only": stale_only,
+            "period": period,
+            "delay": delay,
+            "outer": outer,
             "pending_share": pending_share,
-            "participation": participation, "error_decay": error_decay,
-        }  # fmt: skip
+            "participation": participation,
+            "error_decay": error_decay,
+        }
         """Options of `DelayedAverager`."""
         self._in_training_step = self._stepped = self._told_of_waits = False
         self._in_use = False

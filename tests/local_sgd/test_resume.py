@@ -28,7 +28,6 @@ def stored(*parts):
         {"period": 4, "delay": 2, "compressor": EVERY["onebit"]()},
         {"period": 4, "delay": 2, "compressor": EVERY["powersgd"]()},
         {"period": 3, "delay": 0, "outer": Nesterov()},
-        {"period": 3, "delay": 2, "stale_only": True},
     ],
     ids=str,
 )

@@ -131,22 +131,6 @@ def test_ranks_differ_only_by_their_latest_local_steps(optimizer, period, delay)
     assert all_equal(drained)
 
 
-@pytest.mark.parametrize(("period", "delay"), [(1, 1), (4, 2)])
-def test_stale_only_keeps_ranks_equal_at_every_step(period, delay):
-    def work(rank, group):
-        return hard_training(group, rank, "adamw", 20, period=period, delay=delay, stale_only=True)
-
-    updates, history, drained = (torch.stack(parts) for parts in zip(*run_ranks(3, work), strict=True))
-    sums = weights(Table()).double() + updates.mean(0).cumsum(0)
-    for t in range(1, 21):
-        assert all_equal(history[:, t - 1])
-        arrived = max(t - delay, 0) // period * period
-        expected = sums[arrived - 1] if arrived else weights(Table()).double()
-        torch.testing.assert_close(history[0, t - 1].double(), expected, **CLOSE)
-    assert all_equal(drained)
-    torch.testing.assert_close(drained[0].double(), sums[-1], **CLOSE)
-
-
 def test_all_ranks_start_with_rank_0s_model():
     def work(rank, group):
         model = conv_net()
@@ -191,11 +175,10 @@ def test_a_share_of_the_pending_update_stays_in_the_weights(optimizer, share):
     torch.testing.assert_close(drained[0].double(), applied[-1], **CLOSE)
 
 
-@pytest.mark.parametrize("options", [{"pending_share": 1.5}, {"pending_share": 0.5, "stale_only": True}], ids=str)
-def test_a_share_that_can_not_be_is_refused(options):
+def test_a_share_that_can_not_be_is_refused():
     model = Table()
     with pytest.raises(ValueError, match="pending_share"):
-        DelayedAverager(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        DelayedAverager(model, torch.optim.SGD(model.parameters(), lr=0.1), pending_share=1.5)
 
 
 def test_the_outer_step_is_torchfts_diloco():
