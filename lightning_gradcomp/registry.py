@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_gradcomp.errors import refusal
 
@@ -86,20 +86,3 @@ def notify(listener: Callable[[Entry], None]) -> None:
     _LISTENERS.append(listener)
     for entry in entries():
         listener(entry)
-
-
-def build(compressor: Any) -> Any:
-    """A compressor with default options from its name or Trainer name, or the given instance.
-
-    Raises:
-        ValueError: if the name is unknown, or the object is not an instance of a registered class.
-    """
-    if isinstance(compressor, str):
-        for entry in _TABLE.values():
-            if compressor in (entry.name, entry.strategy):
-                return entry.cls()
-        raise refusal("compressor", compressor, ", ".join(sorted(_TABLE)))
-    if not any(isinstance(compressor, entry.cls) for entry in _TABLE.values()):
-        names = ", ".join(sorted(_TABLE))
-        raise refusal("compressor", compressor, f"an instance of a registered class, or one of {names}")
-    return compressor

@@ -37,11 +37,10 @@ from lightning_gradcomp.averaging.stats import Stats, norm
 from lightning_gradcomp.averaging.step import Average, average_compressed, average_dense, flush
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.traffic import dense_step_traffic, dense_topology
-from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.registry import build
 
 
 class GradientAverager:
@@ -272,7 +271,7 @@ class GradientAverager:
         if decision.by_ddp:
             self.stats = self._dense_stats()
             return decision
-        sparsity = decision.sparsity or 0.0 if decision.compressor else 0.0
+        sparsity = decision.sparsity if decision.compressor else 0.0
         self.stats = Stats(dense_bytes=self.ranks.dense_traffic(self.gradients.nbytes), sparsity=sparsity)
         self._gradient_norm = self._measured_norm() / grad_scale
         if self.state.update.owns_momentum:
@@ -608,7 +607,8 @@ class GradientAverager:
             with self._plain_tensors():
                 self._memory.load_state_dict(state["memory"], **how)
             if self.ranks.rank == 0:
-                warn_of_lost_kinds(state["memory"], self._memory.state_dict(), self.gradients)
+                loaded, accumulates = self._memory.state_dict(), self.state.unsent is not None
+                warn_of_lost_kinds(state["memory"], loaded, self.gradients, accumulates=accumulates)
         auto, tuned = self.autotune, state["autotune"]
         # A different world, or fallback, needs its own trial.
         if auto and tuned and (tuned["world"], tuned["uncompressed"]) == (self.world, auto.uncompressed):

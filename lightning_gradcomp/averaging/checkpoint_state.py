@@ -123,12 +123,24 @@ def warn_of_lost_kinds(
     saved: Mapping[str, Mapping[str, torch.Tensor]],
     loaded: Mapping[str, Mapping[str, torch.Tensor]],
     gradients: Gradients,
+    *,
+    accumulates: bool,
 ) -> None:
-    """Warn about kinds of state that the compressor does not keep with its current options."""
+    """Warn about kinds of state that the compressor does not keep with its current options.
+
+    Args:
+        saved: the state in the checkpoint: kind -> parameter name -> tensor.
+        loaded: the state after loading.
+        gradients: the model's gradients.
+        accumulates: True if the compressor has error feedback.
+    """
     known = {*gradients.chosen, *gradients.left_dense}
-    # PARTITION is never lost: if partitions have changed, the workers take over the owners' residuals.
+    # If partitions have changed, the workers take over the owners' residuals.
+    taken_over = {PARTITION} if accumulates else set()
     lost = [
-        kind for kind, parts in saved.items() if kind != PARTITION and set(parts) & known - set(loaded.get(kind, {}))
+        kind
+        for kind, parts in saved.items()
+        if kind not in taken_over and set(parts) & known - set(loaded.get(kind, {}))
     ]
     if lost:
         warnings.warn(

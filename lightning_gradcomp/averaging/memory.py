@@ -77,7 +77,8 @@ class Memory:
     def _blank_partition(self, topology: str) -> PartitionResidual | None:
         if topology not in PARTITIONED:
             return None
-        return PartitionResidual(self.gradients.layout, self.ranks, self.gradients.device)
+        accumulates = self.compressor.state_for(self._optimizer).kind is not None
+        return PartitionResidual(self.gradients.layout, self.ranks, self.gradients.device, accumulates=accumulates)
 
     @property
     def _all(self) -> list[ErrorFeedback | PartitionResidual]:
@@ -235,7 +236,7 @@ class Memory:
         Args:
             state: kind -> parameter name -> tensor.
             workers: number of owners that share the kind `PARTITION`. If it has changed, or there are no owners, the
-                workers take over the owners' residuals.
+                workers take over the owners' residuals. Without error feedback, this kind is ignored.
             trained: names of the parameters that were partitioned.
             shared_by: number of consecutive ranks with the same state.
 
@@ -245,6 +246,8 @@ class Memory:
         if shared_by != self.ranks.per_worker:
             state = {kind: parts for kind, parts in state.items() if all_floating(parts)}
         compressed, dense, partition = self._blank()  # after an error the current state stays
+        if compressed.unsent is None:
+            state = {kind: parts for kind, parts in state.items() if kind != PARTITION}
         compressed.load_state_dict(state)
         of_dense = {kind.removeprefix("dense_"): parts for kind, parts in state.items() if kind.startswith("dense_")}
         dense.load_state_dict({"residual": {}, **of_dense})
@@ -260,5 +263,5 @@ class Memory:
         names = self.gradients.left_out
         self._left_out = {kind: {n: t for n, t in parts.items() if n in names} for kind, parts in state.items()}
         for name, part in self._left_out.pop(PARTITION, {}).items():  # its owner may differ when it is averaged again
-            [kind] = self._left_out.keys() & {"residual", "velocity", "unsent_step"}
-            self._left_out[kind][name] = self._left_out[kind].get(name, 0) + part * workers
+            residuals = self._left_out[str(compressed.update.kind)]
+            residuals[name] = residuals.get(name, 0) + part * workers

@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_gradcomp.averaging.ranks import Ranks, all_gather_single
 
+CHUNK = 1 << 22
+"""Bytes hashed at a time. They are copied, because `Tensor.numpy` makes a tensor's storage non-resizable for good."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -24,8 +26,8 @@ def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None =
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
-        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        digest.update(content.numpy().data)
+        for chunk in tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).split(CHUNK):
+            digest.update(chunk.clone().numpy().data)
     own = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=tensors[0].device)
     everyone = own.new_empty(dist.get_world_size(group) * len(own))
     all_gather_single(everyone, own, group)

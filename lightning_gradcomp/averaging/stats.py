@@ -19,7 +19,7 @@ class Stats:
             inside="dense", those that left its node.
         bytes_received: gradient bytes that arrived.
         dense_bytes: bytes that a dense fp32 ring all-reduce of the same gradients would have sent, counted alike.
-        sparsity: the schedule's sparsity; 0 in a dense step.
+        sparsity: the schedule's sparsity; 0 in a dense step, None in a compressed step of a method without one.
         seconds: host-clock seconds by phase: compress, exchange, decompress.
         residual_to_gradient: L2 norm of the residual after the step, divided by that of the step's gradient, if
             measured. If error feedback works, the ratio settles. If it keeps growing while the gradient does not
@@ -30,7 +30,7 @@ class Stats:
     bytes_sent: int = 0
     bytes_received: int = 0
     dense_bytes: int = 0
-    sparsity: float = 0.0
+    sparsity: float | None = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: {"compress": 0.0, "exchange": 0.0, "decompress": 0.0})
     residual_to_gradient: float | None = None
     norm_seconds: float = 0.0

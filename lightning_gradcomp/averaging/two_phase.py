@@ -8,7 +8,7 @@ The error of the second compression stays in the owner's residual and is added t
 feedback: DoubleSqueeze, Tang et al. 2019, Algorithm 1). Sparse payloads are selected a second time, which keeps the
 average as sparse as one worker's. Entries that this selection drops are not applied. They stay in the residuals of the
 workers that sent them, and momentum factor masking skips them, as in Ok-Topk (Li and Hoefler 2022). DGC trains worse if
-the owner keeps them while the workers' momentum is stopped.
+the owner keeps them while the workers' momentum is stopped. Without error feedback, owners have no residual either.
 
 Nothing is lost: applied so far + mean of the workers' states + the owners' residuals = mean of all gradients so far.
 
@@ -45,10 +45,11 @@ class PartitionResidual:
         layout: all compressed parameters.
         ranks: the workers, each of which owns a partition.
         device: device of the residual.
+        accumulates: False for a compressor without error feedback; the residual then stays 0.
     """
 
-    def __init__(self, layout: Layout, ranks: Ranks, device: torch.device) -> None:
-        self.layout, self._ranks, self.device = layout, ranks, device
+    def __init__(self, layout: Layout, ranks: Ranks, device: torch.device, *, accumulates: bool) -> None:
+        self.layout, self._ranks, self.device, self._accumulates = layout, ranks, device, accumulates
         self.slices = layout.slices(ranks.workers)
         """The partition of each worker."""
         self.own = self.slices[ranks.worker]
@@ -66,6 +67,8 @@ class PartitionResidual:
 
         Entries that a sparse payload drops keep their residual; the rest of their mean stays with the workers.
         """
+        if not self._accumulates:
+            return
         if isinstance(sent, Sparse):
             self._next = self.residual.clone()
             self._next[sent.indices] = mean[sent.indices] - sent.values
@@ -77,7 +80,7 @@ class PartitionResidual:
         """Make the new residual current for the parameters that the optimizer stepped.
 
         Returns:
-            True if the step used the residual. A compressor whose sums are exact does not.
+            True if the step used the residual. A compressor without error feedback, or with exact sums, does not.
         """
         if self._next is None:
             return False

@@ -23,6 +23,7 @@ from lightning_gradcomp.compressors.payloads import Payloads
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule
 from lightning_gradcomp.compressors.updates import AdamStep, Gradient, Update, is_adam
 from lightning_gradcomp.errors import is_number, is_whole, refusal
+from lightning_gradcomp.registry import entries
 
 if TYPE_CHECKING:
     from typing import Self
@@ -331,3 +332,18 @@ class Codec(LossyCompressor, Payloads):
     ) -> tuple[Decoded, Decoded]:
         """Pack, exchange, unpack and add."""
         return collectives.mean_of_payloads(self.for_step(collectives.worker, collectives.step), flat, layout)
+
+
+def build(compressor: Compressor | str) -> Compressor:
+    """A registered compressor with default options from its name or Trainer name, or the given instance.
+
+    Raises:
+        ValueError: if the name is unknown, or the object is not a compressor.
+    """
+    if isinstance(compressor, Compressor):
+        return compressor
+    for entry in entries():
+        if isinstance(compressor, str) and compressor in (entry.name, entry.strategy):
+            return entry.cls()
+    names = ", ".join(entry.name for entry in entries())
+    raise refusal("compressor", compressor, f"an instance of a Compressor, or one of {names}")

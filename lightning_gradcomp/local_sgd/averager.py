@@ -23,7 +23,7 @@ from torch import nn
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
@@ -31,7 +31,6 @@ from lightning_gradcomp.local_sgd.background import BackgroundExchange
 from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments, zero_nonfinite_state
-from lightning_gradcomp.registry import build
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, Listener
@@ -30,7 +30,6 @@ from lightning_gradcomp.parameter_server.messages import (
     fingerprint,
 )
 from lightning_gradcomp.parameter_server.partition import ServerPartition, codec_of, parts
-from lightning_gradcomp.registry import build
 
 log = logging.getLogger(__name__)
 

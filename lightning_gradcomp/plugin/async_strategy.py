@@ -23,6 +23,7 @@ from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
@@ -30,7 +31,6 @@ from lightning_gradcomp.parameter_server.server import ParameterServer, check_co
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy
 from lightning_gradcomp.plugin.validation import check_checkpoint_state
-from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_async"
 """The ranks' states in a checkpoint."""

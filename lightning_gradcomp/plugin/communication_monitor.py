@@ -33,9 +33,10 @@ class CommunicationMonitor(Callback):
 
     All values are this rank's; nothing is exchanged to obtain them. The steps that go to a logger
     (`Trainer(log_every_n_steps=...)`) have `comm/bytes_sent` and `comm/bytes_received` (traffic, which grows with N for
-    all_gather), `comm/ratio_N<N>` (dense ring all-reduce traffic over that), `comm/sparsity`, and `time/<phase>_ms` for
-    compute, compress, exchange and decompress. In a dense step, exchange is the part that backward did not hide. On a
-    GPU the clock measures how long the host waits, which falls into decompress.
+    all_gather), `comm/ratio_N<N>` (dense ring all-reduce traffic over that), `comm/sparsity` (0 in a dense step;
+    missing in a compressed step of a method without one), and `time/<phase>_ms` for compute, compress, exchange and
+    decompress. In a dense step, exchange is the part that backward did not hide. On a GPU the clock measures how long
+    the host waits, which falls into decompress.
 
     Two metrics are sums: `comm/total_bytes_sent`, gradient bytes so far, and `time/total_s`, wall-clock seconds since
     the fit began. They are also logged with each validation's metrics. A fit that resumes from a checkpoint continues
@@ -139,7 +140,7 @@ class CommunicationMonitor(Callback):
                 {
                     "comm/bytes_sent": float(stats.bytes_sent),
                     "comm/bytes_received": float(stats.bytes_received),
-                    "comm/sparsity": stats.sparsity,
+                    **({} if stats.sparsity is None else {"comm/sparsity": stats.sparsity}),
                     **{f"time/{phase}_ms": 1e3 * seconds for phase, seconds in phases.items()},
                     **self._so_far(),
                     **metrics,

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import check_pending_share
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
@@ -27,7 +28,6 @@ from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy
 from lightning_gradcomp.plugin.validation import check_checkpoint_state
-from lightning_gradcomp.registry import build
 
 KEY = "lightning_gradcomp_delayed"
 """The averager's state in a checkpoint."""

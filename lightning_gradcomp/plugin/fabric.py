@@ -17,6 +17,7 @@ from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code, of_rank_zero
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ
@@ -28,7 +29,6 @@ from lightning_gradcomp.plugin.rank_states import (
     mean_optimizer_state,
 )
 from lightning_gradcomp.plugin.validation import check_clipping_averages, corrected_optimizer
-from lightning_gradcomp.registry import build
 
 
 class CompressedFabricStrategy(DDPStrategy):

@@ -32,6 +32,7 @@ from lightning_gradcomp.averaging.fsdp.shards import is_sharded, local, reshard
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin.base_strategy import warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
@@ -46,7 +47,6 @@ from lightning_gradcomp.plugin.rank_states import (
     name_of,
 )
 from lightning_gradcomp.plugin.validation import check_verification
-from lightning_gradcomp.registry import build
 
 
 class Steps(ManualSteps):

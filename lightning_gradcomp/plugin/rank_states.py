@@ -280,6 +280,6 @@ def mean_over_ranks(state: State, averager: Any) -> State:
 
 
 def name_of(averager: Saved) -> str:
-    """The name of the averager's compressor. If its class is not registered, its base's name."""
-    names = {entry.cls: entry.name for entry in entries()}
-    return next(names[cls] for cls in type(averager.compressor).__mro__ if cls in names)
+    """The name of the averager's compressor. If its class is not registered, its base's, else the class's own."""
+    names, cls = {entry.cls: entry.name for entry in entries()}, type(averager.compressor)
+    return next((names[base] for base in cls.__mro__ if base in names), cls.__qualname__)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.base_strategy import DDPBase
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ, share_buffers, spare_buffers
@@ -30,7 +31,6 @@ from lightning_gradcomp.plugin.validation import (
     check_clipping,
     check_verification,
 )
-from lightning_gradcomp.registry import build
 
 AVERAGING_OPTIONS = (
     "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.compressors import OneBit
 from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.schedules import Ramp, exponential
@@ -39,6 +40,20 @@ def test_a_sparse_step_is_one_gather_and_reports_it(world, sparsity):
             assert collective in GATHERS
             assert stats.bytes_sent == stats.bytes_received == (world - 1) * length
             assert stats.sparsity == sparsity
+
+
+def test_a_compressed_step_of_a_method_without_a_sparsity_reports_none():
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, OneBit(min_elements=40, warmup_steps=1))
+        seen = []
+        for step in range(2):
+            backward(model, optimizer, rank, step, prescribed_loss)
+            averager.step()
+            seen.append(averager.stats.sparsity)
+        return seen
+
+    assert run_ranks(2, work) == [[0, None]] * 2
 
 
 def test_a_message_is_dense_values_payload_and_flags():

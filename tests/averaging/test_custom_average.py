@@ -1,7 +1,4 @@
-"""Compressors with an `average` of their own that exchange otherwise than the ones of this package.
-
-They extend a registered class, as whatever is given to an averager must.
-"""
+"""Compressors with an `average` of their own that exchange otherwise than the ones of this package."""
 
 from dataclasses import dataclass
 

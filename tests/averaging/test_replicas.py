@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_gradcomp.averaging import replicas
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast, checksum, identical
 from tests.threads import run_ranks
@@ -24,6 +25,29 @@ def test_one_tensor_of_one_rank_that_differs_is_noticed_by_all(other):
         return identical([other if rank == 1 else TENSOR, counter], group)
 
     assert run_ranks(3, work) == [False] * 3
+
+
+def test_a_compared_buffer_can_still_be_resized():
+    """Observers of quantisation-aware training resize theirs in the first forward pass."""
+
+    def work(rank, group):
+        observed = torch.zeros(0), torch.arange(6.0)
+        identical(observed, group)
+        return [each.resize_(9).shape for each in observed]
+
+    assert run_ranks(2, work) == [[(9,), (9,)]] * 2
+
+
+def test_large_tensors_are_compared_to_the_last_byte(monkeypatch):
+    monkeypatch.setattr(replicas, "CHUNK", 20)
+
+    def work(rank, group):
+        own = TENSOR.clone()
+        before = identical([own], group)
+        own[-1, -1] += rank
+        return before, identical([own], group)
+
+    assert run_ranks(2, work) == [(True, False)] * 2
 
 
 def test_the_same_values_in_another_layout_are_identical():

@@ -74,7 +74,7 @@ def is_the_simulation(make, world, topology, steps):
     for rank, (_, memory) in enumerate(ranks):
         theirs = workers.states[rank].state_dict()
         assert same({kind: memory[kind] for kind in theirs}, theirs)
-    owned = sum(workers.layout.join(memory[PARTITION], torch.device("cpu")) for _, memory in ranks)
+    owned = sum(workers.layout.join(memory.get(PARTITION, {}), torch.device("cpu")) for _, memory in ranks)
     assert torch.equal(owned, workers.residual)
 
 
@@ -140,6 +140,34 @@ def test_a_partition_residual_loaded_while_frozen_is_not_lost(make):
     before = sum(had for had, _, _ in ledgers) / 3 - ledgers[0][1]
     difference, scale = balance(run_ranks(3, go_on))
     assert_nothing_lost(before + difference, scale)
+
+
+FEEDS_BACK = partial(lgc.OneBit, min_elements=40, warmup_steps=0)
+FORGETS = partial(FEEDS_BACK, error_feedback=False)
+
+
+def resumed_while_frozen(before, after):
+    """The state that each of three ranks saves with one compressor, and has with another after it was loaded."""
+
+    def work(rank, group):
+        _, _, state = Ledger(group, before).go(rank, range(4))
+        model = Table()
+        model.kernel.requires_grad_(False)
+        _, averager = averaged(model, group, after(), topology="two_phase")
+        averager.load_state_dict(state)
+        return state["memory"], averager.state_dict()["memory"]
+
+    return run_ranks(3, work)
+
+
+def test_without_error_feedback_neither_workers_nor_owners_have_a_residual():
+    assert resumed_while_frozen(FORGETS, FORGETS) == [({}, {})] * 3
+
+
+def test_residuals_loaded_without_error_feedback_are_named_as_lost():
+    with pytest.warns(UserWarning, match=r"'residual', 'partition_residual' is lost"):
+        states = resumed_while_frozen(FEEDS_BACK, FORGETS)
+    assert all(PARTITION in before and not after for before, after in states)
 
 
 @on([3, 8], EVERY_PARTITIONED)

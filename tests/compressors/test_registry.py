@@ -9,7 +9,8 @@ import pytest
 
 from lightning_gradcomp import registry
 from lightning_gradcomp.compressors import DGC, Compressor, NoCompression
-from tests.compressors.examples import separate_registry
+from lightning_gradcomp.compressors.base import build
+from tests.compressors.examples import EXAMPLES, separate_registry
 
 
 @pytest.fixture
@@ -41,41 +42,48 @@ def names():
 
 
 def test_a_name_and_a_trainer_name_build_the_class():
-    assert registry.build("dgc") == DGC()
-    assert registry.build("none") == registry.build("ddp_dense") == NoCompression()
+    assert build("dgc") == DGC()
+    assert build("none") == build("ddp_dense") == NoCompression()
 
 
 def test_an_instance_is_taken_as_it_is():
     dgc = DGC(sparsity=0.5)
-    assert registry.build(dgc) is dgc
+    assert build(dgc) is dgc
+
+
+def test_an_instance_of_a_class_without_a_name_trains():
+    """It needs none unless a configuration or the Trainer is to find it."""
+    compressor = EXAMPLES["qsgd"](min_elements=1)
+    assert not any(isinstance(compressor, entry.cls) for entry in registry.entries())
+    assert build(compressor) is compressor
 
 
 @pytest.mark.parametrize("wrong", ["dcg", "", "DGC"])
 def test_an_unknown_name_is_refused_with_the_known_ones(wrong):
     with pytest.raises(ValueError, match=rf"compressor: got '{wrong}', allowed: .*dgc.*none"):
-        registry.build(wrong)
+        build(wrong)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, DGC, object(), {"sparsity": 0.5}])
 def test_what_is_no_compressor_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"compressor: got .*, allowed: an instance of a registered class"):
-        registry.build(wrong)
+    with pytest.raises(ValueError, match=r"compressor: got .*, allowed: an instance of a Compressor"):
+        build(wrong)
 
 
 def test_every_entry_builds_itself_and_has_a_description():
     assert names() == sorted(set(names()))
     assert {"dgc", "none"} <= set(names())
     for entry in registry.entries():
-        assert type(registry.build(entry.name)) is type(registry.build(entry.strategy)) is entry.cls
+        assert type(build(entry.name)) is type(build(entry.strategy)) is entry.cls
         assert entry.description.endswith(".")
 
 
 def test_an_extension_is_a_class_and_one_line(table):
     echo = cell()
-    assert registry.build("echo") == registry.build("ddp_echo") == echo(loudness=3)
+    assert build("echo") == build("ddp_echo") == echo(loudness=3)
     assert [entry.description for entry in registry.entries() if entry.name == "echo"] == ["Sends everything."]
     loud = echo(loudness=9)
-    assert registry.build(loud) is loud
+    assert build(loud) is loud
 
 
 def test_the_same_class_registered_again_replaces_itself(table):
@@ -84,11 +92,11 @@ def test_the_same_class_registered_again_replaces_itself(table):
     registry.notify(lambda entry: heard.append(entry.cls))
     first, second = cell(), cell()
     assert first is not second
-    assert type(registry.build("echo")) is second
+    assert type(build("echo")) is second
     assert names().count("echo") == 1
     assert heard[-2:] == [first, second]
-    with pytest.raises(ValueError, match="an instance of a registered class"):
-        registry.build(first())
+    old = first()
+    assert build(old) is old
 
 
 def test_another_class_of_a_taken_name_is_refused(table):
@@ -96,7 +104,7 @@ def test_another_class_of_a_taken_name_is_refused(table):
         cell()
         with pytest.raises(ValueError, match=rf"@register: got '{taken}', allowed: a name that is free; taken: .*dgc"):
             registry.register(taken)(type("Other", (Compressor,), {"__doc__": "Other."}))
-    assert registry.build("dgc") == DGC()
+    assert build("dgc") == DGC()
 
 
 @pytest.mark.parametrize(("name", "strategy"), [("other", "dgc"), ("other", "ddp_dense"), ("ddp_dense", None)])
@@ -105,7 +113,7 @@ def test_another_compressors_trainer_name_is_refused(table, name, strategy):
     other = type("Other", (Compressor,), {"__doc__": "Other."})
     with pytest.raises(ValueError, match=rf"@register: got '{strategy or name}', allowed: a name that is free"):
         registry.register(name, strategy=strategy)(other)
-    assert registry.build("ddp_dense") == NoCompression()
+    assert build("ddp_dense") == NoCompression()
     assert "other" not in names()
 
 
@@ -151,7 +159,7 @@ def test_an_installed_packages_compressor_is_registered(installed):
     installed("good_methods", GOOD)
     assert "published" not in names()
     registry.load_entry_points()
-    assert type(registry.build("published")).__module__ == "good_methods"
+    assert type(build("published")).__module__ == "good_methods"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp import registry
+from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.compressors.layout import CHUNK, Layout
 from tests.compressors.examples import EXAMPLES, QSGD, EFSignSGD, RandomK, registered, separate_registry
 from tests.compressors.one_worker import Worker, normal, one, payload_codec
@@ -274,7 +275,7 @@ def test_an_example_is_known_inside_and_forgotten_outside():
     before = registry.entries()
     with registered():
         for name, cls in EXAMPLES.items():
-            assert registry.build(name) == cls()
+            assert build(name) == cls()
             averager = lgc.GradientAverager(torch.nn.Linear(4, 3), cls(min_elements=1, warmup_epochs=0))
             assert averager.gradients.layout.names == ("weight",)
     assert registry.entries() == before

@@ -7,6 +7,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 
 import lightning_gradcomp as lgc
 
@@ -23,6 +24,24 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class WithoutSparsity(L.Callback):
+    """Reports as a compressed step of 1-bit SGD does."""
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.strategy.averager.spent.sparsity = None
+
+
+class Kept(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.metrics = []
+
+    def log_metrics(self, metrics, step=None):
+        self.metrics.append(metrics)
 
 
 def monitored(steps):
@@ -43,6 +62,18 @@ def test_the_size_of_a_monitor_is_bounded():
     assert many.summary()["milliseconds"]["compute"] > 0
     sizes = [len(pickle.dumps(vars(monitor))) for monitor in (few, many)]
     assert sizes[1] < sizes[0] + 100
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_without_a_sparsity_logs_none():
+    logger = Kept()
+    callbacks = [WithoutSparsity(), lgc.CommunicationMonitor()]
+    options = {**QUIET, "logger": logger, "log_every_n_steps": 1, "callbacks": callbacks, "max_epochs": 1}
+    L.Trainer(strategy="dgc", accelerator="cpu", devices=1, **options).fit(Net(), torch.ones(2, 4))
+    torch.distributed.destroy_process_group()
+    steps = [metrics for metrics in logger.metrics if "comm/bytes_sent" in metrics]
+    assert len(steps) == 2
+    assert not any("comm/sparsity" in metrics for metrics in steps)
 
 
 def test_a_fit_that_compresses_nothing_ends_with_a_warning():

@@ -38,6 +38,7 @@ class Workers:
             self.states.append(ErrorFeedback(self.layout, CPU, compressor.state_for(None)))
             self.states[-1].attach(torch.optim.SGD(weights, lr=1.0, momentum=momentum), weights)
         self.residual = torch.zeros(self.layout.n)
+        self.accumulates = compressor.state_for(None).kind is not None
 
     def step(self, gradients):
         """The average of flat gradients, one a worker."""
@@ -63,6 +64,8 @@ class Workers:
             elif partition.n:
                 decoded = self.decoded(mean, partition, draws[owner])
                 decoded.add_to(average[part])
+                if not self.accumulates:
+                    continue
                 if isinstance(decoded, Sparse):  # what is left out of the mean stays with those who sent it
                     applied = decoded.indices
                     self.residual[start + applied] = mean[applied] - decoded.values
