@@ -37,6 +37,8 @@ def mean_in_int8(
         The means of `large` and `small`, concatenated and flat: fp32 [n] and [m].
     """
     world, n, m = group.size(), *(sum(tensor.numel() for tensor in tensors) for tensors in (large, small))
+    if not n + m:  # a bucket of parameters without elements
+        return large[0].float(), small[0].float()
     part, small_part = part_sizes(n, m, world)
     parts, small_parts = _divided(large, world, part), _divided(small, world, small_part)
     pieces = _pieces(parts, small_parts)

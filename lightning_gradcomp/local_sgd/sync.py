@@ -53,35 +53,39 @@ class Buffers:
     """The model's buffers that are in its `state_dict`. All ranks must hold the same ones at construction.
 
     For finite floating-point buffers, the change since the last drain is averaged, so an unchanged buffer keeps its
-    bits. Other buffers are copied from rank 0.
+    bits. Other buffers are copied from rank 0, and so are those that were resized.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        current = self._current()
-        self._averaged = [n for n, b in current.items() if b.is_floating_point() and bool(b.isfinite().all())]
-        self._start = {name: current[name].clone() for name in self._averaged}
+        averaged = {n: b for n, b in self._current().items() if b.is_floating_point() and bool(b.isfinite().all())}
+        self._start = {name: buffer.clone() for name, buffer in averaged.items()}
 
     def _current(self) -> dict[str, torch.Tensor]:
         saved = self.model.state_dict(keep_vars=True)
         return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
+    def _averaged(self) -> dict[str, torch.Tensor]:
+        start = self._start
+        return {n: b for n, b in self._current().items() if n in start and b.shape == start[n].shape}
+
     def not_averaged(self) -> list[torch.Tensor]:
         """The buffers that are copied from rank 0."""
-        return [buffer for name, buffer in self._current().items() if name not in self._averaged]
+        averaged = self._averaged()
+        return [buffer for name, buffer in self._current().items() if name not in averaged]
 
     def changes(self) -> torch.Tensor:
         """The changes of the averaged buffers since the last drain: fp32 [n]."""
-        current = self._current()
-        return _flatten([current[name].float() - self._start[name].float() for name in self._averaged], self.model)
+        changes = [buffer.float() - self._start[name].float() for name, buffer in self._averaged().items()]
+        return _flatten(changes, self.model)
 
     def set_changes(self, changes: torch.Tensor) -> None:
         """Set the averaged buffers to their values after the last drain plus `changes`, fp32 [n]."""
-        current = self._current()
-        sizes = [self._start[name].numel() for name in self._averaged]
-        for name, change in zip(self._averaged, changes.split(sizes), strict=True):
-            current[name].copy_(self._start[name] + change.view(current[name].shape))
-            self._start[name] = current[name].clone()
+        averaged = self._averaged()
+        parts = changes.split([buffer.numel() for buffer in averaged.values()])
+        for (name, buffer), change in zip(averaged.items(), parts, strict=True):
+            buffer.copy_(self._start[name] + change.view(buffer.shape))
+            self._start[name] = buffer.clone()
 
 
 def moments_of(

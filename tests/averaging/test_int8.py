@@ -30,7 +30,7 @@ QUICK = {"min_elements": 40}
 """Of a `Table`, the kernel (360 elements) and the matrix (300) then travel in 8 bits."""
 
 
-@pytest.mark.parametrize(("n", "m"), [(5000, 77), (256, 1), (300, 0), (0, 5), (12 * 256, 12)])
+@pytest.mark.parametrize(("n", "m"), [(5000, 77), (256, 1), (300, 0), (0, 5), (0, 0), (12 * 256, 12)])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_it_is_bit_identical_to_the_simulation_in_one_process(world, n, m):
     def numbers(rank, k):

@@ -97,6 +97,35 @@ def test_a_rank_without_any_batch_can_drain():
     assert not torch.equal(results[0][:-8], weights(conv_net()))
 
 
+class Observed(nn.Module):
+    """Resizes a buffer in its first forward pass, as an observer of quantisation-aware training does."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = conv_net()
+        self.register_buffer("smallest", torch.zeros(0))
+
+    def forward(self, x):
+        self.smallest.resize_(3).copy_(x.amin((0, 2, 3)))
+        return self.net(x)
+
+
+def test_a_resized_buffer_is_copied_from_rank_0():
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "sgd", Observed, period=4, delay=2)
+        seen = []
+        for steps in (range(6), range(6, 12)):
+            train(model, optimizer, averager, rank, steps, image_loss)
+            own = model.smallest.clone()
+            averager.drain()
+            seen.append((own, model.smallest.clone()))
+        return seen
+
+    for (first, _), (other, after) in zip(*run_ranks(2, work), strict=True):
+        assert torch.equal(after, first)
+        assert not torch.equal(other, first)
+
+
 def test_a_drain_replaces_buffers_that_are_not_finite():
     def work(rank, group):
         model, optimizer, averager = set_up(group, "momentum", conv_net, period=4, delay=2)
