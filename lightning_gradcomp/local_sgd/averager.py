@@ -28,9 +28,10 @@ from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
 from lightning_gradcomp.local_sgd.background import BackgroundExchange
+from lightning_gradcomp.local_sgd.optimizer_state import zero_nonfinite_state
 from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
-from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments, zero_nonfinite_state
+from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
 
 
 @dataclass
@@ -335,9 +336,10 @@ class DelayedAverager:
 
         Waits for the pending exchange and applies its average. Then averages the open round and all residuals in fp32,
         without the outer optimizer. Averages the floating-point buffers in the `state_dict` and the optimizers'
-        moments, and copies other buffers from rank 0. The next round starts here.
+        moments and counts, and copies other buffers from rank 0. The next round starts here.
 
-        With `error_decay`, the open round is averaged like any other, and each rank keeps its moments and its residual.
+        With `error_decay`, the open round is averaged like any other, and each rank keeps its optimizers' state and its
+        residual.
 
         Raises:
             ValueError: if a parameter is frozen on some ranks only.
@@ -424,8 +426,8 @@ class DelayedAverager:
         A run that resumes from it, with the model's and the optimizers' state after the drain, is bit-identical to the
         original run. The number of ranks may change.
 
-        With `error_decay`, the entry "rounds" is local to each rank: its moments and its residual. A different number
-        of ranks resumes from the mean, `averaging.mean_state` of all ranks' "rounds".
+        With `error_decay`, the entry "rounds" is local to each rank: its optimizers' state and its residual. A
+        different number of ranks resumes from the mean, `averaging.mean_state` of all ranks' "rounds".
         """
         self.drain()
         rounds, schedule = self._rounds.shared_state(), self.round_schedule.state_dict()

@@ -17,7 +17,8 @@ from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
-from lightning_gradcomp.local_sgd.sync import moments_of, sample_weight
+from lightning_gradcomp.local_sgd.optimizer_state import parameters_of
+from lightning_gradcomp.local_sgd.sync import sample_weight
 
 LOCAL = "local"
 """Prefix of the local optimizers' state names, as in "local0_exp_avg", of the first optimizer."""
@@ -68,7 +69,7 @@ class Rounds:
         process_group: a group that nothing else uses.
         outer: options of the outer optimizer.
         epoch: the first epoch.
-        local_optimizers: the model's optimizers. With `error_decay`, their moments are part of this rank's state.
+        local_optimizers: the model's optimizers. With `error_decay`, their state is part of this rank's.
         error_decay: factor by which the residuals are multiplied once per round; None for no decay.
         period: training steps in a round; converts the compressor's `warmup_steps` to rounds.
 
@@ -184,31 +185,52 @@ class Rounds:
 
     # Checkpoints
 
-    def _local_moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(kind, parameter name, tensor) for each state tensor of a local optimizer with its parameter's shape."""
+    def _local_states(self) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, dict[str, Any]]]]:
+        """(prefix, optimizer, parameter name -> torch's name -> value) for each local optimizer."""
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.anchor.live.items()}
-        for number, parameter, kind, value in moments_of(self.local_optimizers):
-            yield f"{LOCAL}{number}_{kind}", names[parameter], value
+        for number, optimizer in enumerate(self.local_optimizers):
+            states = {names[p]: optimizer.state.get(p, {}) for p in parameters_of(optimizer)}
+            yield f"{LOCAL}{number}", optimizer, states
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, in GradientAverager's format; with `error_decay`, also the local optimizers' moments."""
+        """This rank's state, in GradientAverager's format.
+
+        With `error_decay`, also the tensors and numbers in the local optimizers' state. Floating-point tensors are in
+        fp32.
+        """
         state = self.averager.state_dict()
-        if self.error_decay is not None:
-            for kind, name, value in self._local_moments():
-                state["memory"].setdefault(kind, {})[name] = value.float().clone()
+        for prefix, _, states in self._local_states() if self.error_decay is not None else ():
+            memory = {**state["memory"], prefix: {}}  # empty: says that the optimizer's state is here
+            for name, held in states.items():
+                for kind, value in held.items():
+                    if isinstance(value, (torch.Tensor, int, float)):
+                        saved = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+                        if isinstance(value, torch.Tensor) and value.is_floating_point():
+                            saved = value.float()
+                        memory.setdefault(f"{prefix}_{kind}", {})[name] = saved.clone()
+            state = {**state, "memory": memory}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's state, and the moments that are in `state`.
+        """Replace this rank's state, and the local optimizers' if it is in `state`.
 
         Raises:
             ValueError: if a tensor's shape differs from its parameter's.
         """
         memory = {kind: parts for kind, parts in state["memory"].items() if not kind.startswith(LOCAL)}
         self.averager.load_state_dict({**state, "memory": memory})
-        for kind, name, value in self._local_moments():
-            if name in (saved := state["memory"].get(kind, {})):
-                value.copy_(saved[name])
+        for prefix, optimizer, states in self._local_states():
+            if prefix not in state["memory"]:
+                continue
+            start, loaded = f"{prefix}_", {}
+            kinds = {kind[len(start) :]: parts for kind, parts in state["memory"].items() if kind.startswith(start)}
+            for index, (name, held) in enumerate(states.items()):
+                saved = {kind: parts[name] for kind, parts in kinds.items() if name in parts}
+                if saved:  # else this rank has not stepped it
+                    plain = {kind for kind, value in held.items() if isinstance(value, (int, float))}
+                    saved = {kind: value.item() if kind in plain else value for kind, value in saved.items()}
+                    loaded[index] = {**held, **saved}
+            optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def shared_state(self) -> dict[str, Any]:
         """`state_dict` plus the outer optimizer's state; the same on all ranks if there are no residuals."""

@@ -1,19 +1,19 @@
-"""Synchronisation of buffers and optimizer moments in a drain.
+"""Synchronisation of buffers and optimizer state in a drain.
 
 Between drains each rank's batch norm statistics and optimizer moments follow its own data. A drain averages them,
-weighted by samples. What can't be averaged (counters, masks with infinities) is copied from rank 0.
+weighted by samples. Buffers that can't be averaged (counters, masks with infinities) are copied from rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from zlib import crc32
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.ranks import Ranks, add
 from lightning_gradcomp.averaging.replicas import broadcast
+from lightning_gradcomp.local_sgd.optimizer_state import average_numbers, moments_of, unify
 
 
 def sample_weight(own: int, counts: Sequence[int]) -> float:
@@ -88,18 +88,6 @@ class Buffers:
             self._start[name] = buffer.clone()
 
 
-def moments_of(
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> Iterator[tuple[int, torch.Tensor, str, torch.Tensor]]:
-    """(number of the optimizer, parameter, torch's name, value) for each state tensor of its parameter's shape, such as
-    Adam's moments."""
-    for number, optimizer in enumerate(optimizers):
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            for kind, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                    yield number, parameter, kind, value
-
-
 def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
     """The concatenated elements of fp32 `tensors`; a tensor of length 0 if there are none."""
     empty = torch.zeros(0, dtype=torch.float32, device=next(model.parameters()).device)
@@ -110,48 +98,34 @@ def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
 def sync_buffers_and_moments(
     ranks: Ranks, buffers: Buffers, optimizers: Sequence[torch.optim.Optimizer], samples: int, *, moments_valid: bool
 ) -> int:
-    """Make buffers and optimizer moments the same on all ranks. Collective.
+    """Make buffers and optimizer state the same on all ranks. Collective.
 
-    Moments are averaged over the ranks whose optimizers have the same state entries as those of the rank with the most
-    elements. The other ranks keep theirs.
+    See `optimizer_state` for what is averaged and what is copied.
 
     Args:
         ranks: all ranks.
         buffers: the model's buffers.
-        optimizers: their moments are averaged. Ranks keep those of other optimizers.
+        optimizers: their state becomes the same on all ranks. Ranks keep that of other optimizers.
         samples: number of samples of this rank since the last drain.
-        moments_valid: True if this rank's moments count in the average.
+        moments_valid: True if this rank's optimizer state counts in the average.
 
     Returns:
         Bytes that this rank sent, not counting the buffers that rank 0 broadcasts.
     """
-    numbers: dict[torch.Tensor, int] = {}
-    moments = {
-        (number, numbers.setdefault(parameter, len(numbers)), kind): value
-        for number, parameter, kind, value in moments_of(optimizers)
-    }
-    lengths = [value.numel() for value in moments.values()]
-    fingerprint = [sum(lengths), crc32(repr(list(moments)).encode())]
-    own = torch.tensor(fingerprint, device=next(buffers.model.parameters()).device)
-    fingerprints = ranks.gather(own.view(torch.uint8)).view(torch.int64).view(ranks.world, -1).tolist()
-    largest = max(fingerprints, key=lambda one: one[0])
-    matches = fingerprints[ranks.rank] == largest
-    zeros = own.new_zeros(largest[0], dtype=torch.float32)
-    flat = _flatten([value.float() for value in moments.values()], buffers.model) if matches else zeros
-    moment_samples = samples if moments_valid and matches else 0
-    (mean_changes, mean_moments), sent = weighted_means(ranks, [(buffers.changes(), samples), (flat, moment_samples)])
+    device = next(buffers.model.parameters()).device
+    matches, sent = unify(ranks, optimizers, device)
+    counted = samples if moments_valid and matches else 0
+    moments = moments_of(optimizers)
+    flat = _flatten([moment.float() for moment in moments], buffers.model)
+    (mean_changes, mean_moments), sent_in_sum = weighted_means(ranks, [(buffers.changes(), samples), (flat, counted)])
     if mean_changes is not None:
         buffers.set_changes(mean_changes)
-    if mean_moments is not None and matches:
-        for value, part in zip(moments.values(), mean_moments.split(lengths), strict=True):
-            value.copy_(part.view(value.shape))
+    if mean_moments is None:
+        broadcast(moments, ranks)
+    else:
+        for moment, part in zip(moments, mean_moments.split([moment.numel() for moment in moments]), strict=True):
+            moment.copy_(part.view(moment.shape))
+    if optimizers:
+        sent += average_numbers(ranks, optimizers, counted, device)
     broadcast(buffers.not_averaged(), ranks)
-    return ranks.gather_traffic(own.nbytes) + sent
-
-
-def zero_nonfinite_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Replace NaN and infinities in the optimizers' state with 0: a NaN in a momentum would spoil every later step."""
-    for state in (state for optimizer in optimizers for state in optimizer.state.values()):
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value.nan_to_num_(0.0, 0.0, 0.0)
+    return sent + sent_in_sum

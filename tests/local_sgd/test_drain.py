@@ -81,6 +81,23 @@ def test_a_drain_averages_buffers_and_moments(name, layer, moment):
         torch.testing.assert_close(afters[0], torch.stack(owns).mean(0), **CLOSE)
 
 
+@pytest.mark.parametrize(("seconds", "step"), [(2, 5), (0, 6)])
+def test_a_drain_makes_adams_step_the_same(seconds, step):
+    """It is the mean over samples, rounded; a rank that has never stepped receives the state of the others."""
+
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "adamw", period=4, delay=0)
+        train(model, optimizer, averager, rank, 6 if rank == 0 else seconds)
+        for _ in range(0 if rank == 0 else 6 - seconds):
+            averager.step(0)
+        averager.drain()
+        states = [optimizer.state[p] for p in model.parameters()]
+        assert {float(state["step"]) for state in states} == {step}
+        return torch.cat([state[moment].reshape(-1) for state in states for moment in ("exp_avg", "exp_avg_sq")])
+
+    assert all_equal(run_ranks(2, work))
+
+
 def test_a_rank_without_any_batch_can_drain():
     def work(rank, group):
         model, optimizer, averager = set_up(group, "adamw", conv_net, period=2, delay=1)

@@ -10,7 +10,7 @@ from lightning_gradcomp.averaging import mean_state
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, conv_net, image_loss, weights
 from tests.local_sgd.test_resume import stored
 from tests.local_sgd.test_update_rule import follow, weights_at_each_step
-from tests.local_sgd.training import CLOSE, OPTIMIZERS, run_ranks, set_up, train
+from tests.local_sgd.training import CLOSE, OPTIMIZERS, STATEFUL, run_ranks, set_up, train
 from tests.reference.delayed import PaperSparseLoCo
 
 QUICK = {"min_elements": 64, "warmup_epochs": 0}
@@ -110,12 +110,24 @@ def test_a_drain_sends_a_compressed_round_and_keeps_moments():
     assert sent[0] < 4 * len(drained[0])  # two rounds, of a fifth each
 
 
-@pytest.mark.parametrize("delay", [0, 3])
-def test_each_rank_resumes_bitwise_in_mid_round(delay):
-    how = {"compressor": sparse(values="int2"), "period": 4, "delay": delay, "error_decay": 0.95}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"period": 4, "delay": 0},
+        {"period": 4, "delay": 3},
+        *(
+            {"period": 2, "delay": 0, "participation": 0.4, "optimizer": name}
+            for name in STATEFUL
+            if name != "counting"
+        ),
+    ],
+    ids=str,
+)
+def test_each_rank_resumes_bitwise_in_mid_round(options):
+    how = {"optimizer": "adamw", "compressor": sparse(values="int2"), "error_decay": 0.95, **options}
 
     def straight(rank, group):
-        model, optimizer, averager = set_up(group, "adamw", conv_net, **how)
+        model, optimizer, averager = set_up(group, model=conv_net, **how)
         train(model, optimizer, averager, rank, 10, image_loss)
         state = averager.state_dict()  # drains, so it comes before the other states
         saved = [*stored(model, optimizer), state]
@@ -125,7 +137,7 @@ def test_each_rank_resumes_bitwise_in_mid_round(delay):
     results = run_ranks(3, straight)
 
     def resumed(rank, group):
-        model, optimizer, averager = set_up(group, "adamw", conv_net, **how)
+        model, optimizer, averager = set_up(group, model=conv_net, **how)
         # The optimizer's of rank 0 on all ranks, as a Lightning checkpoint has it.
         model_state, optimizer_state, _ = copy.deepcopy(results[0][0])
         model.load_state_dict(model_state)

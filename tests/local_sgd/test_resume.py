@@ -9,7 +9,7 @@ import torch
 from lightning_gradcomp import Nesterov
 from tests.averaging.laws import EVERY
 from tests.averaging.workers import conv_net, image_loss, weights
-from tests.local_sgd.training import run_ranks, set_up, train
+from tests.local_sgd.training import STATEFUL, run_ranks, set_up, train
 
 
 def stored(*parts):
@@ -28,14 +28,17 @@ def stored(*parts):
         {"period": 4, "delay": 2, "compressor": EVERY["onebit"]()},
         {"period": 4, "delay": 2, "compressor": EVERY["powersgd"]()},
         {"period": 3, "delay": 0, "outer": Nesterov()},
+        *({"period": 2, "delay": 0, "participation": 0.4, "optimizer": name} for name in STATEFUL),
     ],
     ids=str,
 )
 def test_a_resumed_run_is_bitwise_the_drained_run(options):
     """All ranks resume from rank 0's checkpoint."""
 
+    how = {"optimizer": "adamw", **options}
+
     def straight(rank, group):
-        model, optimizer, averager = set_up(group, "adamw", conv_net, **options)
+        model, optimizer, averager = set_up(group, model=conv_net, **how)
         train(model, optimizer, averager, rank, 10, image_loss)
         state = averager.state_dict()  # drains, so it comes before the other states
         saved = [*stored(model, optimizer), state]
@@ -46,7 +49,7 @@ def test_a_resumed_run_is_bitwise_the_drained_run(options):
     saved = results[0][0]
 
     def resumed(rank, group):
-        model, optimizer, averager = set_up(group, "adamw", conv_net, **options)
+        model, optimizer, averager = set_up(group, model=conv_net, **how)
         train(model, optimizer, averager, rank, 5, image_loss)  # a state that loading has to replace
         own = copy.deepcopy(saved)  # ranks are threads, and an optimizer does not copy the tensors that it loads
         for part, state in zip((model, optimizer, averager), own, strict=True):

@@ -8,6 +8,35 @@ from lightning_gradcomp import DelayedAverager
 from tests import threads
 from tests.averaging.workers import HAS_MUON, Table, backward, bowl_loss, muon_adamw
 
+
+class Counting(torch.optim.Optimizer):
+    """Keeps counts as plain numbers, in a parameter group too, and moments in 8 bits."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.02, "taken": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["taken"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["norm"] = state.get("norm", 0.0) + float(p.grad.norm())
+                old = state["moment"].float() * state["scale"] if "moment" in state else torch.zeros_like(p)
+                moment = 0.9 * old + p.grad
+                state["scale"] = moment.abs().max() / 127 + 1e-12
+                state["moment"] = (moment / state["scale"]).round().to(torch.int8)
+                p.sub_(moment, alpha=group["lr"] / (state["count"] + group["taken"] + state["norm"]) ** 0.1)
+
+    def load_state_dict(self, state_dict):
+        moments = {index: each["moment"] for index, each in state_dict["state"].items()}
+        super().load_state_dict(state_dict)  # converts them to the parameter's type
+        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if index in moments:
+                self.state[p]["moment"] = moments[index].clone()
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01),
@@ -16,6 +45,15 @@ OPTIMIZERS = {
 }
 if HAS_MUON:
     OPTIMIZERS["muon"] = muon_adamw
+STATEFUL = {
+    "adamw": OPTIMIZERS["adamw"],
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.02, t0=2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "counting": Counting,
+}
+"""Optimizers that keep more than moments of the parameters' shapes."""
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
@@ -36,7 +74,7 @@ def run_ranks(world, work):
 def set_up(group, optimizer="momentum", model=Table, **options):
     """A model, its optimizer and its averager."""
     model = model()
-    made = OPTIMIZERS[optimizer](model.parameters())
+    made = {**OPTIMIZERS, **STATEFUL}[optimizer](model.parameters())
     return model, made, DelayedAverager(model, made, process_group=group, **options)
 
 
