@@ -64,8 +64,8 @@ class Gradients:
             plain_name(name) for name, p in model.named_parameters()
             if name not in ignored and (stepped is None or id(p) in stepped)
         }  # fmt: skip
-        self.averaged = [p for p in model.parameters() if stepped is None or id(p) in stepped]
-        """The model's parameters that the optimizers have."""
+        self.averaged = [p for name, p in model.named_parameters() if plain_name(name) in mine]
+        """The model's parameters that are averaged when they train."""
         every = shards.named if shards else [(plain_name(name), p) for name, p in model.named_parameters()]
         self._every = [(name, p) for name, p in every if name in mine]
         self._all_names = {name for name, _ in every}
@@ -158,7 +158,7 @@ class Gradients:
 
     def local(self) -> dict[str, torch.Tensor]:
         """Name -> fp32 copy of `p.grad`, for parameters that have one."""
-        return {name: p.grad.float().clone() for name, p in self._every if p.grad is not None}
+        return {name: p.grad.detach().float().clone() for name, p in self._every if p.grad is not None}
 
     def put_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Restore the `p.grad` that `local` returned."""
@@ -176,7 +176,13 @@ class Gradients:
         return frozenset(name for name, mark in zip(self.names, marks, strict=True) if mark)
 
     def collect(self, *, unscale: bool = True) -> None:
-        """Fill the buffers with `p.grad`, or 0 without one. With `unscale`, divide by the loss scale."""
+        """Fill the buffers with `p.grad`, or 0 without one. With `unscale`, divide by the loss scale.
+
+        A `p.grad` with a graph, after `backward(create_graph=True)`, becomes a copy without one.
+        """
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                parameter.grad = parameter.grad.detach().clone()
         scale = self.scale if unscale else 1.0
         _fill(self.layout, self.compressed_flat, self.compressed, scale)
         _fill(self.dense_layout, self.dense_flat, self.dense, scale)

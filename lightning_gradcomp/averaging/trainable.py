@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.ranks import Ranks, gather
+from lightning_gradcomp.averaging.replicas import ignored_by_ddp
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 
@@ -22,13 +23,17 @@ def check_trainable(model: nn.Module) -> None:
 
     Raises:
         ValueError: if a complex parameter, or the weight of an embedding with sparse=True, requires a gradient.
+            Parameters that DDP ignores may be of any kind.
     """
+    ignored = ignored_by_ddp(model)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
+        if name not in ignored and parameter.requires_grad and parameter.is_complex():
             allowed = "a real floating-point type, or requires_grad=False"
             raise refusal(f"parameter {plain_name(name)!r}", parameter.dtype, allowed)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+        weight = f"{name}.weight" if name else "weight"
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad and weight not in ignored:
             allowed = "sparse=False, or a weight with requires_grad=False"
             raise refusal(f"gradients of {plain_name(name)!r}", f"{type(module).__name__}(sparse=True)", allowed)
 

@@ -15,10 +15,12 @@ from tests.averaging.laws import REMEMBERING, with_defaults
 from tests.averaging.workers import (
     Table,
     all_equal,
+    averaged,
     backward,
     bowl_loss,
     dgc,
     prescribed_loss,
+    train,
     train_ddp,
     weights,
 )
@@ -377,6 +379,18 @@ def test_parameters_outside_the_optimizer_or_ignored_by_ddp_have_no_part():
     (kernel, matrix), (other_kernel, other_matrix) = run_ranks(2, work)
     assert torch.equal(matrix, other_matrix) and matrix.isfinite().all()
     assert not torch.equal(kernel, other_kernel), "each rank steps its own"
+
+
+def test_the_clipped_norm_of_a_dense_average_leaves_out_what_ddp_ignores():
+    def work(rank, group):
+        model = Table()
+        model._ddp_params_and_buffers_to_ignore = ["kernel"]
+        optimizer, averager = averaged(model, group, dgc(clip_norm=0.1, dense_epochs=9), steps_per_epoch=9)
+        train(model, optimizer, averager, rank, 2, prescribed_loss)
+        return model.matrix.detach()
+
+    matrix, other_matrix = run_ranks(2, work)
+    assert torch.equal(matrix, other_matrix)
 
 
 # Local weights

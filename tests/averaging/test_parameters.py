@@ -1,17 +1,19 @@
 """Parameters of every kind: frozen, tied, oddly laid out, of low precision, and none to compress."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_gradcomp import GradientAverager
+from lightning_gradcomp import GradientAverager, OneBit
 from tests.averaging.workers import (
     Table,
     all_equal,
     averaged,
     backward,
+    bowl_loss,
     conv_net,
     dgc,
     filled,
@@ -202,3 +204,29 @@ def test_excluded_parameters_travel_whole():
     (names, grad), _ = run_ranks(2, work)
     assert names == {"matrix"}
     assert bool((grad != 0).all())
+
+
+@pytest.mark.parametrize("compressor", ["none", "int8", dgc(), OneBit(min_elements=50, warmup_steps=2)])
+def test_gradients_with_a_graph_are_averaged_without_it(compressor):
+    """backward(create_graph=True), as optimizers of second order call it. The caller's gradients keep their graph."""
+
+    def work(rank, group):
+        trained = []
+        for create_graph in (False, True):
+            model = Table()
+            optimizer, averager = averaged(model, group, compressor)
+            for step in range(4):
+                optimizer.zero_grad()
+                bowl_loss(model, rank, step).backward(create_graph=create_graph)
+                own = model.kernel.grad
+                averager.average()
+                assert not model.kernel.grad.requires_grad
+                if create_graph:
+                    torch.autograd.grad(own.square().sum(), model.kernel)
+                optimizer.step()
+            trained.append(weights(model))
+        return torch.equal(*trained)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+        assert all(run_ranks(2, work))

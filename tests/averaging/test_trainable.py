@@ -35,6 +35,13 @@ def test_a_frozen_parameter_of_any_kind_passes(kind):
     check_trainable(nn.Sequential(FROZEN[kind](), nn.Embedding(4, 2)))
 
 
+@pytest.mark.parametrize(("kind", "name"), [("complex", "0.other"), ("Embedding", "0.weight")])
+def test_a_parameter_of_any_kind_passes_if_ddp_ignores_it(kind, name):
+    model = nn.Sequential(TRAINED[kind][0], nn.Linear(2, 2))
+    model._ddp_params_and_buffers_to_ignore = [name]
+    check_trainable(model)
+
+
 @pytest.mark.parametrize("kind", TRAINED)
 def test_what_can_not_be_trained_is_refused(kind):
     module, message = TRAINED[kind]
