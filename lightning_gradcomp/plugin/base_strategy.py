@@ -48,7 +48,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero, read, with_suffix
 from lightning_gradcomp.plugin.launchers import MultiProcessingLauncher, SubprocessLauncher
-from lightning_gradcomp.plugin.rank_states import RankStates, all_ranks_present, interrupted
+from lightning_gradcomp.plugin.rank_states import KEY, RankStates, all_ranks_present, interrupted
 from lightning_gradcomp.plugin.validation import check_batches, check_callbacks, check_model
 
 log = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ class DDPBase(BaseStrategy, DDPStrategy):
             holder = self.put_states(checkpoint, filepath, with_states)
         self._write(checkpoint, filepath, storage_options)
         with self.explained("saving a checkpoint"):
-            self.rank_states.after_saving(holder, filepath)
+            self.rank_states.after_saving([holder[KEY]] if KEY in holder else [], filepath)
 
     def _meet_to_save(self, checkpoint: dict[str, Any], filepath: Any) -> tuple[Any, bool]:
         """Return rank 0's `filepath`, and True if all ranks add their states to the checkpoint, as rank 0 decides.

@@ -12,7 +12,7 @@ import os
 import posixpath
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -161,8 +161,11 @@ class Sidecars:
             raise refusal(what, f"{path}, which belongs to another save", allowed)
         return content["state"]
 
-    def remove_old(self, checkpoint: str | Path, keep: str | None) -> None:
-        """Remove the folders of `checkpoint` except `keep`. On disk, every rank does, as nodes may have their own."""
+    def remove_old(self, checkpoint: str | Path, keep: Set[str] = frozenset()) -> None:
+        """Remove the folders of `checkpoint` except those in `keep`.
+
+        On disk, every rank does, as nodes may have their own.
+        """
         fs = get_filesystem(checkpoint)
         on_disk = isinstance(fs, LocalFileSystem)
         if not self.possible or (not on_disk and dist.is_initialized() and dist.get_rank() != 0):
@@ -172,7 +175,7 @@ class Sidecars:
         with suppress(FileNotFoundError):  # a CheckpointIO may write elsewhere
             for found in map(str, fs.ls(posixpath.dirname(path) or ".", detail=False)):
                 folder = posixpath.basename(found.rstrip("/"))
-                if folder.startswith(_folders_of(posixpath.basename(path))) and folder != keep:
+                if folder.startswith(_folders_of(posixpath.basename(path))) and folder not in keep:
                     if on_disk:
                         shutil.rmtree(found, ignore_errors=True)  # another rank may be doing the same
                     else:

@@ -51,10 +51,11 @@ class DDPHook(ManualSteps):
         super().__init__()
         # Registered directly, because Lightning registers hooks only on CUDA.
         ddp.register_comm_hook(None, self._hook)
+        ddp._comm_hooks.pop()  # DDP has registered it; a copy of the module, which has no hook, would copy all of this
         self._ddp, self._at_optimizer_step = ddp, at_optimizer_step
-        self._known_to_ddp = {id(p) for p in ddp.parameters() if p.requires_grad}
-        self._known = {id(p) for p in ddp.parameters()}
-        self._by_ddp, self._wire, self._grad_scale = False, "fp32", 1.0
+        self._known_to_ddp = {id(p) for p in self._trainable}
+        self._known = {id(p) for _, p in self._named}
+        self._by_ddp, self._wire, self._grad_scale = True, "fp32", 1.0
         self._step = 0
         self._int8: Int8Buckets | None = None
         """Averages buckets, once a step's format is "int8"."""
@@ -117,9 +118,11 @@ class DDPHook(ManualSteps):
             ValueError: if a parameter was added after DDP wrapped the model; if DDP waits for a frozen one; or if, in
                 automatic optimization, the gradients would be added to averages that no optimizer has used.
         """
-        trainable = [p for p in self._ddp.parameters() if p.requires_grad]
+        if self._ddp._join_config.enable and isinstance(averager.compressor, LossyCompressor):
+            allowed = "the same number of batches on every rank: one that has ended can't average compressed gradients"
+            raise refusal(f"DDP's join() with {type(averager.compressor).__name__}", "a backward inside it", allowed)
         if self._ddp.require_backward_grad_sync:
-            self._check_parameters(trainable)
+            self._check_parameters()
         if not self._at_optimizer_step:
             self._check_averages_were_used(averager)
         scaler = getattr(precision, "scaler", None)
@@ -134,21 +137,31 @@ class DDPHook(ManualSteps):
 
     def _can_be_by_ddp(self, decision: Decision) -> bool:
         """True if DDP can average this step: it is dense, DDP knows its parameters, and none has a residual."""
-        trainable = [p for p in self._ddp.parameters() if p.requires_grad]
+        trainable = self._trainable
         return (
             decision.by_ddp
             and all(id(p) in self._known_to_ddp for p in trainable)
             and self._nothing_left_for_averager(trainable)
         )
 
-    def _check_parameters(self, trainable: list[nn.Parameter]) -> None:
-        if any(id(p) not in self._known for p in trainable):
-            [first, *_] = [name for name, p in self._ddp.module.named_parameters() if id(p) not in self._known]
+    @property
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """The model's parameters and their names, without those that DDP ignores."""
+        module = self._ddp.module
+        ignored = ignored_by_ddp(module)
+        return [(name, p) for name, p in module.named_parameters() if name not in ignored]
+
+    @property
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for _, p in self._named if p.requires_grad]
+
+    def _check_parameters(self) -> None:
+        named = self._named
+        if added := [name for name, p in named if p.requires_grad and id(p) not in self._known]:
             allowed = "parameters that the model had when DDP wrapped it; freeze those that train later"
-            raise refusal("parameters that train", f"{first!r}, which was added later", allowed)
-        knows = [p.requires_grad for p in self._ddp.parameters() if id(p) in self._known_to_ddp]
+            raise refusal("parameters that train", f"{added[0]!r}, which was added later", allowed)
+        knows = [p.requires_grad for _, p in named if id(p) in self._known_to_ddp]
         if any(knows) and not all(knows) and not self._ddp.find_unused_parameters and not self._ddp.static_graph:
-            named = self._ddp.module.named_parameters()
             [first, *_] = [name for name, p in named if id(p) in self._known_to_ddp and not p.requires_grad]
             allowed = "find_unused_parameters=True for the strategy: DDP waits for the gradient of each parameter"
             raise refusal("a layer that was frozen while training", first, allowed)
@@ -184,7 +197,7 @@ class DDPHook(ManualSteps):
         if self._gradients_ready is not None:
             self._seconds = time.perf_counter() - self._gradients_ready
         if self._at_optimizer_step:
-            self._pending |= {id(p): averaged for p in self._ddp.parameters() if p.requires_grad}
+            self._pending |= {id(p): averaged for p in self._trainable}
             return False
         self._unused_average = True
         return self._average(averager, averaged)

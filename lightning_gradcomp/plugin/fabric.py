@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -28,11 +29,40 @@ from lightning_gradcomp.plugin.rank_states import (
     export_optimizer_state,
     mean_optimizer_state,
 )
-from lightning_gradcomp.plugin.validation import check_clipping_averages, corrected_optimizer
+from lightning_gradcomp.plugin.validation import check_clipping_averages, check_ddp_options, corrected_optimizer
+
+
+class SetUp:
+    """A module that was set up in Fabric, with its communication hook, its optimizers, and its averager once it trains.
+
+    Args:
+        ddp: the wrapped module.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp, self.hook = ddp, DDPHook(ddp, at_optimizer_step=True)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.averager: GradientAverager | None = None
+        self.loaded: tuple[dict[str, Any], Any] | None = None
+        """The ranks' states from a checkpoint that was loaded before the averager existed, and the file's path."""
+
+    def has_some_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True if the optimizer steps some of the module's parameters."""
+        own = {id(p) for p in self.ddp.parameters()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def versions(self) -> list[tuple[torch.Tensor | None, int]]:
+        """Every parameter's gradient and torch's count of writes to it, which change if a backward computes some."""
+        return [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.ddp.parameters()]
+
+    def took_part(self, before: list[tuple[torch.Tensor | None, int]]) -> bool:
+        """True if a backward has computed gradients of this module since `before`, its `versions` then."""
+        pairs = zip(before, self.versions(), strict=True)
+        return any(grad is not now or count != count_now for (grad, count), (now, count_now) in pairs)
 
 
 class CompressedFabricStrategy(DDPStrategy):
-    """Data-parallel training in Fabric with compressed gradients. Supports one module, set up with its optimizer.
+    """Data-parallel training in Fabric with compressed gradients.
 
         fabric = Fabric(strategy="dgc", devices=2)
         model, optimizer = fabric.setup(model, optimizer)
@@ -44,6 +74,9 @@ class CompressedFabricStrategy(DDPStrategy):
 
     An optimizer's step averages the gradients of its parameters. Until then, in compressed steps, `p.grad` is the
     rank's own. `fabric.save` and `fabric.load` keep the ranks' residuals if `state` contains the optimizer.
+
+    Each module that is set up with an optimizer has its own averager. DDP averages the gradients of a module without an
+    optimizer, uncompressed.
 
     Args:
         compressor: a compressor, or its name.
@@ -57,7 +90,7 @@ class CompressedFabricStrategy(DDPStrategy):
         ddp_options: everything that Fabric's `DDPStrategy` takes.
 
     Raises:
-        ValueError: if an option or an optimizer is not supported, or for a second module.
+        ValueError: if an option or an optimizer is not supported.
     """
 
     def __init__(
@@ -72,6 +105,7 @@ class CompressedFabricStrategy(DDPStrategy):
         timeout: timedelta = TIMEOUT,
         **ddp_options: Any,
     ) -> None:
+        check_ddp_options("CompressedFabricStrategy", ddp_options)
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
         resolve(topology, inside, residual_device, self.compressor, fallback)  # checks them
@@ -83,70 +117,108 @@ class CompressedFabricStrategy(DDPStrategy):
             "local_weights": local_weights,
         }
         self.steps_per_epoch = steps_per_epoch
-        self.averager: GradientAverager | None = None
-        """Created at the first backward, when module and optimizer are known."""
         self._epoch: int | None = None
-        self._ddp: DistributedDataParallel | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._loaded: tuple[dict[str, Any], Any] | None = None
-        """The ranks' states from a checkpoint that was loaded before the averager existed, and the file's path."""
+        self._set_up: list[SetUp] = []
         self._kept: OptimizerState = {}
-        """The optimizer state that the averager keeps, while a checkpoint is saved."""
+        """The optimizer state that the averagers keep, while a checkpoint is saved."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy of a module from `fabric.setup`, which refers to its strategy: without averagers and modules."""
+        return {**vars(self), "_set_up": []}
+
+    @property
+    def averagers(self) -> list[GradientAverager]:
+        """The averagers of the modules that train, in the order of their setup. The first backward creates them."""
+        return [each.averager for each in self._set_up if each.averager is not None]
+
+    @property
+    def averager(self) -> GradientAverager | None:
+        """The first of `averagers`."""
+        return next(iter(self.averagers), None)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for the warm-up, at the start of each epoch."""
         self._epoch = epoch
 
-    def local_weights(self) -> AbstractContextManager[None]:
-        """`GradientAverager.local_weights`, for forward and backward if DGC corrects the momentum."""
-        return self._averager().local_weights()
+    @contextmanager
+    def local_weights(self) -> Iterator[None]:
+        """`GradientAverager.local_weights` of all modules, for forward and backward if DGC corrects the momentum."""
+        with ExitStack() as stack:
+            for each in self._training:
+                stack.enter_context(self._averager(each).local_weights())
+            yield
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
-        if self._ddp is not None:
-            raise refusal("modules set up with CompressedFabricStrategy", "a second one", "one")
         with sent_if_they_differ(module, self._ddp_kwargs):
-            self._ddp = super().setup_module(module)
-        self._hook = DDPHook(self._ddp, at_optimizer_step=True)
-        return self._ddp
+            ddp = super().setup_module(module)
+        self._set_up.append(SetUp(ddp))
+        return ddp
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        if self.compressor.needs_optimizer and self._optimizers:
-            raise refusal(f"optimizers with {type(self.compressor).__name__}", "a second one", "one")
-        self._optimizers.append(optimizer)
+        name, owners = type(self.compressor).__name__, self._of(optimizer)
+        if self.compressor.needs_optimizer and len(owners) > 1:
+            raise refusal(f"modules of an optimizer with {name}", len(owners), "1")
+        for each in owners:
+            if self.compressor.needs_optimizer and each.optimizers:
+                raise refusal(f"optimizers of a module with {name}", "a second one", "one")
+            each.optimizers.append(optimizer)
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper of another optimizer may lack torch's hooks
             optimizer.register_step_pre_hook(self._check_averaged)
         return super().setup_optimizer(optimizer)
 
+    @property
+    def _training(self) -> list[SetUp]:
+        """The modules with an optimizer."""
+        return [each for each in self._set_up if each.optimizers]
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[SetUp]:
+        """The modules that the optimizer steps."""
+        return [each for each in self._set_up if each.has_some_of(optimizer)]
+
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        averager = self._averager()
-        averager.epoch = self._epoch
-        self._hook.before_backward(averager, averager.begin_step(), self.precision)
+        training = self._training
+        for each in training:
+            averager = self._averager(each)
+            averager.epoch = self._epoch
+            each.hook.before_backward(averager, averager.begin_step(), self.precision)
+        before = [each.versions() for each in training]
         super().backward(tensor, module, *args, **kwargs)
-        self._hook.after_backward(averager)
+        for each, versions in zip(training, before, strict=True):
+            if each.took_part(versions):
+                each.hook.after_backward(self._averager(each))
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Average the gradients of the optimizer's parameters, then step."""
         assert isinstance(optimizer, torch.optim.Optimizer)
-        averager, closure = self._averager(), kwargs.pop("closure", None)
+        closure = kwargs.pop("closure", None)
 
         def closure_then_average() -> Any:
             result = closure()
-            self._hook.before_optimizer_step(averager, optimizer)
+            self._average(optimizer)
             return result
 
         if closure is None:
-            self._hook.before_optimizer_step(averager, optimizer)
+            self._average(optimizer)
         else:
             kwargs["closure"] = closure_then_average
-        with self._hook.stepping():
+        with ExitStack() as stack:
+            for each in self._of(optimizer):
+                stack.enter_context(each.hook.stepping())
             result = super().optimizer_step(optimizer, **kwargs)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            averager.commit(optimizer)
+            for averager in self.averagers:
+                averager.commit(optimizer)
         return result
+
+    def _average(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients of the optimizer's parameters, unless no backward has changed them since."""
+        for each in self._of(optimizer):
+            each.hook.before_optimizer_step(self._averager(each), optimizer)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         allowed = "the optimizer that fabric.setup returns, whose step averages the gradients first"
-        self._hook.check_averaged(optimizer, "optimizer", allowed)
+        for each in self._set_up:
+            each.hook.check_averaged(optimizer, "optimizer", allowed)
 
     def clip_gradients_norm(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kw: Any
@@ -163,8 +235,9 @@ class CompressedFabricStrategy(DDPStrategy):
         return super().clip_gradients_value(module, optimizer, *args, **kw)
 
     def _average_to_clip(self, optimizer: torch.optim.Optimizer) -> None:
-        check_clipping_averages(self.compressor, self._corrected, "in Fabric", "fabric.clip_gradients")
-        self._hook.before_optimizer_step(self._averager(), optimizer)
+        for each in self._of(optimizer):
+            check_clipping_averages(self.compressor, self._corrected(each), "in Fabric", "fabric.clip_gradients")
+        self._average(optimizer)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state. In a checkpoint it includes the momentum that the averager keeps, as in plain SGD."""
@@ -175,21 +248,27 @@ class CompressedFabricStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Like DDP's. With an optimizer in `state`, also saves all ranks' states under the key "lightning_gradcomp"."""
+        """Like DDP's. For each optimizer in `state`, also saves all ranks' states of its modules.
+
+        Their key is "lightning_gradcomp" if one module trains, otherwise that with the optimizer's key appended.
+        """
         saved: dict[str, Any] = {}
-        if _has_optimizer(state) and (self.averager is not None or self._loaded is not None):
+        for key, each in self._keys(state).items():
+            if each.averager is None and each.loaded is None:
+                continue
             path = of_rank_zero(path)
-            averager = self._averager()  # with the loaded states, if no step was made since
-            states = self._rank_states.put_into(saved, path, averager, self._hook.accumulating)
-            self._kept = mean_optimizer_state(states, averager)
+            averager, entry = self._averager(each), {}  # with the loaded states, if no step was made since
+            states = self._rank_states.put_into(entry, path, averager, each.hook.accumulating)
+            saved[KEY if len(self._training) == 1 else key] = entry[KEY]
+            self._kept |= mean_optimizer_state(states, averager)
         try:
             super().save_checkpoint(path, {**state, **saved}, storage_options, filter)
         finally:
             self._kept = {}
-        self._rank_states.after_saving(saved, path)
+        self._rank_states.after_saving(list(saved.values()), path)
 
     def load_checkpoint(self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Like DDP's. With an optimizer in `state`, also loads the ranks' states.
+        """Like DDP's. For each optimizer in `state`, also loads the ranks' states of its modules.
 
         Runs no code from the file unless weights_only=False is given.
 
@@ -198,22 +277,37 @@ class CompressedFabricStrategy(DDPStrategy):
         """
         with no_code(kwargs.get("weights_only")):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
-        if isinstance(state, dict) and _has_optimizer(state):
-            self._loaded = {KEY: rest.pop(KEY, None)}, path
-            if self.averager is not None:
-                if self._loaded[0][KEY] is None:
-                    self.averager = None  # the next one starts without residuals
-                self._restore(self._averager())
-        elif KEY in rest:
+        keys = self._keys(state) if isinstance(state, dict) else {}
+        for key, each in keys.items():
+            saved = rest.pop(key, None)
+            if saved is None and len(keys) == 1:
+                saved = rest.pop(KEY, None)
+            each.loaded = {KEY: saved}, path
+            if each.averager is not None:
+                if saved is None:
+                    each.averager = None  # the next one starts without residuals
+                self._restore(each, self._averager(each))
+        loaded = state.values() if isinstance(state, dict) else [state]
+        evaluates = any(each.ddp is value for each in self._set_up if not each.optimizers for value in loaded)
+        if not evaluates and any(key.startswith(KEY) for key in rest):
             rank_zero_warn(
                 "fabric.load: the checkpoint holds the ranks' residuals, which were not restored. "
                 "To restore them, pass the optimizer: fabric.load(path, {'model': model, 'optimizer': optimizer})."
             )
         return rest
 
-    def _restore(self, averager: GradientAverager) -> None:
-        if self._loaded is not None:
-            (checkpoint, path), self._loaded = self._loaded, None
+    def _keys(self, state: Mapping[str, Any]) -> dict[str, SetUp]:
+        """The key in a checkpoint of every module that an optimizer in `state` steps."""
+        found: dict[str, SetUp] = {}
+        for name, optimizer in state.items():
+            if isinstance(optimizer, torch.optim.Optimizer):
+                new = [each for each in self._of(optimizer) if each not in found.values()]
+                found |= {f"{KEY}.{name}" + (f".{i}" if i else ""): each for i, each in enumerate(new)}
+        return found
+
+    def _restore(self, each: SetUp, averager: GradientAverager) -> None:
+        if each.loaded is not None:
+            (checkpoint, path), each.loaded = each.loaded, None
             self._rank_states.restore(checkpoint, path, averager)
             self._rank_states.put_back_accumulated(averager)
 
@@ -221,31 +315,25 @@ class CompressedFabricStrategy(DDPStrategy):
     def _rank_states(self) -> RankStates:
         return RankStates("auto", Sidecars(self.checkpoint_io), self.num_nodes)
 
-    def _averager(self) -> GradientAverager:
-        if self.averager is None:
-            assert self._ddp is not None
-            self.averager = GradientAverager(
-                self._ddp.module,
+    def _averager(self, each: SetUp) -> GradientAverager:
+        if each.averager is None:
+            each.averager = GradientAverager(
+                each.ddp.module,
                 self.compressor,
-                optimizer=self._corrected,
-                optimizers=self._optimizers,
+                optimizer=self._corrected(each),
+                optimizers=each.optimizers,
                 ranks_per_node=self.num_processes,
                 **self._averager_options,
                 steps_per_epoch=self.steps_per_epoch,
                 epoch=self._epoch,
             )
-            self._restore(self.averager)
-        self.averager.use_optimizers(self._corrected, self._optimizers)  # more may have been set up since
-        return self.averager
+            self._restore(each, each.averager)
+        each.averager.use_optimizers(self._corrected(each), each.optimizers)  # more may have been set up since
+        return each.averager
 
-    @property
-    def _corrected(self) -> torch.optim.Optimizer | None:
-        return corrected_optimizer(self.compressor, self._optimizers, automatic=False)
+    def _corrected(self, each: SetUp) -> torch.optim.Optimizer | None:
+        return corrected_optimizer(self.compressor, each.optimizers, automatic=False)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Do nothing: compressors register the names. The inherited method would override "ddp"."""
-
-
-def _has_optimizer(state: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.optim.Optimizer) for value in state.values())

@@ -136,12 +136,17 @@ class RankStates:
         once.info("The ranks' residuals are saved in one file per rank, in folders beside the checkpoints.")
         return "sidecar"
 
-    def after_saving(self, checkpoint: State, path: Any) -> None:
-        """Remove an earlier checkpoint's sidecars once rank 0 has written a new one. Collective if it has sidecars."""
-        keep = checkpoint.get(KEY, {}).get("sidecars")
-        if keep is not None:
+    def after_saving(self, saved: Sequence[State], path: Any) -> None:
+        """Remove an earlier checkpoint's sidecars once rank 0 has written a new one. Collective if it has sidecars.
+
+        Args:
+            saved: what `put_into` has added to the new checkpoint, for each averager.
+            path: the checkpoint's path.
+        """
+        keep = {entry["sidecars"] for entry in saved if "sidecars" in entry}
+        if keep:
             dist.barrier()  # the earlier one is needed until the new one is complete
-        if keep is not None or not dist.is_initialized() or dist.get_rank() == 0:
+        if keep or not dist.is_initialized() or dist.get_rank() == 0:
             self.sidecars.remove_old(path, keep)
 
     def after_removing(self, path: Any) -> None:
@@ -150,13 +155,13 @@ class RankStates:
         Other ranks do nothing, because they would remove the worst checkpoint by their own metric.
         """
         if not dist.is_initialized() or dist.get_rank() == 0:
-            self.sidecars.remove_old(path, keep=None)
+            self.sidecars.remove_old(path)
             self._removed.append(path)
 
     def remove_on_every_disk(self) -> None:
         """Remove the sidecars of checkpoints that rank 0 removed, on other nodes' disks too. Collective."""
         for path in of_rank_zero(self._removed):
-            self.sidecars.remove_old(path, keep=None)
+            self.sidecars.remove_old(path)
         self._removed = []
 
     def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: Saved) -> None:

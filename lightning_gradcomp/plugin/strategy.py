@@ -29,13 +29,9 @@ from lightning_gradcomp.plugin.rank_states import export_optimizer_state, mean_o
 from lightning_gradcomp.plugin.validation import (
     check_checkpoint_state,
     check_clipping,
+    check_ddp_options,
     check_verification,
 )
-
-AVERAGING_OPTIONS = (
-    "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision",
-)  # fmt: skip
-"""Options of DDPStrategy that change how gradients are averaged, or need DDP's one hook."""
 
 
 class CompressedDDPStrategy(GradientStrategy, DDPBase):
@@ -86,9 +82,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         local_weights: bool = True,
         **ddp_options: Any,
     ) -> None:
-        for option in AVERAGING_OPTIONS:
-            if ddp_options.get(option) is not None:
-                raise refusal(f"CompressedDDPStrategy.{option}", ddp_options[option], "None: the compressor averages")
+        check_ddp_options("CompressedDDPStrategy", ddp_options)
         check_checkpoint_state(checkpoint_state)
         check_verification(verify_replicas_every_n_steps)
         ddp_options.setdefault("gradient_as_bucket_view", True)

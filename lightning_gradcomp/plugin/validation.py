@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -18,6 +19,18 @@ from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
+
+AVERAGING_OPTIONS = (
+    "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision",
+)  # fmt: skip
+"""Options of DDPStrategy that change how gradients are averaged, or need DDP's one hook."""
+
+
+def check_ddp_options(strategy: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if one of DDP's options is one of `AVERAGING_OPTIONS`."""
+    for option in AVERAGING_OPTIONS:
+        if options.get(option) is not None:
+            raise refusal(f"{strategy}.{option}", options[option], "None: the compressor averages")
 
 
 def check_verification(every_n_steps: int | None) -> None:

@@ -3,6 +3,8 @@
 usage: fabric_script.py FOLDER
 """
 
+import copy
+import io
 import json
 import os
 import sys
@@ -13,6 +15,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gradcomp as lgc
 
@@ -40,14 +43,14 @@ class Two(nn.Module):
 class Run:
     """A model, set up, that trains on batches which depend on rank and step alone."""
 
-    def __init__(self, method, **options):
+    def __init__(self, method, model=Two, **options):
         method = METHODS.get(method, method) if isinstance(method, str) else method
         topology = {"topology": "all_gather"} | options
         strategy = "ddp" if method is None else lgc.CompressedFabricStrategy(method, **topology)
         self.fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=WORLD)
         self.fabric.launch()
         self.fabric.seed_everything(0, verbose=False)
-        self.bare, self.steps = Two(), 0
+        self.bare, self.steps = model(), 0
         self.sgd = torch.optim.SGD(self.bare.parameters(), lr=0.05, momentum=0.9)
         self.model, self.optimizer = self.fabric.setup(self.bare, self.sgd)
         self.state = {"model": self.model, "optimizer": self.optimizer, "steps": 0}
@@ -72,7 +75,11 @@ class Run:
         return losses
 
     def weights(self):
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.bare.parameters()])
+        return weights(self.bare)
+
+
+def weights(module):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
 
 
 def apart(a, b):
@@ -220,8 +227,138 @@ def torchs_own_optimizer():
     return raised(run.sgd.step)
 
 
+class Pair:
+    """Two modules with an optimizer each. The first one's loss leaves gradients on the second one, as in a GAN."""
+
+    def __init__(self, method):
+        self.one = Run(method)
+        torch.manual_seed(1)
+        self.bare = nn.Linear(10, 64)
+        sgd = torch.optim.SGD(self.bare.parameters(), lr=0.05, momentum=0.9)
+        self.model, self.optimizer = self.one.fabric.setup(self.bare, sgd)
+        self.state = {**self.one.state, "other": self.model, "other_optimizer": self.optimizer}
+
+    def train(self, steps):
+        one = self.one
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(10 * one.steps + one.fabric.global_rank)
+            images = torch.randn(16, 64, generator=generator)
+            for optimizer, sign in ((one.optimizer, 1), (self.optimizer, -1)):
+                optimizer.zero_grad()
+                logits = one.model(images) if sign == 1 else one.model(images).detach()
+                one.fabric.backward(sign * (self.model(logits) - images).square().mean())
+                optimizer.step()
+            one.steps += 1
+
+    def weights(self):
+        return torch.cat([self.one.weights(), weights(self.bare)])
+
+
+def several_modules():
+    """How far two modules without compression are from DDP's; and with it, ranks from each other, and a resumed run
+    from the straight one, also if its optimizers are loaded one by one."""
+    ours, stock = Pair("none"), Pair("ddp")
+    for pair in (ours, stock):
+        pair.train(3)
+    found = {"apart": apart(ours.weights(), stock.weights()), "resumed": {}}
+    for name in ("onebit", "dgc"):
+        straight, path = Pair(name), FOLDER / f"pair {name}.ckpt"
+        straight.train(3)
+        straight.one.fabric.save(path, straight.state)
+        straight.train(3)
+        whole, parts = Pair(name), Pair(name)
+        whole.train(1)
+        whole.one.fabric.load(path, whole.state)
+        for keys in (("model", "optimizer"), ("other", "other_optimizer")):
+            parts.one.fabric.load(path, {key: parts.state[key] for key in keys}, strict=False)
+        for pair in (whole, parts):
+            pair.one.steps = 3
+            pair.train(3)
+        found["resumed"][name] = [apart(pair.weights(), straight.weights()) for pair in (whole, parts)]
+        found[name] = spread(straight.weights())
+    return found
+
+
+def evaluates():
+    """A second model for a checkpoint, set up after training: how far its output is from the first one's, and warnings.
+    And how far the ranks' gradients of it are from each other, without an optimizer."""
+    run = Run("dgc")
+    run.train(2)
+    run.fabric.save(FOLDER / "best.ckpt", run.state)
+    best = run.fabric.setup(Two())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fabric.load(FOLDER / "best.ckpt", {"model": best})
+    images = torch.ones(2, 64)
+    found = {"apart": apart(best(images), run.model(images)), "warned": [str(each.message) for each in caught]}
+    run.model = best
+    run.fabric.backward(run.loss(0))
+    gradients = torch.cat([p.grad.reshape(-1) for p in best.parameters()])
+    return {**found, "gradients_apart": spread(gradients), "moved": bool(gradients.any())}
+
+
+def copies():
+    """How far outputs of copies of a model in training are from the model's, and the first weights of a saved copy."""
+    found = {}
+    for name in ("none", "int8", "onebit"):
+        run, images = Run(name), torch.ones(2, 64)
+        run.train(2)
+        copied = copy.deepcopy(run.model._forward_module), torch.optim.swa_utils.AveragedModel(run.model)
+        saved = io.BytesIO()
+        torch.save(run.model._forward_module, saved)
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=False)
+        expected = run.model(images)
+        found[name] = [apart(model(images), expected) for model in (*copied, loaded)]
+        run.train(1)
+        found[name].append(spread(run.weights()))
+    return found
+
+
+class Private(Two):
+    """With a layer that DDP is told to ignore."""
+
+    def __init__(self):
+        super().__init__()
+        self.private = nn.Linear(64, 64, bias=False)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["private.weight"])
+
+    def forward(self, images):
+        return super().forward(self.private(images))
+
+
+def ignored_parameters():
+    """An ignored layer is replaced after the setup, and frozen in mid-run. How far the weights are from DDP's."""
+    found = {}
+    for name in ("none", "int8", "onebit"):
+        trained = []
+        for method in (name, "ddp") if name == "none" else (name,):
+            run = Run(method, model=Private)
+            torch.manual_seed(2 + run.fabric.global_rank)
+            run.bare.private = nn.Linear(64, 64, bias=False)
+            run.train(2)
+            run.bare.private.requires_grad_(False)
+            run.train(2)
+            trained.append(torch.cat([weights(run.bare.body), weights(run.bare.head)]))
+        found[name] = [spread(trained[0]), apart(trained[0], trained[-1])]
+    return found
+
+
+def joins():
+    """What is raised inside DDP's join()."""
+    run = Run("onebit")
+    with run.model._forward_module.join(throw_on_early_termination=True):
+        said = raised(run.train, 1)
+        loss = run.loss(0)  # so that all ranks leave together
+    del loss
+    return said
+
+
 if __name__ == "__main__":
-    parts = trains, goes_on, clipping, two_optimizers, wrapped_optimizer, torchs_own_optimizer
+    parts = (
+        trains, goes_on, clipping, two_optimizers, wrapped_optimizer, torchs_own_optimizer, several_modules, evaluates,
+        copies, ignored_parameters, joins,
+    )  # fmt: skip
     outcome = {part.__name__: part() for part in parts}
     if os.environ["RANK"] == "0":
         print(json.dumps(outcome))

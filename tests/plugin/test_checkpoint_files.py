@@ -281,12 +281,12 @@ def test_on_another_filesystem_than_the_local_one():
         sidecars.io.save_checkpoint(content, f"{path}.ranks-{token}/rank-3.ckpt")
     sidecars.io.save_checkpoint({"token": "old"}, "memory://runs/a/another-last.ckpt.ranks-old/rank-3.ckpt")
     assert sidecars.read(path, "last.ckpt.ranks-old", 3) == {"steps": 3}
-    sidecars.remove_old(path, keep="last.ckpt.ranks-new")
+    sidecars.remove_old(path, keep={"last.ckpt.ranks-new"})
     left = sorted(name.rpartition("/")[2] for name in files.ls("/runs/a", detail=False))
     assert left == ["another-last.ckpt.ranks-old", "last.ckpt.ranks-new"]
     with pytest.raises(ValueError, match=r"sidecar of rank 3: got 'memory://runs/a/last\.ckpt\.ranks-old/rank-3"):
         sidecars.read(path, "last.ckpt.ranks-old", 3)
-    sidecars.remove_old("memory://runs/nowhere/last.ckpt", keep=None)  # a CheckpointIO may write somewhere else
+    sidecars.remove_old("memory://runs/nowhere/last.ckpt")  # a CheckpointIO may write somewhere else
 
 
 def test_a_missing_file_is_an_error_of_both_kinds(saved, tmp_path):

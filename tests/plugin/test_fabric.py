@@ -75,6 +75,10 @@ def test_fabric_clips_the_average(outcome):
             r"Refused: clipping with DGC in Fabric: got 'fabric.clip_gradients', allowed: DGC\(clip_norm=",
         ),
         (
+            ("joins",),
+            r"Refused: DDP's join\(\) with OneBit: got 'a backward inside it', allowed: the same number of batches",
+        ),
+        (
             ("torchs_own_optimizer",),
             r"Refused: optimizer: got .*SGD.*, allowed: the optimizer that fabric.setup returns",
         ),
@@ -95,3 +99,24 @@ def test_fabric_discarded_gradients_stay_discarded(outcome):
 def test_fabric_takes_an_optimizer_without_torchs_hooks(outcome):
     """Error feedback is committed by its steps too."""
     assert outcome["wrapped_optimizer"] == {"apart": 0, "spread": 0, "steps": [4, 4]}
+
+
+def test_fabric_trains_several_modules(outcome):
+    """Without compression exactly as DDP; with it, each module's residuals are in checkpoints."""
+    found = outcome["several_modules"]
+    assert found["apart"] == found["onebit"] == found["dgc"] == 0
+    assert found["resumed"] == {"onebit": [0, 0], "dgc": [0, 0]}
+
+
+def test_fabric_evaluates_a_second_model(outcome):
+    assert outcome["evaluates"] == {"apart": 0, "warned": [], "gradients_apart": 0, "moved": True}
+
+
+@pytest.mark.parametrize("method", ["none", "int8", "onebit"])
+def test_a_model_in_training_can_be_copied(outcome, method):
+    assert outcome["copies"][method] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["none", "int8", "onebit"])
+def test_what_ddp_ignores_may_be_replaced_and_frozen(outcome, method):
+    assert outcome["ignored_parameters"][method] == [0, 0]

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.plugin.launchers import SubprocessLauncher
+from lightning_gradcomp.plugin.validation import AVERAGING_OPTIONS
 from tests.processes import Forked
 
 SCRIPT = str(Path(__file__).with_name("user_script.py"))
@@ -83,10 +84,11 @@ def test_optimizers_are_not_made_before_processes_start(monkeypatch):
         trainer.fit(Net(adamw_then_trainer_needed), torch.zeros(4, 4))
 
 
-@pytest.mark.parametrize("option", ["ddp_comm_hook", "ddp_comm_wrapper", "ddp_comm_state", "model_averaging_period"])
-def test_options_that_say_how_to_average_are_refused(option):
-    with pytest.raises(ValueError, match=rf"CompressedDDPStrategy\.{option}: got .*, allowed: None"):
-        lgc.CompressedDDPStrategy(**{option: 1})
+@pytest.mark.parametrize("cls", [lgc.CompressedDDPStrategy, lgc.CompressedFabricStrategy])
+@pytest.mark.parametrize("option", AVERAGING_OPTIONS)
+def test_options_that_say_how_to_average_are_refused(option, cls):
+    with pytest.raises(ValueError, match=rf"{cls.__name__}\.{option}: got .*, allowed: None"):
+        cls(**{option: 1})
 
 
 @pytest.mark.parametrize(
