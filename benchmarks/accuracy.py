@@ -247,13 +247,13 @@ class Workers:
 
     Args:
         push: compressor, as in benchmarks/methods.py.
-        pull: of the pulls; None: whole weights.
+        pull: format of the weights in a pull.
         seconds: of a step's computation, for each worker.
         age: how many pushes old the weights of every gradient are, workers taking turns; None: as the clock has it.
     """
 
     push: str = "dgc"
-    pull: str | None = None
+    pull: str = "fp32"
     seconds: tuple[float, ...] = EQUAL
     age: int | None = None
 
@@ -271,8 +271,8 @@ def turns(seconds: tuple[float, ...]) -> Iterator[tuple[float, int]]:
 def asynchronous(case: Workers, number: int) -> Outcome:
     """A run. A worker pulls at the end of its step, so its next gradient is of these weights."""
     fold = Fold(number, WORKERS)
-    push, pull = compressor(case.push), case.pull and compressor(case.pull)
-    secret: dict[str, Any] = {"secret": "word", "pull": pull}
+    push = compressor(case.push)
+    secret: dict[str, Any] = {"secret": "word", "pull": case.pull}
     server = lgc.ParameterServer(fold.model, fold.optimizer(fold.model)[0], push, **secret)
     server.start()
 
@@ -335,8 +335,9 @@ def cases(table: str, late: str) -> dict[str, Case]:
     found: dict[str, Case] = {"DDP": partial(synchronous, "ddp"), "synchronous DGC": partial(synchronous, "dgc")}
     for name, seconds in {"equal": EQUAL, "4:1:1:1": UNEQUAL}.items():
         found[f"dist_async DGC, {name}"] = partial(asynchronous, Workers(seconds=seconds))
-        both_ways = Workers(pull="gradient_dropping", seconds=seconds)
-        found[f"dist_async DGC both ways, {name}"] = partial(asynchronous, both_ways)
+        for values in ("bf16", "int8"):
+            case = partial(asynchronous, Workers(pull=values, seconds=seconds))
+            found[f"dist_async DGC, pulls in {values}, {name}"] = case
     return found
 
 

@@ -41,7 +41,7 @@ def test_a_server_and_two_workers_train():
     workers = [Forked(script, "worker", *words, env=secret) for _ in range(2)]
     for process in (*workers, server):
         assert process.end().returncode == 0, process.output
-    accuracies = re.findall(r"accuracy ([\d.]+)%, ratio of the last step \d\d", "".join(w.output for w in workers))
+    accuracies = re.findall(r"accuracy ([\d.]+)%, ratio of the last step \d", "".join(w.output for w in workers))
     assert len(accuracies) == 2 and all(float(accuracy) > 50 for accuracy in accuracies)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 import lightning_gradcomp as lgc
 
 WORKERS = 2  # learning rates are divided by this number: as many pushes are a step. Any number of workers may join.
-SAME = {"compressor": "dgc", "pull": "gradient_dropping", "secret": os.environ["SECRET"]}  # what is pushed and pulled
+SAME = {"compressor": "dgc", "pull": "int8", "secret": os.environ["SECRET"]}  # formats of pushes and pulls
 
 
 def network():

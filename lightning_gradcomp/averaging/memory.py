@@ -31,8 +31,8 @@ class Memory:
         ranks: the ranks that exchange gradients.
         topology: how payloads travel, and where residuals are kept. With "auto", `use_topology` decides.
         optimizer: the only optimizer, if it is known.
-        by_servers: True for dist_async, where servers step the parameters and may drop a push. Residuals are then kept
-            for every compressor, and the optimizer's state does not hold the moments.
+        by_servers: True for dist_async, where servers step the parameters, so the optimizer's state does not hold the
+            moments. Pushes in 16 or 8 bits then have a residual.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Memory:
         gradients, compressor = self.gradients, self.compressor
         update = compressor.state_for(self._optimizer)
         rounds = isinstance(compressor, LossyCompressor) and compressor.dense_values != "fp32"
-        if self._by_servers and update.kind is None:
-            update = Gradient()
-        dense_update = Gradient() if rounds or self._by_servers else Update()
+        if self._by_servers and compressor.wire != "fp32":
+            update, rounds = Gradient(), True
+        dense_update = Gradient() if rounds else Update()
         compressed = ErrorFeedback(gradients.layout, gradients.device, update)
         dense = ErrorFeedback(gradients.dense_layout, gradients.device, dense_update)
         compressed.attach(self._optimizer, gradients.compressed, shares_moments=not self._by_servers)

@@ -18,7 +18,8 @@ from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.connection import POLL_SECONDS, Connection, ConnectionLost, connect
-from lightning_gradcomp.parameter_server.messages import HELLO, LEAVE, PULL, PUSH, REFUSED, SKIP, Answer, Request
+from lightning_gradcomp.parameter_server.messages import HELLO, LEAVE, PULL, PUSH, SKIP, Answer, Request, digest
+from lightning_gradcomp.parameter_server.partition import check_pull
 from lightning_gradcomp.parameter_server.server import agreement, built
 from lightning_gradcomp.parameter_server.worker import Worker
 
@@ -32,11 +33,9 @@ class AsyncStats(Stats):
 
     Args:
         staleness: number of pushes by other workers since this worker's last pull, on the first server.
-        dropped: number of servers that dropped this push.
     """
 
     staleness: int = 0
-    dropped: int = 0
 
 
 class AsyncAverager(Worker):
@@ -46,9 +45,8 @@ class AsyncAverager(Worker):
         loss.backward()
         averager.step()              # pushes the gradient, pulls the weights
 
-    The unsent part of a push stays in the residual, and so does a push that a server drops. The weights are the
-    servers'. Learning rates are read from `optimizer` at each step, so schedulers work; changing any other option
-    raises an error.
+    The unsent part of a push stays in the residual. The weights are the servers'. Learning rates are read from
+    `optimizer` at each step, so schedulers work; changing any other option raises an error.
 
     Args:
         model: the bare module.
@@ -56,11 +54,10 @@ class AsyncAverager(Worker):
         compressor: compressor of the pushes, or its name. Must match the servers'.
         servers: server addresses, HOST:PORT, in partition order.
         secret: the servers' secret.
-        pull: compressor of the pulls. Must match the servers'.
+        pull: format in which weights travel back, as for `ParameterServer`. Must match the servers'.
         world: number of workers, by which learning rates are divided: that many pushes then count as much as one step
             on the mean of their gradients.
         rank: number of this worker, from 0, in checkpoints of all workers.
-        job: text that must match the servers', such as the options of a run.
         timeout: how long a server may take to answer.
 
     Raises:
@@ -78,15 +75,14 @@ class AsyncAverager(Worker):
         *,
         servers: Sequence[str],
         secret: str,
-        pull: Compressor | str | None = None,
+        pull: str = "fp32",
         world: int = 1,
         rank: int = 0,
-        job: str = "",
         timeout: timedelta = TIMEOUT,
     ) -> None:
         if not servers:
             raise refusal("servers", servers, "the address, HOST:PORT, of each")
-        pull = None if pull is None else built(pull, optimizer)
+        check_pull(pull)
         super().__init__(model, optimizer, built(compressor, optimizer), pull, len(servers), world)
         self.rank = rank
         self.stats = AsyncStats()
@@ -104,13 +100,15 @@ class AsyncAverager(Worker):
         self.worker, clock = -1, 0
         try:
             for number, address in enumerate(servers):
-                connection = connect(address, secret, timeout)
+                connection = connect(address)
                 self._connections.append(connection)
-                how = self.gradients, optimizer, self.compressor, self.pull_compressor, job
-                Request(HELLO, self.worker, clock, agreement(number, len(servers), *how), ()).send(connection)
+                settings = agreement(number, len(servers), self.gradients, optimizer, self.compressor, pull)
+                shake_hands(connection, secret, settings)
+                connection.set_timeout(timeout)
+                Request(HELLO, self.worker, clock, self.rates).send(connection)
                 answer = self._receive(number, whole=True)
                 if number == 0:
-                    self.worker, clock = answer.accepted, answer.clock
+                    self.worker, clock = answer.worker, answer.clock
         except BaseException:
             for connection in self._connections:
                 connection.close()
@@ -137,24 +135,20 @@ class AsyncAverager(Worker):
         self.check_unchanged()
         stats = AsyncStats(dense_bytes=2 * self.gradients.nbytes)
         with stats.phase("compress"):
-            bodies = self.encode(self.worker, grad_scale)
+            pushes = self.encode(self.worker, grad_scale)
         with stats.phase("exchange"):
             for number, connection in enumerate(self._connections):
-                kind, version = SKIP if bodies is None else PUSH, self._versions[number]
-                request = Request(kind, self.worker, self.steps, version, self.rates, self.flag)
-                body = () if bodies is None else (bodies[number], self.present[number])
-                stats.bytes_sent += request.send(connection, *body)
-        before, accepted = self._versions[0], []
+                request = Request(PUSH if pushes else SKIP, self.worker, self.steps, self.rates, self.flag)
+                stats.bytes_sent += request.send(connection, *(pushes[number] if pushes else ()))
+        before = self._versions[0]
         for number in range(len(self._connections)):
             answer = self._receive(number, whole=False, stats=stats)
-            accepted.append(bool(answer.accepted))
             if number == 0:  # each server counts separately; the first decides
                 self.flagged = answer.stop
         stats.bytes_sent = stats.bytes_received = stats.bytes_sent + stats.bytes_received
         stats.staleness = self._versions[0] - before - 1
-        if bodies is not None:
-            self.commit(accepted)
-            stats.dropped = accepted.count(False)
+        if pushes:
+            self.commit()
         self.stats, self.steps = stats, self.steps + 1
         self.spent.add(stats)
         self.staleness[stats.staleness] += 1
@@ -166,9 +160,6 @@ class AsyncAverager(Worker):
         connection, stats = self._connections[number], stats or Stats()
         with stats.phase("exchange"):
             answer = Answer.receive(connection)
-            if answer.accepted == REFUSED:
-                what = f"model, optimizer's groups, compressor, pull, job, servers, partition {number} or version"
-                raise refusal(what, "one that differs from the server's", "the same on workers and servers")
             body = connection.receive(torch.empty(self.pull_bytes(number, whole), dtype=torch.uint8))
         with stats.phase("decompress"):
             self.assign(number, body, whole)
@@ -177,7 +168,7 @@ class AsyncAverager(Worker):
         return answer
 
     def _ask(self, kind: int, connection: Connection) -> None:
-        Request(kind, self.worker, self.steps, 0, len(self._groups) * (0.0,)).send(connection)
+        Request(kind, self.worker, self.steps, self.rates).send(connection)
 
     def pull(self, timeout: timedelta = TIMEOUT) -> None:
         """Copy the servers' weights, all after the same pushes, into the model.
@@ -222,9 +213,8 @@ class AsyncAverager(Worker):
     # Log
 
     def metrics(self) -> dict[str, float]:
-        """Clock, staleness, and dropped pushes of the latest step."""
-        counts = {"clock": self.steps, "staleness": self.stats.staleness, "dropped": self.stats.dropped}
-        return {f"async/{name}": float(count) for name, count in counts.items()}
+        """Clock and staleness of the latest step."""
+        return {"async/clock": float(self.steps), "async/staleness": float(self.stats.staleness)}
 
     def summary(self) -> dict[str, Any]:
         """How often each staleness occurred."""
@@ -234,3 +224,12 @@ class AsyncAverager(Worker):
     def why_uncompressed(self) -> str:
         """Empty: all pushes are compressed."""
         return ""
+
+
+def shake_hands(connection: Connection, secret: str, settings: tuple[object, ...]) -> None:
+    """Exchange digests with a server. Raises ValueError if its secret, settings or version are others."""
+    connection.send(digest(secret, "worker", *settings))
+    expected = digest(secret, "server", *settings)
+    if not torch.equal(connection.receive(torch.empty_like(expected)), expected):
+        what = "secret, model, optimizer's groups, compressor, pull, number or order of servers, or version"
+        raise refusal(what, "one that differs from the server's", "the same on workers and servers")

@@ -20,8 +20,6 @@ class Clocks:
         self._clocks: dict[int, int] = {}
         self._last = math.inf
         self._changed = threading.Condition()
-        self.widest = 0
-        """Largest difference between two live workers' clocks so far."""
 
     def join(self, worker: int, clock: int | None = None) -> int:
         """Add a worker at this clock, or at the slowest worker's. Returns its clock."""
@@ -50,7 +48,6 @@ class Clocks:
             if flag and self._last == math.inf:
                 self._last = max(self._clocks.values()) + 1
             self._clocks[worker] += 1
-            self.widest = max(self.widest, max(self._clocks.values()) - min(self._clocks.values()))
             self._changed.notify_all()
             return self._clocks[worker] >= self._last
 
@@ -63,9 +60,3 @@ class Clocks:
         # A worker whose connection broke has left: nobody waits for the answer.
         ahead = self._clocks.get(worker, -math.inf) - min(self._clocks.values(), default=0)
         return ahead <= self.staleness
-
-    @property
-    def live(self) -> dict[int, int]:
-        """Worker -> clock, for the workers that have not left."""
-        with self._changed:
-            return dict(self._clocks)

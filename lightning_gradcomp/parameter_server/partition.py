@@ -1,9 +1,8 @@
 """How a server handles pushes and pulls, without networking.
 
 A server holds a partition of the weights and steps it with torch's own optimizer at each push. A method with momentum
-correction (DGC) sends a velocity, which is applied with the learning rate alone. A pull carries the weights, or their
-change since the worker's last pull, compressed with error feedback: the server tracks each worker's weights and
-compresses the difference.
+correction (DGC) sends a velocity, which is applied with the learning rate alone. A pull carries all weights of the
+partition. They may travel rounded, because the server keeps them in fp32.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ from torch import nn
 
 from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
+from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed, slice_bytes
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.parameter_server.messages import SKIP, Request
+
+PULLS = ("fp32", "bf16", "int8")
+"""Formats of the weights in a pull."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,18 @@ class Part:
             dense[self.dense_start : self.dense_start + self.dense_layout.n],
         )
 
-    def body_bytes(self, codec: Payloads) -> int:
-        """Bytes of the uncompressed parameters in fp32 plus those of the payload."""
-        return 4 * self.dense_layout.n + slice_bytes(codec, self.layout)
+    def push_bytes(self, compressor: Compressor, codec: Payloads) -> tuple[int, int, int]:
+        """Bytes of a push: of its uncompressed gradients, its payload, and its flags, one per parameter."""
+        dense = value_bytes(self.dense_layout.n, dense_format(compressor))
+        return dense, slice_bytes(codec, self.layout), len(self.names)
+
+    @cached_property
+    def pull_layouts(self) -> tuple[Layout, Layout]:
+        """Layouts of a pull: biases, norms and numbers, which travel in fp32, and all other weights."""
+        shapes = dict(zip(self.names, self.layout.shapes + self.dense_layout.shapes, strict=True))
+        few = {name: shape for name, shape in shapes.items() if len(shape) < 2}
+        rest = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+        return Layout(tuple(few), tuple(few.values())), Layout(tuple(rest), tuple(rest.values()))
 
 
 def parts(layout: Layout, dense_layout: Layout, servers: int) -> list[Part]:
@@ -96,6 +109,19 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> Payloads:
     raise refusal("compressor with dist_async", type(compressor).__name__, allowed)
 
 
+def dense_format(compressor: Compressor) -> str:
+    """Format of the uncompressed gradients in a push."""
+    if isinstance(compressor, LossyCompressor):
+        return compressor.dense_values
+    return "fp32" if compressor.wire == "int8" else compressor.wire  # Int8 chooses what travels in 8 bits
+
+
+def check_pull(values: str) -> None:
+    """Raises ValueError unless pulls can travel in this format."""
+    if values not in PULLS:
+        raise refusal("pull", values, "'fp32', 'bf16' or 'int8', the format of the weights")
+
+
 class ServerPartition:
     """A partition of the weights, and the optimizer that steps it. Thread-safe: one push or pull at a time.
 
@@ -104,11 +130,7 @@ class ServerPartition:
         part: the partition.
         optimizer: its class, groups and options are used.
         compressor: compressor of the pushes.
-        max_staleness: drop a push whose weights are more than this many versions old; its worker keeps the update.
-            None: never drop a push.
-        rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1 (Zhang et al., IJCAI
-            2016, "Staleness-aware async-SGD").
-        pull: compressor of the pulls.
+        pull: format of the weights in a pull.
     """
 
     def __init__(
@@ -118,23 +140,18 @@ class ServerPartition:
         optimizer: torch.optim.Optimizer,
         compressor: Compressor,
         *,
-        max_staleness: int | None = None,
-        rate_by_staleness: bool = False,
-        pull: Compressor | None = None,
+        pull: str = "fp32",
     ) -> None:
-        self.part, self.compressor, self.pull_compressor = part, compressor, pull
-        self.max_staleness, self.rate_by_staleness = max_staleness, rate_by_staleness
+        self.part, self.compressor, self._pull_format = part, compressor, pull
         self.weights = {name: nn.Parameter(parameters[name].detach().cpu().clone()) for name in part.names}
         self._groups: list[int] = []
         self.optimizer = self._optimizer(parameters, optimizer)
         self._owns_momentum = compressor.state_for(optimizer).owns_momentum
         self.version = 0
-        """Pushes so far, including dropped ones and skips."""
+        """Pushes so far, including skips."""
         self._latest: dict[int, int] = {}
         """Live worker -> clock of its latest push. A worker's pushes are consecutive, so partitions with equal entries
         have applied the same pushes."""
-        self._views: dict[int, torch.Tensor] = {}
-        """Worker -> its weights for the compressed parameters, if pulls are compressed."""
         self._lock = threading.Lock()
 
     def _optimizer(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Any:
@@ -151,44 +168,37 @@ class ServerPartition:
 
     # Pushes
 
-    def push(self, request: Request, body: torch.Tensor, present: torch.Tensor | None = None) -> bool:
-        """Apply a push, or drop it.
+    def push(self, request: Request, dense: torch.Tensor, payload: torch.Tensor, present: torch.Tensor) -> None:
+        """Apply a push. A skip is counted only; its tensors are empty.
 
         Args:
             request: its header.
-            body: the uncompressed gradients in fp32, then the payload: uint8.
+            dense: the uncompressed gradients, packed: uint8.
+            payload: the compressed gradients: uint8.
             present: uint8, for each of the partition's parameters 1 if the push has its gradient. The optimizer skips
-                the others. None: it has all.
-
-        Returns:
-            True if it was applied. Otherwise the worker keeps the update.
+                the others.
         """
         with self._lock:
-            staleness = self.version - request.version
             self.version += 1
             self._latest[request.worker] = request.clock
-            if request.kind == SKIP or (self.max_staleness is not None and staleness > self.max_staleness):
-                return False
-            if self.optimizer is not None:
-                self._apply(request, body, present, max(1, staleness) if self.rate_by_staleness else 1)
-            return True
+            if request.kind != SKIP and self.optimizer is not None:
+                self._apply(request, dense, payload, present)
 
     @torch.no_grad()
-    def _apply(self, request: Request, body: torch.Tensor, present: torch.Tensor | None, divisor: int) -> None:
+    def _apply(self, request: Request, dense: torch.Tensor, payload: torch.Tensor, present: torch.Tensor) -> None:
         part, codec = self.part, codec_of(self.compressor, request.worker, request.clock)
         for group, number in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group["lr"] = request.rates[number] / divisor
-        end = 4 * part.dense_layout.n
-        self._set_gradients(part.dense_layout, body[:end].view(torch.float32))
+            group["lr"] = request.rates[number]
+        self._set_gradients(part.dense_layout, unpack_values(dense, part.dense_layout.n, dense_format(self.compressor)))
         if part.layout.n:
-            decoded = codec.unpack(body[end:], part.layout)
+            decoded = codec.unpack(payload, part.layout)
             if self._owns_momentum:
                 self._descend(decoded)
             else:
                 flat = torch.zeros(part.layout.n, dtype=torch.float32)
                 decoded.add_to(flat)
                 self._set_gradients(part.layout, flat)
-        for name, has_gradient in zip(part.names, [] if present is None else present.tolist(), strict=False):
+        for name, has_gradient in zip(part.names, present.tolist(), strict=True):
             if not has_gradient:
                 self.weights[name].grad = None
         self.optimizer.step()
@@ -211,34 +221,22 @@ class ServerPartition:
 
     # Pulls
 
-    def pull(self, worker: int, whole: bool) -> Pull:
-        """The weights for a worker.
+    def pull(self, *, whole: bool) -> Pull:
+        """All weights.
 
         Args:
-            worker: its number.
-            whole: True: all weights in fp32, as is always the case without a pull compressor. False: the uncompressed
-                parameters, and the compressed change of the others.
+            whole: True: in fp32. False: in the format of pulls.
         """
         with self._lock:
-            return Pull(self._body(worker, whole), self.version, hash(frozenset(self._latest.items())) % 2**62)
-
-    def _body(self, worker: int, whole: bool) -> torch.Tensor:
-        flat, dense = (self._flat(layout) for layout in (self.part.layout, self.part.dense_layout))
-        if self.pull_compressor is None or whole or worker not in self._views:
-            if self.pull_compressor is not None:
-                self._views[worker] = flat
-            return torch.cat([dense, flat]).view(torch.uint8)
-        if not self.part.layout.n:
-            return dense.view(torch.uint8)
-        view = self._views[worker]
-        payload, sent = codec_of(self.pull_compressor, worker, self.version).pack(flat - view, self.part.layout)
-        sent.add_to(view)
-        return torch.cat([dense.view(torch.uint8), payload])
+            few, rest = (self._flat(layout) for layout in self.part.pull_layouts)
+            exact = whole or self._pull_format == "fp32"
+            packed = rest.view(torch.uint8) if exact else pack_values(rest, self._pull_format)
+            body = torch.cat([few.view(torch.uint8), packed])
+            return Pull(body, self.version, hash(frozenset(self._latest.items())) % 2**62)
 
     def forget(self, worker: int) -> None:
-        """Remove the state of a worker that has left."""
+        """Forget the clock of a worker that has left."""
         with self._lock:
-            self._views.pop(worker, None)
             self._latest.pop(worker, None)
 
     def _flat(self, layout: Layout) -> torch.Tensor:
@@ -270,8 +268,7 @@ class ServerPartition:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights. Every worker's next pull is whole."""
+        """Replace the weights."""
         with self._lock:
-            self._views.clear()
             for name, parameter in self.weights.items():
                 parameter.copy_(weights[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import math
 import threading
@@ -15,21 +16,11 @@ from torch import nn
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
-from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, Listener
-from lightning_gradcomp.parameter_server.messages import (
-    ACCEPTED,
-    HELLO,
-    LEAVE,
-    PULL,
-    REFUSED,
-    SKIP,
-    Answer,
-    Request,
-    fingerprint,
-)
-from lightning_gradcomp.parameter_server.partition import ServerPartition, codec_of, parts
+from lightning_gradcomp.parameter_server.messages import DIGEST_BYTES, LEAVE, PULL, SKIP, Answer, Request, digest
+from lightning_gradcomp.parameter_server.partition import ServerPartition, check_pull, codec_of, parts
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +58,10 @@ def agreement(
     gradients: Gradients,
     optimizer: torch.optim.Optimizer,
     compressor: Compressor,
-    pull: Compressor | None,
-    job: str,
-) -> int:
-    """The fingerprint of the settings that server `number` and its workers must share."""
-    groups = len(optimizer.param_groups)
-    return fingerprint(number, servers, gradients.layout, gradients.dense_layout, groups, compressor, pull, job)
+    pull: str,
+) -> tuple[object, ...]:
+    """The settings that server `number` and its workers must share."""
+    return number, servers, gradients.layout, gradients.dense_layout, len(optimizer.param_groups), compressor, pull
 
 
 class ParameterServer:
@@ -93,11 +82,8 @@ class ParameterServer:
         servers: number of servers.
         staleness: S, how many steps a worker may be ahead of the slowest live one before it waits; with `math.inf` it
             never waits.
-        max_staleness: drop a push whose weights are more than this many pushes old; its worker keeps the update for a
-            later one. None: never drop a push.
-        rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1.
-        pull: compressor of the pulls. None: whole weights in fp32.
-        job: text that must be the same on all workers, such as the options of a run.
+        pull: format in which weights travel back: "fp32", "bf16" or "int8" (biases and norms in fp32). The server keeps
+            them in fp32. The same on all workers.
         timeout: how long to wait for a worker's next message before the worker counts as lost.
 
     Raises:
@@ -116,34 +102,26 @@ class ParameterServer:
         partition: int = 0,
         servers: int = 1,
         staleness: float = math.inf,
-        max_staleness: int | None = None,
-        rate_by_staleness: bool = False,
-        pull: Compressor | str | None = None,
-        job: str = "",
+        pull: str = "fp32",
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        check_staleness(staleness, max_staleness)
+        check_staleness(staleness)
+        check_pull(pull)
+        if not secret:
+            raise refusal("secret", secret, "a word that workers must know")
         if not 0 <= partition < servers:
             raise refusal("partition", partition, f"0 to {servers - 1}, of {servers} servers")
         self.compressor = built(compressor, optimizer)
-        pulled = None if pull is None else built(pull, optimizer)
         gradients = Gradients(model, self.compressor)
         names = dict(zip(gradients.names, gradients.parameters, strict=True))
         part = parts(gradients.layout, gradients.dense_layout, servers)[partition]
-        self.partition = ServerPartition(
-            names,
-            part,
-            optimizer,
-            self.compressor,
-            max_staleness=max_staleness,
-            rate_by_staleness=rate_by_staleness,
-            pull=pulled,
-        )
+        self.partition = ServerPartition(names, part, optimizer, self.compressor, pull=pull)
         """The weights and their optimizer."""
-        self._agreed = agreement(partition, servers, gradients, optimizer, self.compressor, pulled, job)
+        settings = agreement(partition, servers, gradients, optimizer, self.compressor, pull)
+        self._digest, self._workers_digest = (digest(secret, end, *settings) for end in ("server", "worker"))
         self.clocks = Clocks(staleness)
-        self._groups, self._wait = len(optimizer.param_groups), timeout.total_seconds()
-        self._listener = Listener(host, port, secret, timeout)
+        self._groups, self._timeout = len(optimizer.param_groups), timeout
+        self._listener = Listener(host, port)
         self.address = self._listener.address
         """HOST:PORT, for workers."""
         self._numbers = count(1)
@@ -186,9 +164,11 @@ class ParameterServer:
         worker = None
         with closing(connection):
             try:
-                self._listener.admit(connection)
-                worker, clock = self._hello(connection)
-                pull = self.partition.pull(worker, True)
+                self._shake_hands(connection)
+                hello = Request.receive(connection, self._groups)
+                worker = next(self._numbers) if hello.worker < 0 else hello.worker
+                clock = self.clocks.join(worker, None if hello.worker < 0 else hello.clock)
+                pull = self.partition.pull(whole=True)
                 Answer(worker, clock, pull.version, pull.fingerprint).send(connection, pull.body)
                 while self._answer(connection, worker):
                     pass
@@ -199,42 +179,37 @@ class ParameterServer:
                     self.clocks.leave(worker)
                     self.partition.forget(worker)
 
-    def _hello(self, connection: Connection) -> tuple[int, int]:
-        """Let a worker join. Returns its number and its clock.
+    def _shake_hands(self, connection: Connection) -> None:
+        """Exchange digests.
 
-        Raises ConnectionLost if its settings differ from the server's.
+        Raises ConnectionLost if the other end has another secret, other settings or another version.
         """
-        request = Request.receive(connection, groups=0)
-        if request.kind != HELLO or request.version != self._agreed:
-            Answer(REFUSED, 0, 0, 0).send(connection, torch.empty(0, dtype=torch.uint8))
-            raise ConnectionLost("refused a worker with a different model, compressor or version")
-        worker = next(self._numbers) if request.worker < 0 else request.worker
-        return worker, self.clocks.join(worker, None if request.worker < 0 else request.clock)
+        said = connection.receive(torch.empty(DIGEST_BYTES, dtype=torch.uint8))
+        known = hmac.compare_digest(bytes(said.tolist()), bytes(self._workers_digest.tolist()))
+        connection.send(self._digest if known else torch.zeros_like(self._digest))
+        if not known:
+            raise ConnectionLost(f"refused {connection.peer}: another secret, model, compressor or version")
+        connection.set_timeout(self._timeout)
 
     def _answer(self, connection: Connection, worker: int) -> bool:
         """Receive one request and answer it. Returns False if the worker leaves."""
         request, partition = Request.receive(connection, self._groups), self.partition
         if request.kind == LEAVE:
             return False
-        accepted, stop = ACCEPTED, False
+        stop = False
         if request.kind != PULL:
-            lengths = (
-                partition.part.body_bytes(codec_of(self.compressor, worker, request.clock)),
-                len(partition.weights),
-            )
-            lengths = (0, 0) if request.kind == SKIP else lengths
-            body, present = (connection.receive(torch.empty(length, dtype=torch.uint8)) for length in lengths)
-            accepted = int(partition.push(request, body, present))
+            codec = codec_of(self.compressor, worker, request.clock)
+            lengths = (0, 0, 0) if request.kind == SKIP else partition.part.push_bytes(self.compressor, codec)
+            partition.push(request, *(connection.receive(torch.empty(n, dtype=torch.uint8)) for n in lengths))
             stop = self.clocks.tick(worker, request.flag)
-            self.clocks.wait(worker, self._wait)
-        pull = partition.pull(worker, request.kind == PULL)
-        Answer(accepted, request.clock, pull.version, pull.fingerprint, stop).send(connection, pull.body)
+            self.clocks.wait(worker, self._timeout.total_seconds())
+        pull = partition.pull(whole=request.kind == PULL)
+        Answer(worker, request.clock, pull.version, pull.fingerprint, stop).send(connection, pull.body)
         return True
 
 
-def check_staleness(staleness: float, max_staleness: int | None) -> None:
-    """Raises ValueError if either is invalid."""
-    if staleness != math.inf and not (is_whole(staleness) and staleness >= 0):
+def check_staleness(staleness: float) -> None:
+    """Raises ValueError unless `staleness` is a whole number from 0, or math.inf."""
+    whole = is_number(staleness) and staleness == int(staleness)
+    if staleness != math.inf and not (whole and staleness >= 0):
         raise refusal("staleness", staleness, "a whole number from 0, or math.inf")
-    if max_staleness is not None and not (is_whole(max_staleness) and max_staleness >= 0):
-        raise refusal("max_staleness", max_staleness, "None, or a whole number from 0")

@@ -1,7 +1,6 @@
 """How a worker handles gradients and pulls, without networking.
 
-The counterpart of `partition.py`: gradients become the bodies of pushes, one per server, with error feedback; the
-bodies of pulls become weights.
+The counterpart of `partition.py`: gradients become pushes, one per server, with error feedback; pulls become weights.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors.base import Compressor
-from lightning_gradcomp.compressors.decoded import Decoded, Sparse, concatenate
+from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, concatenate
+from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import pack_slice
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.parameter_server.partition import codec_of, parts
+from lightning_gradcomp.parameter_server.partition import codec_of, dense_format, parts
 
 
 class Worker:
@@ -31,7 +31,7 @@ class Worker:
         model: the bare module.
         optimizer: the optimizer of its parameters; learning rates are read from it.
         compressor: compressor of the pushes.
-        pull: compressor of the pulls; None: whole weights in fp32.
+        pull: format of the weights in a pull.
         servers: number of servers that share the weights.
         world: number of workers by which learning rates are divided.
     """
@@ -41,20 +41,20 @@ class Worker:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         compressor: Compressor,
-        pull: Compressor | None = None,
+        pull: str = "fp32",
         servers: int = 1,
         world: int = 1,
     ) -> None:
-        self.compressor, self.optimizer, self.pull_compressor = compressor, optimizer, pull
+        self.compressor, self.optimizer, self._pull_format = compressor, optimizer, pull
         self.gradients = Gradients(model, compressor)
         self.parts = parts(self.gradients.layout, self.gradients.dense_layout, servers)
         """What each server holds."""
         self.memory = Memory(compressor, self.gradients, Ranks(None), Topology(), optimizer, by_servers=True)
         self.world, self.steps = world, 0
         """Steps so far: this worker's clock."""
-        self.present: list[torch.Tensor] = []
-        """For each server, uint8: 1 for every parameter in the latest push that has a gradient or a residual."""
-        self._sent: list[Decoded] = []
+        self._sent: Decoded = EMPTY
+        self._dense_sent = self.gradients.dense_flat
+        """What the latest push decodes to."""
         self._groups = self._options()
 
     @property
@@ -84,81 +84,65 @@ class Worker:
     # Pushes
 
     @torch.no_grad()
-    def encode(self, worker: int, grad_scale: float = 1.0) -> list[torch.Tensor] | None:
-        """Encode the gradients in `p.grad` as bodies (uint8) of a push, one per server; None if one is not finite.
+    def encode(self, worker: int, grad_scale: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Encode the gradients in `p.grad` as pushes, one per server.
 
         Args:
             worker: this worker's number.
             grad_scale: the loss scale by which the gradients are multiplied.
+
+        Returns:
+            For each server the arguments of `ServerPartition.push` after the header. An empty list if a gradient is not
+            finite.
         """
         gradients = self.gradients
         gradients.scale = grad_scale
         gradients.collect()
         if not self.memory.compensate():
-            return None
-        codec, bodies, self._sent, self.present = codec_of(self.compressor, worker, self.steps), [], [], []
+            return []
+        codec, values = codec_of(self.compressor, worker, self.steps), dense_format(self.compressor)
+        pushes, sent, dense_sent = [], [], []
         has = dict(zip(gradients.names, gradients.present, strict=True))
         for part in self.parts:
             flat, dense = part.of(gradients.compressed_flat, gradients.dense_flat)
             payload, decoded = pack_slice(codec, flat, part.layout)
-            bodies.append(torch.cat([dense.cpu().view(torch.uint8), payload.cpu()]))
-            self._sent.append(decoded)
+            packed = pack_values(dense, values)
             views = zip(part.names, [*part.layout.views(flat), *part.dense_layout.views(dense)], strict=True)
-            self.present.append(
-                torch.tensor([has[name] or bool(view.any()) for name, view in views], dtype=torch.uint8)
-            )
-        return bodies
+            present = torch.tensor([has[name] or bool(view.any()) for name, view in views], dtype=torch.uint8)
+            pushes.append((packed.cpu(), payload.cpu(), present))
+            sent.append(decoded)
+            dense_sent.append(unpack_values(packed, part.dense_layout.n, values))
+        taken = [(decoded, part.start) for decoded, part in zip(sent, self.parts, strict=True) if part.layout.n]
+        self._sent = concatenate(*zip(*taken, strict=True)) if taken else EMPTY
+        self._dense_sent = torch.cat(dense_sent)
+        return pushes
 
-    def commit(self, accepted: list[bool]) -> None:
-        """Subtract what the servers accepted from the residual; the rest of the push stays.
-
-        Args:
-            accepted: for each server, True if it accepted the push.
-        """
-        gradients = self.gradients
-        taken = [
-            (part.start, decoded)
-            for part, decoded, counts in zip(self.parts, self._sent, accepted, strict=True)
-            if counts and part.layout.n
-        ]
-        dense_sent = gradients.dense_flat.clone()
-        for part, counts in zip(self.parts, accepted, strict=True):
-            if not counts:
-                part.of(gradients.compressed_flat, dense_sent)[1].zero_()
-        empty = torch.empty(0, dtype=torch.float32, device=gradients.device)
-        nothing = Sparse(empty.long(), empty)  # not a dense payload, which would clear the momentum
-        sent = concatenate([sent for _, sent in taken], [start for start, _ in taken]) if taken else nothing
-        self.memory.subtract(sent, dense_sent)
-        self.memory.commit(gradients.marked(gradients.present) | self.memory.started)
+    def commit(self) -> None:
+        """Subtract the latest push, which all servers have, from the residual."""
+        self.memory.subtract(self._sent, self._dense_sent)
+        self.memory.commit(self.gradients.marked(self.gradients.present) | self.memory.started)
 
     # Pulls
 
     def pull_bytes(self, number: int, whole: bool) -> int:
         """Length in bytes of the body of a pull from a server."""
-        part = self.parts[number]
-        if whole or self.pull_compressor is None:
-            return 4 * (part.layout.n + part.dense_layout.n)
-        return part.body_bytes(codec_of(self.pull_compressor, 0, 0))
+        few, rest = self.parts[number].pull_layouts
+        return 4 * few.n + value_bytes(rest.n, self._format(whole))
 
     def assign(self, number: int, body: torch.Tensor, whole: bool) -> None:
         """Write the weights of a pull into the model."""
-        part, end = self.parts[number], 4 * self.parts[number].dense_layout.n
-        self._write(part.dense_layout, body[:end].view(torch.float32), add=False)
-        if part.layout.n and (whole or self.pull_compressor is None):
-            self._write(part.layout, body[end:].view(torch.float32), add=False)
-        elif part.layout.n and self.pull_compressor is not None:
-            change = torch.zeros(part.layout.n, dtype=torch.float32)
-            codec_of(self.pull_compressor, 0, 0).unpack(body[end:], part.layout).add_to(change)
-            self._write(part.layout, change, add=True)
+        few, rest = self.parts[number].pull_layouts
+        self._write(few, unpack_values(body[: 4 * few.n], few.n, "fp32"))
+        self._write(rest, unpack_values(body[4 * few.n :], rest.n, self._format(whole)))
+
+    def _format(self, whole: bool) -> str:
+        return "fp32" if whole else self._pull_format
 
     @torch.no_grad()
-    def _write(self, layout: Layout, values: torch.Tensor, *, add: bool) -> None:
+    def _write(self, layout: Layout, values: torch.Tensor) -> None:
         by_name = self._by_name
         for name, view in zip(layout.names, layout.views(values), strict=True):
-            if add:
-                by_name[name].add_(view.to(by_name[name].device))
-            else:
-                by_name[name].copy_(view)
+            by_name[name].copy_(view)
 
     @property
     def _by_name(self) -> Mapping[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
+from lightning_gradcomp.parameter_server.partition import check_pull
 from lightning_gradcomp.parameter_server.server import ParameterServer, check_compressor, check_staleness
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy
@@ -50,10 +51,8 @@ class AsyncStrategy(UnwrappedStrategy):
         compressor: compresses the pushes. DGC, GradientDropping, OneBit and TwoBit need SGD; `"none"`, `"fp16"`,
             `"bf16"` and `"int8"` take any optimizer. There is no warm-up: every push is compressed.
         staleness: S, how many steps a rank may be ahead of the slowest before it waits. `math.inf`: it never waits.
-        max_staleness: servers drop a push whose weights are more than this many pushes old; its rank keeps the update
-            for a later push. `None`: no push is dropped.
-        rate_by_staleness: divide the learning rate of a push by its staleness if that is above 1.
-        pull: compresses what the servers send back. `None`: whole weights in fp32.
+        pull: format in which the servers send weights back: `"fp32"`, `"bf16"` or `"int8"`. Biases and norms travel in
+            fp32. Servers keep all weights in fp32.
         checkpoint_state: where a checkpoint keeps each rank's residual, as in `CompressedDDPStrategy` but without
             `"mean"`.
         timeout: how long a rank waits for the others before it raises an error.
@@ -70,36 +69,26 @@ class AsyncStrategy(UnwrappedStrategy):
         self,
         compressor: Compressor | str = "none",
         staleness: float = 4,
-        max_staleness: int | None = None,
-        rate_by_staleness: bool = False,
-        pull: Compressor | str | None = None,
+        pull: str = "fp32",
         checkpoint_state: str = "auto",
         timeout: timedelta = TIMEOUT,
         **options: Any,
     ) -> None:
         super().__init__(timeout=timeout, **options)
         self._check_ddp_options(options)
-        check_staleness(staleness, max_staleness)
+        check_staleness(staleness)
+        check_pull(pull)
         check_checkpoint_state(checkpoint_state)
         if checkpoint_state == "mean":
             raise refusal("AsyncStrategy.checkpoint_state", checkpoint_state, "'auto', 'gather', 'sidecar' or 'drop'")
-        self.compressor, self.pull = build(compressor), None if pull is None else build(pull)
+        self.compressor, self.staleness, self.pull = build(compressor), staleness, pull
         self.checkpoint_state = checkpoint_state
-        self.rule = {
-            "staleness": staleness,
-            "max_staleness": max_staleness,
-            "rate_by_staleness": rate_by_staleness,
-            "pull": self.pull,
-        }
-        """Options of `ParameterServer`."""
         self.server: ParameterServer | None = None
         """Set during a fit."""
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         super().check(trainer, module)
-        for compressor in (self.compressor, self.pull):
-            if compressor is not None:
-                check_compressor(compressor)
+        check_compressor(self.compressor)
         if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
             raise refusal("precision with AsyncStrategy", "16-mixed", "32-true or bf16-mixed: there is no loss scale")
         if not module.automatic_optimization:
@@ -120,8 +109,9 @@ class AsyncStrategy(UnwrappedStrategy):
             host=_own_address(trainer.num_nodes),
             partition=self.global_rank,
             servers=self.world_size,
+            staleness=self.staleness,
+            pull=self.pull,
             timeout=NO_LIMIT,
-            **self.rule,
         )
         self.server.start()
         addresses: list[Any] = [None] * self.world_size
@@ -142,8 +132,8 @@ class AsyncStrategy(UnwrappedStrategy):
         return averager
 
     def describe(self) -> str:
-        name, bound = type(self.averager.compressor).__name__, self.rule["staleness"]
-        ahead = "any number of steps" if bound == math.inf else f"{bound} steps"
+        name = type(self.averager.compressor).__name__
+        ahead = "any number of steps" if self.staleness == math.inf else f"{self.staleness:g} steps"
         return (
             f"dist_async: {self.world_size} servers on the ranks, {name}; a rank may be {ahead} ahead of the slowest."
         )

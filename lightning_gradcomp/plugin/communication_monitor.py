@@ -54,9 +54,8 @@ class CommunicationMonitor(Callback):
     that a step or a drain had to wait for; and `dga/consensus_distance`, the distance between the ranks' weights and
     their average, divided by the norm of the weights. Residuals are not measured, because each drain averages them.
 
-    With dist_async there are three more metrics: `async/clock`, the rank's steps; `async/staleness`, the pushes of
-    other ranks since its last pull; and `async/dropped`, servers that dropped its push. Bytes are those of pushes and
-    pulls. The residual is not measured.
+    With dist_async there are two more metrics: `async/clock`, the rank's steps, and `async/staleness`, the pushes of
+    other ranks since its last pull. Bytes are those of pushes and pulls. The residual is not measured.
 
     If no step of a fit was compressed, a warning at the end says why.
 

@@ -49,6 +49,10 @@ def dgc():
     return lgc.DGC(sparsity=0.9, min_elements=16)
 
 
+def int8():
+    return lgc.Int8(min_elements=16)
+
+
 def onebit():
     return lgc.OneBit(min_elements=16)
 
@@ -68,7 +72,7 @@ class Job:
         servers=1,
         optimizer=sgd,
         staleness=math.inf,
-        pull=None,
+        pull="fp32",
         silence=TIMEOUT,
         make_model=net,
         **options,

@@ -128,7 +128,7 @@ def outcome(trainer, model):
 
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    compressed = {"compressor": lgc.DGC(**SMALL), "pull": lgc.GradientDropping(**SMALL, warmup_epochs=0)}
+    compressed = {"compressor": lgc.DGC(**SMALL), "pull": "int8"}
     outcomes = {
         "none": outcome(*fit(lgc.AsyncStrategy(), 3, folder / "none", 2, model=Net(rank), gradient_clip_val=1.0)),
         "dgc": outcome(*fit(lgc.AsyncStrategy(**compressed, staleness=1), 3, folder / "dgc", 2)),

@@ -174,7 +174,7 @@ def test_momentum_in_adam_is_refused_before_the_first_step(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "bound"),
-    [("staleness", -1), ("staleness", 1.5), ("staleness", True), ("staleness", "4"), ("max_staleness", 1.5)],
+    [("staleness", -1), ("staleness", 1.5), ("staleness", True), ("staleness", "4")],
 )
 def test_a_bound_that_is_none_is_refused(name, bound):
     with pytest.raises(ValueError, match=f"^{name}: got {bound!r}, allowed: .*a whole number from 0"):
