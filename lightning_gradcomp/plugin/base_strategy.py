@@ -328,7 +328,7 @@ class DDPBase(BaseStrategy, DDPStrategy):
     # Checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Like DDP's, plus the states of the ranks, unless the checkpoint holds only weights."""
+        """Like DDP's, plus the states of the ranks, unless the checkpoint holds no optimizer's state."""
         filepath, with_states = self._meet_to_save(checkpoint, filepath)
         with self.explained("saving a checkpoint"):
             holder = self.put_states(checkpoint, filepath, with_states)
@@ -342,7 +342,7 @@ class DDPBase(BaseStrategy, DDPStrategy):
         Collective under `Trainer.save_checkpoint`, which every rank calls, as with DDP. The strategy's own
         `save_checkpoint` does not wait for other ranks, because rank 0 may call it alone, as with DDP.
         """
-        whole = "optimizer_states" in checkpoint
+        whole = has_optimizer_states(checkpoint)
         if self.averager is None:
             return filepath, False
         if self._interrupted:
@@ -398,16 +398,24 @@ class DDPBase(BaseStrategy, DDPStrategy):
         Raises ValueError if the file is not a complete checkpoint. If it is missing, that is a FileNotFoundError too.
         """
         self._loaded_from = checkpoint_path
-        what, allowed = "checkpoint", "a complete file that Lightning saved"
+        what, allowed, key = "checkpoint", "a complete file that Lightning saved", "pytorch-lightning_version"
         if args:
             kwargs["weights_only"] = args[0]
-        return read(super().load_checkpoint, checkpoint_path, what, "state_dict", allowed, **kwargs)
+        return read(super().load_checkpoint, checkpoint_path, what, key, allowed, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Like `Strategy.load_optimizer_state_dict`, plus the states of the ranks."""
+        """Like `Strategy.load_optimizer_state_dict`, plus the states of the ranks if there is an optimizer's."""
         super().load_optimizer_state_dict(checkpoint)
         self.averager.steps = self._steps
-        self.restore_states(checkpoint)
+        self.restore_states(checkpoint if has_optimizer_states(checkpoint) else {})
+
+
+def has_optimizer_states(checkpoint: Mapping[str, Any]) -> bool:
+    """False for a checkpoint of weights, and if a hook has removed or emptied the list of the optimizers' states.
+
+    The states of the ranks belong to the optimizers': without these, training starts with empty residuals too.
+    """
+    return bool(checkpoint.get("optimizer_states"))
 
 
 def _called_by_trainer() -> bool:

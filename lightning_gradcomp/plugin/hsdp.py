@@ -34,7 +34,7 @@ from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import is_whole, refusal
-from lightning_gradcomp.plugin.base_strategy import warn_of_stale_addresses
+from lightning_gradcomp.plugin.base_strategy import has_optimizer_states, warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
 from lightning_gradcomp.plugin.manual_steps import ManualSteps
@@ -242,9 +242,9 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
                     optimizer.state[parameter] = state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Like `ModelParallelStrategy`'s, plus the states of the replicas, unless the checkpoint holds only weights."""
+        """Like `ModelParallelStrategy`'s, plus the states of the replicas if there is an optimizer's."""
         averager, folder = self.averager, None
-        with_states = self.broadcast("optimizer_states" in checkpoint)  # a hook may have removed them on one rank
+        with_states = self.broadcast(has_optimizer_states(checkpoint))  # a hook may have removed them on one rank
         if with_states and averager is not None and all_ranks_present(self.lightning_module):
             saved: dict[str, Any] = {"format": FORMAT, "compressor": name_of(averager), "world_size": averager.world}
             checkpoint[KEY] = saved

@@ -244,9 +244,20 @@ def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) ->
         return {}
     moments: Mapping[str, str] = averager.state.update.moments
     means = mean_state({**state, "memory": {kind: state["memory"][kind] for kind in moments}} for state in states)
-    kept: OptimizerState = {}
+    return _by_parameter(means["memory"], averager)
+
+
+def own_optimizer_state(averager: GradientAverager) -> OptimizerState:
+    """Copies on the CPU of the optimizer state that this rank's averager keeps."""
+    moments = averager.state.update.moments
+    memory = averager.state_dict()["memory"] if moments else {}
+    return _by_parameter({k: {n: part.cpu().clone() for n, part in memory[k].items()} for k in moments}, averager)
+
+
+def _by_parameter(memory: Mapping[str, Mapping[str, torch.Tensor]], averager: GradientAverager) -> OptimizerState:
+    moments, kept = averager.state.update.moments, {}
     for name, parameter in zip(averager.gradients.layout.names, averager.gradients.compressed, strict=True):
-        parts = {moments[kind]: parts[name] for kind, parts in means["memory"].items() if name in parts}
+        parts = {moments[kind]: parts[name] for kind, parts in memory.items() if name in parts}
         if parts:
             kept[parameter] = parts
     return kept

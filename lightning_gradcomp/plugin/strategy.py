@@ -25,7 +25,12 @@ from lightning_gradcomp.plugin.base_strategy import DDPBase
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ, share_buffers, spare_buffers
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
 from lightning_gradcomp.plugin.manual_steps import ManualSteps
-from lightning_gradcomp.plugin.rank_states import export_optimizer_state, mean_optimizer_state, rank_state
+from lightning_gradcomp.plugin.rank_states import (
+    OptimizerState,
+    export_optimizer_state,
+    mean_optimizer_state,
+    own_optimizer_state,
+)
 from lightning_gradcomp.plugin.validation import (
     check_checkpoint_state,
     check_clipping,
@@ -99,6 +104,8 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
             "local_weights": local_weights,
         }
         self._buffers_spared = False
+        self._exported: OptimizerState = {}
+        """The momentum in the checkpoint that is being made."""
 
     # Around a fit
 
@@ -158,17 +165,25 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
 
     # Checkpoints
 
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state, with this rank's momentum as plain tensors, which callbacks may change or remove.
+
+        Those that are still in the checkpoint when it is saved then become the mean over ranks.
+        """
+        state = super().optimizer_state(optimizer)
+        if self.averager is not None:
+            self._exported = own_optimizer_state(self.averager)
+            export_optimizer_state(self._exported, getattr(optimizer, "_optimizer", optimizer), state)
+        return state
+
     def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
-        """Add all ranks' states, and to the optimizers' states the momentum that the averager keeps, as with DDP."""
-        states = []
+        """Add all ranks' states. The momentum in the optimizers' states becomes its mean over ranks."""
         if with_states:
             states = self.rank_states.put_into(checkpoint, path, self.averager, self._hook.accumulating)
-        elif "optimizer_states" in checkpoint and self.averager is not None and not self._interrupted:
-            states = [rank_state(self.averager, accumulating=False)]  # only rank 0's momentum
-        if states:
-            kept = mean_optimizer_state(states, self.averager)
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                export_optimizer_state(kept, optimizer, state)
+            for parameter, means in mean_optimizer_state(states, self.averager).items():
+                for name, exported in self._exported.get(parameter, {}).items():
+                    exported.copy_(means[name])
+        self._exported = {}
         return checkpoint
 
     def restore_states(self, checkpoint: Mapping[str, Any]) -> None:

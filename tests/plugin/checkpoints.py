@@ -167,6 +167,24 @@ def best():
     return {"left": left, "apart": apart(straight, fit(DGC, "sidecar", folder / "last.ckpt")[1])}
 
 
+class Edit(L.Callback):
+    """Removes one parameter's momentum from the checkpoint, and halves the bits of another's."""
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        state = checkpoint["optimizer_states"][0]["state"]
+        state[0]["momentum_buffer"] = state[0]["momentum_buffer"].half()
+        del state[2]
+
+
+def edited():
+    """Number of the parameter -> type of its momentum, in a checkpoint that a hook edits."""
+    path = FOLDER / f"{WORLD}-edited.ckpt"
+    nothing = ModelCheckpoint(FOLDER / "nothing", save_top_k=0)
+    fit(DGC, callbacks=[Edit(), nothing])[0].save_checkpoint(path)
+    [saved] = torch.load(path, weights_only=True)["optimizer_states"]
+    return {index: str(each["momentum_buffer"].dtype) for index, each in saved["state"].items()}
+
+
 def own_disks():
     """Two saves of one name, on a disk of each rank's own; what is left on each."""
     disk = FOLDER / f"{WORLD}-disk-{dist.get_rank()}"
@@ -225,7 +243,7 @@ def spawned():
 
 
 DGC, ONEBIT, FED_BACK = quick(lgc.DGC), quick(lgc.OneBit), quick(lgc.TernGrad, error_feedback=True)
-PARTS = {2: (exact, other_ways, best, own_disks, from_two_ranks), 3: (exact_on_three, from_two_ranks)}
+PARTS = {2: (exact, other_ways, best, edited, own_disks, from_two_ranks), 3: (exact_on_three, from_two_ranks)}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -46,13 +46,13 @@ def trainer_for(strategy, **options):
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, **{"max_epochs": 1, **QUIET, **options})
 
 
-def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None, callbacks=None, **options):
+def fit(state="gather", ckpt=None, plugins=None, epochs=1, strategy=None, callbacks=None, net=None, **options):
     """A fit on one rank, which has files of its own like any other."""
     strategy = strategy or lgc.CompressedDDPStrategy(checkpoint_state=state)
     trainer = trainer_for(strategy, max_epochs=epochs, plugins=plugins, callbacks=callbacks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(Net(), torch.ones(4, 4), ckpt_path=ckpt, **options)
+        trainer.fit(net or Net(), torch.ones(4, 4), ckpt_path=ckpt, **options)
     return trainer
 
 
@@ -80,9 +80,9 @@ def copies(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path, dirs_exist_ok=True))
 
 
-def without_state_dict(path):
+def without_its_mark(path):
     content = torch.load(path, weights_only=True)
-    torch.save({key: content[key] for key in content if key not in ("state_dict", "token")}, path)
+    torch.save({key: content[key] for key in content if key not in ("pytorch-lightning_version", "token")}, path)
 
 
 BROKEN = {
@@ -90,7 +90,7 @@ BROKEN = {
     "empty": (lambda path: path.write_bytes(b""), "can't be read"),
     "no checkpoint at all": (lambda path: path.write_text("what a day"), "can't be read"),
     "a pickle of something else": (lambda path: torch.save([1, 2], path), "holds something else"),
-    "a dict without what must be there": (without_state_dict, "holds something else"),
+    "a dict without what must be there": (without_its_mark, "holds something else"),
     "gone": (Path.unlink, "not found"),
 }
 
@@ -339,6 +339,62 @@ def test_a_checkpoint_without_global_step_goes_on_from_its_loops(copies, strateg
     torch.save(content, copies / "gather.ckpt")
     trainer = fit(strategy=strategy(), ckpt=copies / "gather.ckpt", epochs=2)
     assert trainer.strategy.averager.steps == trainer.global_step == 8
+
+
+EDITS = {
+    "emptied": lambda checkpoint: checkpoint.update(optimizer_states=[]),
+    "without state": lambda checkpoint: checkpoint["optimizer_states"][0].update(state={}),
+    "in 16 bits": lambda checkpoint: [
+        state.update(momentum_buffer=state["momentum_buffer"].half())
+        for state in checkpoint["optimizer_states"][0]["state"].values()
+    ],
+    "elsewhere": lambda checkpoint: checkpoint.update(weights=checkpoint.pop("state_dict")),
+}
+
+
+class Edits(Net):
+    def __init__(self, edit):
+        super().__init__()
+        self.edit = edit
+
+    def on_save_checkpoint(self, checkpoint):
+        self.edit(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint):
+        if "weights" in checkpoint:
+            checkpoint["state_dict"] = checkpoint.pop("weights")
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("strategy", [lgc.CompressedDDPStrategy, lgc.DelayedStrategy])
+def test_what_a_hook_does_to_a_checkpoint_is_saved(saved, tmp_path, strategy, edit):
+    path = tmp_path / "last.ckpt"
+    fit(strategy=strategy(), net=Edits(EDITS[edit])).save_checkpoint(path)
+    content = torch.load(path, weights_only=True)
+    if edit == "elsewhere":
+        assert "state_dict" not in content
+    else:
+        kept = [state["momentum_buffer"] for one in content["optimizer_states"] for state in one["state"].values()]
+        assert [each.dtype for each in kept] == ([torch.float16] * 2 if edit == "in 16 bits" else [])
+    assert fit(strategy=strategy(), net=Edits(EDITS[edit]), ckpt=path, epochs=2).global_step == 8
+
+
+@pytest.mark.parametrize("edit", [EDITS["emptied"], None])
+def test_without_an_optimizers_state_training_starts_with_no_momentum(saved, tmp_path, edit):
+    """Whether a hook has emptied the list before it is saved or after it is loaded."""
+
+    class Look(L.Callback):
+        def on_load_checkpoint(self, trainer, module, checkpoint):
+            checkpoint["optimizer_states"] = []
+
+        def on_train_start(self, trainer, *_):
+            seen.extend(part for parts in trainer.strategy.averager.state_dict()["memory"].values() for part in parts)
+
+    seen, path = [], tmp_path / "last.ckpt"
+    fit(net=Edits(edit) if edit else None).save_checkpoint(path)
+    assert (KEY in torch.load(path, weights_only=True)) == (edit is None)
+    fit(ckpt=path, epochs=2, callbacks=[Look()])
+    assert not seen
 
 
 def test_names_of_250_characters(saved, tmp_path):

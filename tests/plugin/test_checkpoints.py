@@ -177,6 +177,10 @@ def test_in_the_mean_a_rank_without_a_gradient_counts_as_0():
         assert torch.equal(mean[name], same[name])
 
 
+def test_a_hooks_edit_of_the_momentum_is_saved(two):
+    assert two["edited"] == {"0": "torch.float16", "1": "torch.float32", "3": "torch.float32"}
+
+
 # Other numbers of ranks, other compressors
 
 
