@@ -150,8 +150,8 @@ class GradientAverager:
         self.autotune = self._choice.autotune if self._choice else None
         """The trials, with topology="auto"."""
         self._may_be_local, self._local = local_weights, LocalWeights(self._memory)
-        self._directions: frozenset[int] = frozenset()
-        """ids of the parameters whose gradients are update directions since the latest average."""
+        self._directions: dict[int, int] = {}
+        """id of each parameter whose gradient is an update direction -> its `direction_exponent`."""
         self._pending: Pending | None = None
         self._dropped: Pending | None = None
         self._gradient_norm = 0.0
@@ -262,21 +262,21 @@ class GradientAverager:
                     self._follow()
                     self.check_same_parameters()
                 self._local.check()
-            self.flagged = average.flags.stop
-            self._record(Pending(average, self._named(), optimizers))
+            self.flagged, named = average.flags.stop, self._named()
+            if not decision.by_ddp and self.state.update.owns_momentum:
+                compressed = [id(p) for _, p in named[: len(self.gradients.compressed)]]
+                self._directions = dict(zip(compressed, self.gradients.exponents, strict=True))
+            self._record(Pending(average, named, optimizers))
 
     def _begin_average(self, grad_scale: float) -> Decision:
         decision = self.begin_step()
-        self.gradients.scale, self._directions = grad_scale, frozenset()
+        self.gradients.scale, self._directions = grad_scale, {}
         if decision.by_ddp:
             self.stats = self._dense_stats()
             return decision
         sparsity = decision.sparsity if decision.compressor else 0.0
         self.stats = Stats(dense_bytes=self.ranks.dense_traffic(self.gradients.nbytes), sparsity=sparsity)
         self._gradient_norm = self._measured_norm() / grad_scale
-        if self.state.update.owns_momentum:
-            compressed = set(self.gradients.layout.names)
-            self._directions = frozenset(id(p) for name, p in self._named() if name in compressed)
         return decision
 
     def after_dense_step(
@@ -291,7 +291,7 @@ class GradientAverager:
         """
         self._check_average_was_used()
         self.begin_step()
-        self.gradients.scale, self._directions = grad_scale, frozenset()
+        self.gradients.scale, self._directions = grad_scale, {}
         self.stats = self._dense_stats()
         self.stats.seconds["exchange"] = seconds
         optimizers = self.optimizers if optimizer is None else [optimizer]
@@ -343,6 +343,23 @@ class GradientAverager:
     def is_direction(self, parameter: torch.Tensor) -> bool:
         """True if `parameter.grad` is an update direction, which includes the optimizer's momentum."""
         return id(parameter) in self._directions
+
+    def direction_exponent(self, parameter: torch.Tensor) -> int | None:
+        """k if 2^k · `parameter.grad` is an update direction; None if `parameter.grad` is a gradient.
+
+        k is above 0 only if the direction itself would overflow: in fp16 after a steep fall of the learning rate.
+        """
+        return self._directions.get(id(parameter))
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The norm at which compressed steps clip each rank's gradient, times √N. Initially the compressor's; you may
+        replace it before an average, with the same value on all ranks."""
+        return self._memory.clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, value: float | None) -> None:
+        self._memory.clip_norm = value
 
     def _check_average_was_used(self) -> None:
         """Drop an average that no optimizer step has used. Raises ValueError if it is still in `p.grad`."""

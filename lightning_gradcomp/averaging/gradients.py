@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +17,11 @@ from lightning_gradcomp.averaging.trainable import check_same_parameters, check_
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout, plain_name
+from lightning_gradcomp.compressors.updates import Update
 from lightning_gradcomp.errors import refusal
+
+LARGEST = 1e16
+"""Largest element of an update direction in `p.grad`; in fp16, 4094. A norm then fits, too."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class Gradients:
         """True if the parameters are this rank's shards."""
         self.scale = 1.0
         """The loss scale in this step's `p.grad`."""
+        self.exponents = [0] * len(taken)
+        """For each of `compressed`, k: the latest update direction is 2^k · `p.grad`. 0 if that does not overflow."""
         self.device = named[0][1].device if named else torch.device("cpu")
         self.compressed_flat = torch.zeros(self.layout.n, dtype=torch.float32, device=self.device)
         """A buffer for the gradients of `compressed`, fp32 [n]. A commit may swap it for another."""
@@ -198,24 +205,18 @@ class Gradients:
         compressed: Decoded,
         dense: torch.Tensor,
         present: list[bool],
-        rates: Sequence[float] | None = None,
-        *,
-        rescale: bool = True,
+        factors: Sequence[float],
+        dense_factor: float,
     ) -> None:
-        """Write averages, times the loss scale, into `p.grad` of the parameters that are `present`.
+        """Write averages, times their factors, into `p.grad` of the parameters that are `present`.
 
         Args:
             compressed: average gradient of the compressed parameters.
             dense: average gradient of the dense parameters, fp32 [d].
             present: True for each parameter that has a gradient on any rank.
-            rates: learning rate of each compressed parameter, if steps were averaged. Dividing a step by it gives an
-                update direction.
-            rescale: False if the averages already contain the loss scale.
+            factors: factor of each compressed parameter.
+            dense_factor: factor of all dense parameters.
         """
-        scale = self.scale if rescale else 1.0
-        factors = [scale] * len(self.compressed)
-        if rates is not None:
-            factors = [scale / rate if rate else 0.0 for rate in rates]
         few, rest = present[: len(self.compressed)], present[len(self.compressed) :]
         if isinstance(compressed, Dense):
             _write(self.layout, compressed.values, self.compressed, few, factors)
@@ -224,7 +225,44 @@ class Gradients:
             for parameter, wanted, part, factor in parts:
                 if wanted:
                     _write_at(parameter, *part, factor)
-        _write(self.dense_layout, dense, self.dense, rest, [scale] * len(self.dense))
+        _write(self.dense_layout, dense, self.dense, rest, [dense_factor] * len(self.dense))
+
+    def assign_updates(self, compressed: Decoded, dense: torch.Tensor, present: list[bool], update: Update) -> None:
+        """Write what was averaged in a step with error feedback, times the loss scale, as `assign` does.
+
+        A step of Adam is divided by the learning rate. If the result would overflow `p.grad`, it is written times 2^-k:
+        fp16 ends at 65504, and steps from before a fall of the learning rate are long compared with it.
+
+        Args:
+            compressed: as in `assign`.
+            dense: as in `assign`.
+            present: as in `assign`.
+            update: what was accumulated for the compressed parameters.
+        """
+        rates = update.learning_rates() or [1.0] * len(self.compressed)
+        self.exponents = [0] * len(self.compressed)
+        if update.owns_momentum:
+            self.exponents = self._exponents(compressed, rates)
+        scaled = zip(self.exponents, rates, strict=True)
+        factors = [math.ldexp(self.scale, -k) / rate if rate else 0.0 for k, rate in scaled]
+        self.assign(compressed, dense, present, factors, self.scale)
+
+    def _exponents(self, compressed: Decoded, rates: Sequence[float]) -> list[int]:
+        """The `exponents` of update directions. Finds the largest element where an overflow is possible."""
+        limits = [min(LARGEST, torch.finfo(p.dtype).max / 16) for p in self.compressed]
+        narrow = [rate and (limit < LARGEST or rate < 1e-15) for limit, rate in zip(limits, rates, strict=True)]
+        if not any(narrow):
+            return [0] * len(rates)
+        parts = [values for _, values in by_tensor(compressed, self.layout)]
+        largest = torch.stack(
+            [v.abs().max() if n and len(v) else v.new_zeros(()) for v, n in zip(parts, narrow, strict=True)]
+        )
+        return [
+            max(0, math.ceil(math.log2(most) + math.log2(self.scale) - math.log2(rate) - math.log2(limit)))
+            if most
+            else 0
+            for most, rate, limit in zip(largest.tolist(), rates, limits, strict=True)
+        ]
 
     def fill(self, value: float, present: list[bool]) -> None:
         """Set `p.grad` to `value` for every parameter that is `present`."""

@@ -49,6 +49,8 @@ class Memory:
         self._auto = topology.name == "auto"
         self.topology = "all_gather" if self._auto else topology.name
         """How the step's payloads travel."""
+        self.clip_norm = compressor.clip_norm if isinstance(compressor, LossyCompressor) else None
+        """`LossyCompressor.clip_norm` for the gradients of compressed steps."""
         self._left_out: StateDict = {}
         """State of the parameters that `gradients` leaves out, until it is laid out for them again."""
         self.shared_by = ranks.per_worker

@@ -5,6 +5,8 @@ apply it unchanged:
 
     θ ← (1 - lr · λ) θ - lr · p.grad        λ: decoupled weight decay
 
+(times 2^k, if `p.grad` would overflow: `Gradients.exponents`.)
+
 They collect a group's parameters and gradients in `_init_group`, which runs inside `step`: after its closure and all
 pre-step hooks, before all post-step hooks. `OptimizerStep` removes the parameters whose gradients are directions, and
 applies these itself. A hook may therefore change `p.grad` or a weight, as without compression.
@@ -14,7 +16,8 @@ Private torch names used here: `Optimizer._init_group` and `Optimizer._optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakMethod
 
@@ -26,8 +29,8 @@ from lightning_gradcomp.averaging.fsdp.shards import local
 class Steps(Protocol):
     """What `OptimizerStep` needs from an averager."""
 
-    def is_direction(self, parameter: torch.Tensor) -> bool:
-        """True if `parameter.grad` is an update direction."""
+    def direction_exponent(self, parameter: torch.Tensor) -> int | None:
+        """k if 2^k · `parameter.grad` is an update direction. None if the optimizer steps the parameter itself."""
         ...
 
     def commit(self, optimizer: torch.optim.Optimizer) -> None:
@@ -46,7 +49,7 @@ class OptimizerStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps, *, directions: bool) -> None:
         self.optimizer = optimizer
-        self._is_direction, self._commit = WeakMethod(steps.is_direction), WeakMethod(steps.commit)
+        self._exponent, self._commit = WeakMethod(steps.direction_exponent), WeakMethod(steps.commit)
         self._hook = None
         if hasattr(optimizer, "_optimizer_step_post_hooks"):
             self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -69,23 +72,29 @@ class OptimizerStep:
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         """Apply the update directions, and call the optimizer's own `_init_group` for all other parameters."""
-        is_direction: Callable[[torch.Tensor], bool] = self._is_direction() or (lambda parameter: False)
-        ours = [parameter for parameter in group["params"] if is_direction(parameter)]
+        exponent: Callable[[torch.Tensor], int | None] = self._exponent() or (lambda parameter: None)
+        ours = [(parameter, k) for parameter in group["params"] if (k := exponent(parameter)) is not None]
         if ours:
-            apply_directions(self.optimizer, group, ours)
-            taken = {id(parameter) for parameter in ours}
+            apply_directions(self.optimizer, group, *zip(*ours, strict=True))
+            taken = {id(parameter) for parameter, _ in ours}
             group = {**group, "params": [each for each in group["params"] if id(each) not in taken]}
         collect: Any = type(self.optimizer)
         return collect._init_group(self.optimizer, group, *lists)
 
 
 @torch.no_grad()
-def apply_directions(optimizer: Any, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-    """Apply θ ← (1 - lr · λ) θ - lr · p.grad to these parameters of a group of SGD, Adam or AdamW."""
-    pairs = [(local(parameter), local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
-    weights, directions = [weight for weight, _ in pairs], [direction for _, direction in pairs]
-    if not pairs:
+def apply_directions(
+    optimizer: Any, group: dict[str, Any], parameters: Sequence[torch.Tensor], exponents: Sequence[int]
+) -> None:
+    """Apply θ ← (1 - lr · λ) θ - lr · 2^k · p.grad to these parameters of a group of SGD, Adam or AdamW."""
+    applied = [
+        (local(parameter), local(parameter.grad), k)
+        for parameter, k in zip(parameters, exponents, strict=True)
+        if parameter.grad is not None
+    ]
+    if not applied:
         return
+    weights, directions = [weight for weight, _, _ in applied], [direction for _, direction, _ in applied]
     if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a GradScaler leaves both to fused optimizers
         directions = [direction / scale for direction in directions]
     if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
@@ -96,4 +105,9 @@ def apply_directions(optimizer: Any, group: dict[str, Any], parameters: list[tor
         shrink = 1 - lr * group["weight_decay"]
         if shrink != 1:
             torch._foreach_mul_(weights, shrink)
+    if any(k or weight.dtype == torch.float16 for weight, _, k in applied):  # in fp16, a small lr would be 0
+        steps = zip(weights, directions, (k for _, _, k in applied), strict=True)
+        for weight, direction, k in steps:
+            weight.sub_(direction.float() * math.ldexp(lr, k))
+        return
     torch._foreach_add_(weights, directions, alpha=-lr)

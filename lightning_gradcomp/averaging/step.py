@@ -81,7 +81,7 @@ def average_compressed(
         if not good or flags.changed:
             return _without_effect(gradients, anywhere, flags)
         memory.subtract(sent, extras.sent, extras.mean)
-        gradients.assign(mean, extras.mean, anywhere, memory.compressed.update.learning_rates())
+        gradients.assign_updates(mean, extras.mean, anywhere, memory.compressed.update)
     return Average(flags, gradients.marked(anywhere), memory.commit, partial(gradients.values, mean, extras.mean))
 
 
@@ -106,7 +106,7 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
         good, anywhere, flags = _agreed(ranks, all_finite(mean) & all_finite(dense_mean), found)
         if not good or flags.changed:
             return _without_effect(gradients, anywhere, flags)
-        gradients.assign(Dense(mean), dense_mean, anywhere, memory.compressed.update.learning_rates())
+        gradients.assign_updates(Dense(mean), dense_mean, anywhere, memory.compressed.update)
     commit = partial(memory.commit_all_sent, dict(zip(moments, means, strict=True)))
     return Average(flags, gradients.marked(anywhere), commit, partial(gradients.values, Dense(mean), dense_mean))
 
@@ -121,7 +121,7 @@ def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flag
     good, anywhere, flags = _agreed(ranks, finite, found)
     if not good or flags.changed:
         return _without_effect(gradients, anywhere, flags)
-    gradients.assign(Dense(mean), dense_mean, anywhere, rescale=False)
+    gradients.assign(Dense(mean), dense_mean, anywhere, [1.0] * len(gradients.compressed), 1.0)
     return Average(flags)
 
 
@@ -131,8 +131,7 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
     Returns:
         True if the gradients are finite (0-d bool); for each parameter, True if this worker has a gradient; then flags.
     """
-    gradients, ranks, compressor = memory.gradients, memory.ranks, memory.compressor
-    assert isinstance(compressor, LossyCompressor)
+    gradients, ranks = memory.gradients, memory.ranks
     present = [*gradients.present, *flags]
     with stats.phase("compress"):
         gradients.collect()
@@ -141,9 +140,20 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
             present = ranks.average_inside(gradients.flats, present)
     with stats.phase("compress"):
         memory.onload()
-        if compressor.clip_norm is not None:
-            compressor.clip_local(gradients.flats, _norm(gradients.flats, ranks), ranks.workers)
+        if memory.clip_norm is not None:
+            _clip(gradients.flats, memory.clip_norm, ranks)
         return memory.compensate(), present
+
+
+def _clip(flats: list[torch.Tensor], clip_norm: float, ranks: Ranks) -> None:
+    """Clip a worker's whole gradient in place at √N · clip_norm, where N is the number of workers.
+
+    The mean of N independent gradients has about 1/√N of the norm of one. Clipping locally at √N · clip_norm thus
+    stands in for clipping the average at clip_norm.
+    """
+    factor = torch.clamp(ranks.workers**0.5 * clip_norm / (_norm(flats, ranks) + 1e-6), max=1.0)
+    for flat in flats:
+        flat.mul_(factor)
 
 
 def _norm(flats: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:

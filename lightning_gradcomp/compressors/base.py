@@ -263,21 +263,6 @@ class LossyCompressor(Compressor, ABC):
         """With Adam and AdamW, their steps accumulate; with any other optimizer, gradients."""
         return AdamStep() if is_adam(optimizer) else Gradient()
 
-    def clip_local(self, gradient: Sequence[torch.Tensor], norm: torch.Tensor, workers: int) -> None:
-        """Clip a worker's whole gradient at √N · clip_norm, where N is the number of workers.
-
-        The mean of N independent gradients has about 1/√N of the norm of one. Clipping locally at √N · clip_norm thus
-        stands in for clipping the average at clip_norm.
-
-        Args:
-            gradient: flat tensors, clipped in place. With a sharded model, this rank's part of the worker's gradient.
-            norm: norm of the worker's whole gradient, 0-d.
-            workers: N.
-        """
-        if self.clip_norm is not None:
-            for part in gradient:
-                part.mul_(torch.clamp(workers**0.5 * self.clip_norm / (norm + 1e-6), max=1.0))
-
     def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
         """Ordinary clipping at clip_norm."""
         if self.clip_norm is not None:

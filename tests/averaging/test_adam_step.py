@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_gradcomp import OneBit
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
@@ -415,3 +416,31 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks():
     assert [scale for _, scale in results] == [512.0, 512.0]
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[0][0], run_ranks(2, unscaled)[0][0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [partial(dgc, sparsity=0.9), partial(OneBit, min_elements=50, warmup_epochs=0)])
+def test_unsent_steps_reach_the_weights_after_a_fall_of_the_learning_rate(make):
+    """Unsent steps, divided by the new learning rate, overflow fp16; after an extreme fall, fp32."""
+
+    def compressed(model):
+        return torch.cat([model.kernel.detach().float().flatten(), model.matrix.detach().float().flatten()])
+
+    def work(rank, group, dtype, fall):
+        model = Table().to(dtype)
+        made, averager = averager_of(model, group, make(), partial(torch.optim.Adam, lr=0.1, eps=1e-4))
+        for step in range(8):
+            if step == 3:
+                made.param_groups[0]["lr"], at_fall = 0.1 * fall, compressed(model)
+            made.zero_grad()
+            prescribed_loss(model, rank, step).backward()
+            averager.average()
+            assert all(torch.linalg.vector_norm(p.grad).isfinite() for p in model.parameters())
+            made.step()
+        return compressed(model), compressed(model) - at_fall
+
+    (expected, late), _ = run_ranks(2, partial(work, dtype=torch.float32, fall=1e-10))
+    assert late.abs().max() > 0.05
+    for dtype, fall in ((torch.float16, 1e-6), (torch.float32, 1e-44)):
+        (got, _), (other, _) = run_ranks(2, partial(work, dtype=dtype, fall=fall))
+        assert torch.equal(got, other)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0.01 if dtype == torch.float16 else 1e-6)
