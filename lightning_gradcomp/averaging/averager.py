@@ -52,7 +52,8 @@ class GradientAverager:
         averager.step()  # averager.average(), then optimizer.step()
 
     Between the two halves of `step`, `p.grad` is the averaged gradient. If the compressor owns the momentum, it is the
-    averaged update direction, and `optimizer.step()` subtracts lr · `p.grad`. You may change, clip or discard it.
+    averaged update direction, and `optimizer.step()` subtracts lr · `p.grad`. You may change, clip or discard it. A
+    direction is often 10 to 100 times as long as a gradient with Adam, so clip gradients with `clip_norm` instead.
 
     After each step all ranks hold bit-identical gradients. State is fp32 and keyed by parameter name.
 
@@ -343,6 +344,11 @@ class GradientAverager:
     def is_direction(self, parameter: torch.Tensor) -> bool:
         """True if `parameter.grad` is an update direction, which includes the optimizer's momentum."""
         return id(parameter) in self._directions
+
+    @property
+    def has_directions(self) -> bool:
+        """True if the latest average is of update directions."""
+        return bool(self._directions)
 
     def direction_exponent(self, parameter: torch.Tensor) -> int | None:
         """k if 2^k · `parameter.grad` is an update direction; None if `parameter.grad` is a gradient.

@@ -73,7 +73,8 @@ class CompressedFabricStrategy(DDPStrategy):
             optimizer.step()
 
     An optimizer's step averages the gradients of its parameters. Until then, in compressed steps, `p.grad` is the
-    rank's own. `fabric.save` and `fabric.load` keep the ranks' residuals if `state` contains the optimizer.
+    rank's own. The optimizer's pre-step hooks find the average, or update directions if DGC owns the momentum.
+    `fabric.save` and `fabric.load` keep the ranks' residuals if `state` contains the optimizer.
 
     Each module that is set up with an optimizer has its own averager. DDP averages the gradients of a module without an
     optimizer, uncompressed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.averaging.replicas import compare_replicas, replicated
-from lightning_gradcomp.compressors import Compressor, LossyCompressor
+from lightning_gradcomp.compressors import LossyCompressor
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.direction_hooks import DirectionHooks
 from lightning_gradcomp.plugin.manual_steps import ManualSteps
 from lightning_gradcomp.plugin.validation import (
     check_clipping,
@@ -47,8 +47,8 @@ class GradientStrategy(BaseStrategy):
     _compared = 0
     """Number of steps at the last comparison of replicas."""
     _guards: Sequence[Any] = ()
-    _clips_itself: tuple[Trainer, float] | None = None
-    """The Trainer and its threshold, which the compressor applies during a fit."""
+    _in_step = False
+    """True inside `optimizer_step`."""
 
     @abstractmethod
     def averager_options(self) -> dict[str, Any]:
@@ -67,12 +67,16 @@ class GradientStrategy(BaseStrategy):
 
     def make_averager(self, trainer: Trainer) -> GradientAverager:
         check_optimizers(self.compressor, self.optimizers)
-        optimizer = self._corrected
-        check_clipping(self.compressor, optimizer, trainer, self.pl_module)
+        check_clipping(self.compressor, self._corrected, trainer, self.pl_module)
+        if clips(trainer) and isinstance(self.compressor, LossyCompressor):
+            what = "each rank's gradient before it is accumulated"
+            if not self._owns_momentum:
+                what = "the average after it was sent: what it cuts is lost"
+            rank_zero_info(f"gradient_clip_val={trainer.gradient_clip_val} clips {what}.")
         return GradientAverager(
             self.pl_module,
-            self._with_clipping(optimizer, trainer),
-            optimizer=optimizer,
+            self.compressor,
+            optimizer=self._corrected,
             optimizers=self.optimizers,
             epoch=trainer.current_epoch,
             **self.averager_options(),
@@ -82,23 +86,9 @@ class GradientStrategy(BaseStrategy):
     def _corrected(self) -> torch.optim.Optimizer | None:
         return corrected_optimizer(self.compressor, self.optimizers, self.pl_module.automatic_optimization)
 
-    def _with_clipping(self, optimizer: torch.optim.Optimizer | None, trainer: Trainer) -> Compressor:
-        """The compressor to train with, which does the Trainer's clipping if it owns the momentum.
-
-        Lightning clips gradients after the average. The values of a sparse average have left the residual by then, so
-        clipping would lose part of them. DGC clips each rank's gradient before it is accumulated (Lin et al. 2018,
-        §3.2).
-        """
-        clip_norm, compressor = trainer.gradient_clip_val, self.compressor
-        if not clips(trainer) or not isinstance(compressor, LossyCompressor):
-            return compressor
-        if not compressor.state_for(optimizer).owns_momentum:
-            rank_zero_info(f"gradient_clip_val={clip_norm} clips the average after it was sent: what it cuts is lost.")
-            return compressor
-        rank_zero_info(f"gradient_clip_val={clip_norm} clips each rank's gradient before it is accumulated.")
-        assert clip_norm is not None
-        self._clips_itself, trainer.gradient_clip_val = (trainer, clip_norm), None
-        return replace(compressor, clip_norm=float(clip_norm))
+    @property
+    def _owns_momentum(self) -> bool:
+        return self.compressor.state_for(self._corrected).owns_momentum
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -108,8 +98,9 @@ class GradientStrategy(BaseStrategy):
                 check_local_weights(trainer, self.pl_module)
             if self.verify_replicas_every_n_steps:
                 self.averager.compare_all_local_weights()
+            self._direction_hooks = DirectionHooks(self.averager, trainer, self.pl_module)
+            setattr(self.precision_plugin, "clip_gradients", self._clip_gradients)  # noqa: B010 - shadows the method
             if not self.pl_module.automatic_optimization:
-                setattr(self.precision_plugin, "clip_gradients", self._clip_manually)  # noqa: B010 - shadows the method
                 hooked = [each for each in self.optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
                 self._guards = [each.register_step_pre_hook(self._check_averaged) for each in hooked]
 
@@ -118,9 +109,6 @@ class GradientStrategy(BaseStrategy):
         for guard in self._guards:
             guard.remove()
         self._guards = ()
-        if self._clips_itself is not None:
-            trainer, trainer.gradient_clip_val = self._clips_itself
-            self._clips_itself = None
         if self.averager is not None:
             self.averager.detach()
         super().teardown()
@@ -170,6 +158,8 @@ class GradientStrategy(BaseStrategy):
             with self.explained("backward"):  # DDP and FSDP exchange gradients in it
                 precision.backward(closure_loss, self.pl_module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
+        if self.pl_module.automatic_optimization and self._owns_momentum:
+            self._clip_locally(self.pl_module.trainer)
         self._average(self.average_after_backward)
         return precision.post_backward(closure_loss, self.pl_module)
 
@@ -178,9 +168,11 @@ class GradientStrategy(BaseStrategy):
         topology="auto" chose."""
         autotune = self.averager.autotune
         before = autotune.outcome if autotune else ""
+        self._direction_hooks.before_average()
         with self.explained("averaging gradients"):
             by_averager = average()
         if by_averager:
+            self._direction_hooks.after_average(in_step=self._in_step)
             sigterm.stop_after_batch(self.averager, self.pl_module.trainer)
         if autotune and autotune.outcome != before and autotune.choice != autotune.uncompressed:
             rank_zero_info(autotune.outcome)
@@ -202,8 +194,13 @@ class GradientStrategy(BaseStrategy):
                 self._average_for(optimizer)
             return result
 
-        with self.manual_steps.stepping():
-            result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
+        self._in_step = True
+        try:
+            with self.manual_steps.stepping():
+                result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
+        finally:
+            self._in_step = False
+        self._direction_hooks.after_step(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # a wrapper of another optimizer may lack torch's
             averager.commit(optimizer)
         every = self.verify_replicas_every_n_steps
@@ -217,18 +214,39 @@ class GradientStrategy(BaseStrategy):
     def _average_for(self, optimizer: torch.optim.Optimizer) -> None:
         self._average(partial(self.manual_steps.before_optimizer_step, self.averager, optimizer))
 
-    def _clip_manually(
-        self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any
-    ) -> None:
-        """Clip the average in `self.clip_gradients(optimizer, ...)` of manual optimization, as with DDP.
+    def _clip_locally(self, trainer: Trainer) -> None:
+        """Have compressed steps clip each rank's gradient at the Trainer's current threshold.
+
+        Lightning clips gradients after the average. The values of a sparse average have left the residual by then, so
+        clipping would lose part of them. DGC clips each rank's gradient before it is accumulated (Lin et al. 2018,
+        §3.2).
 
         Raises:
-            ValueError: if the compressor owns the momentum.
+            ValueError: if a callback set something that can't be applied there.
         """
-        if clip_val > 0:
-            what = "in manual optimization", "self.clip_gradients"
-            check_clipping_averages(self.compressor, self._corrected, *what)
-        self._average_for(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        assert isinstance(self.compressor, LossyCompressor)
+        check_clipping(self.compressor, self._corrected, trainer, self.pl_module)
+        threshold = trainer.gradient_clip_val
+        self.averager.clip_norm = float(threshold) if threshold and clips(trainer) else self.compressor.clip_norm
+
+    def _clip_gradients(
+        self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any
+    ) -> None:
+        """Clip averages as with DDP, for the Trainer or for `self.clip_gradients(optimizer, ...)`.
+
+        Does nothing to update directions, whose gradients were clipped before they were accumulated.
+
+        Raises:
+            ValueError: for another threshold than the Trainer's if the compressor owns the momentum.
+        """
+        automatic = self.pl_module.automatic_optimization
+        if clip_val > 0 and not (automatic and clip_val == self.pl_module.trainer.gradient_clip_val):
+            where = "in manual optimization" if not automatic else "by another threshold than the Trainer's"
+            check_clipping_averages(self.compressor, self._corrected, where, "self.clip_gradients")
+        if not automatic:
+            self._average_for(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        elif self.averager.has_directions:
+            return
         precision = self.precision_plugin
         type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
 

@@ -3,6 +3,7 @@
 usage: features.py FOLDER
 """
 
+import features_directions
 import features_errors
 import features_gradients
 import features_monitor
@@ -216,5 +217,6 @@ if __name__ == "__main__":
             *features_more.FEATURES,
             *features_monitor.FEATURES,
             *features_errors.FEATURES,
+            *features_directions.FEATURES,
         )
     )

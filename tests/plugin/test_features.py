@@ -229,3 +229,51 @@ def test_ddps_own_words_about_unused_parameters_are_kept(result):
 def test_a_disturbed_replica_is_named(result, optimization):
     message = r"step 5: parameter 'head.weight' on rank 1 .*1 of 4 parameters"
     check_raised(result("disturbed_replica")[optimization], "ReplicasDiffer", message)
+
+
+@pytest.mark.parametrize(
+    ("module", "hook"),
+    [
+        ("Logging", "Logging.on_before_optimizer_step"),
+        ("loss scale", "Logging.on_before_optimizer_step"),
+        ("Clipping", "Clipping.on_after_backward"),
+        ("Guarding", "Guarding.on_before_optimizer_step"),
+        ("ClippingInStep", "ClippingInStep.optimizer_step"),
+        ("Skipping", "Skipping.optimizer_step"),
+        ("callback", "LambdaCallback.on_before_optimizer_step"),
+    ],
+)
+def test_hooks_that_find_update_directions_are_told(result, module, hook):
+    first, *rest = result("hooks_on_directions")[module]
+    times = re.match(rf"{hook}: .* p.grad holds update directions .* about ([\d.]+) times .*gradient_clip_val", first)
+    assert times and float(times[1]) > 0
+    if module in ("Logging", "loss scale", "callback"):
+        assert not rest
+    else:
+        what = "were discarded" if module in ("Guarding", "Skipping") else r"norm of \S+ in p.grad, and of 0.1 when"
+        [second] = rest
+        assert re.match(rf"{hook}: .*{what}", second)
+
+
+@pytest.mark.parametrize("module", ["WarmingUp", "Adam", "lightning's", "gradients"])
+def test_other_modules_are_told_nothing(result, module):
+    assert result("hooks_on_directions")[module] == []
+
+
+def test_a_callback_may_change_the_clipping_in_training(result):
+    outcome = result("changed_clipping")
+    assert outcome["compressed"] == outcome["off"] == 0
+    assert outcome["dense"] <= 1e-6
+    assert outcome["read"] == [10.0, 0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("by value", r"Trainer\(gradient_clip_algorithm\) with DGC: got 'value', allowed: norm"),
+        ("both", r"DGC.clip_norm and Trainer\(gradient_clip_val\): got 'both', allowed: one of"),
+        ("by itself", r"clipping with DGC by another threshold .*: got 'self.clip_gradients', allowed: DGC\(clip_norm"),
+    ],
+)
+def test_clipping_that_cannot_be_applied_locally_is_refused_in_training(result, how, message):
+    check_raised(result("changed_clipping")[how], "Refused", message)
