@@ -28,7 +28,7 @@ from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.averaging.fsdp.shards import Shards, check_group, is_sharded, reshard
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.local_weights import LocalWeights
+from lightning_gradcomp.averaging.local_weights import LocalWeights, Untrained
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.optimizer_step import OptimizerStep
 from lightning_gradcomp.averaging.pending import Pending
@@ -151,6 +151,7 @@ class GradientAverager:
         self.autotune = self._choice.autotune if self._choice else None
         """The trials, with topology="auto"."""
         self._may_be_local, self._local = local_weights, LocalWeights(self._memory)
+        self._untrained = Untrained(model, self.gradients.left_out)
         self._directions: dict[int, int] = {}
         """id of each parameter whose gradient is an update direction -> its `direction_exponent`."""
         self._pending: Pending | None = None
@@ -263,6 +264,8 @@ class GradientAverager:
                     self._follow()
                     self.check_same_parameters()
                 self._local.check()
+            if self.steps & (self.steps - 1) == 0:  # 0, 1, 2, 4, 8, ...: soon, and at no cost in the long run
+                self.compare_untrained()
             self.flagged, named = average.flags.stop, self._named()
             if not decision.by_ddp and self.state.update.owns_momentum:
                 compressed = [id(p) for _, p in named[: len(self.gradients.compressed)]]
@@ -446,6 +449,17 @@ class GradientAverager:
     def shared_weights(self) -> AbstractContextManager[None]:
         """Inside, the parameters hold the shared weights even within `local_weights`, so that they can be saved."""
         return self._local.suspended()
+
+    def compare_untrained(self) -> None:
+        """Compare, across ranks, frozen parameters that have changed since the start, if weights were ever local.
+
+        `average` does it in some of its steps. A teacher's copy of local weights differs by rank. Collective.
+
+        Raises:
+            ValueError: on every rank, if a parameter differs between ranks; names it.
+        """
+        if self._local.were_used:
+            self._untrained.compare(self.gradients.left_out, self.ranks)
 
     def compare_all_local_weights(self) -> None:
         """Make `local_weights` detect every write, at the cost of two passes over the model."""

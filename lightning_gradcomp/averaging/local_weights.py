@@ -9,17 +9,23 @@ If gradients are mostly noise, a rank's own steps are longer than the mean over 
 
 A write into a local weight would be lost. `restore` detects it by torch's version counters. A write through `.data`
 does not change these, so `restore` also compares a few elements of every weight, or all on request.
+
+A copy of local weights, such as a teacher's moving average, would differ between ranks. `Untrained` detects it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
+from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.averaging.memory import Memory
-from lightning_gradcomp.averaging.replicas import checksum
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.replicas import checksum, ignored_by_ddp, unlike_rank_zero
+from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 
 SAMPLE = 32
@@ -46,6 +52,8 @@ class LocalWeights:
         self._local: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._before: torch.Tensor | None = None
+        self.were_used = False
+        """True once any weights have been local."""
         self.compares_all = False
         """True to compare every element of the weights, which takes two passes over the model."""
         self._unchecked: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -75,6 +83,7 @@ class LocalWeights:
             _subtract(parameter, view, scale, other)
             self._shared.append(parameter.data)
             parameter.data = other
+        self.were_used = True
         self._local = [parameter.data for parameter in self._parameters]
         self._versions = [parameter._version for parameter in self._parameters]
         self._before = self._look()
@@ -149,6 +158,61 @@ class LocalWeights:
             "(on_train_batch_start, on_train_batch_end)"
         )
         raise refusal("writes into local weights between the forward pass and the end of backward", got, allowed)
+
+
+class Untrained:
+    """The parameters that do not train, such as a teacher's. What a module writes into them must not differ by rank.
+
+    Buffers are not compared, because DDP sends rank 0's before each forward pass.
+
+    Args:
+        model: the bare module. Parameters in its `_ddp_params_and_buffers_to_ignore` may differ.
+        names: names of the parameters that do not train.
+    """
+
+    def __init__(self, model: nn.Module, names: Set[str]) -> None:
+        self._model = model
+        self._start = self._state(self._named(names))
+
+    def _named(self, names: Set[str]) -> dict[str, torch.Tensor]:
+        ignored = ignored_by_ddp(self._model)
+        every = [(plain_name(name), p) for name, p in self._model.named_parameters() if name not in ignored]
+        return {name: local(parameter).detach() for name, parameter in every if name in names}
+
+    def _state(self, named: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+        """What changes if a parameter is written to: torch's version, and a checksum of elements at even intervals."""
+        if not named:
+            return {}
+        looks = [checksum(p.reshape(-1)[:: max(p.numel() // SAMPLE, 1)]) for p in named.values()]
+        sums = torch.stack(looks).tolist()
+        return {name: (p._version, own) for (name, p), own in zip(named.items(), sums, strict=True)}
+
+    def compare(self, names: Set[str], ranks: Ranks) -> None:
+        """Compare the parameters that have changed since the start. Sends 8 bytes for each. Collective.
+
+        Args:
+            names: names of the parameters that do not train now, the same on all ranks.
+            ranks: the ranks that share them.
+
+        Raises:
+            ValueError: on every rank, if one differs between ranks; names the parameter.
+        """
+        named = self._named(names)
+        if not named or ranks.world == 1:
+            return
+        state = self._state(named)
+        unchanged = torch.zeros((), dtype=torch.int64, device=next(iter(named.values())).device)
+        sums = [checksum(p) if state[name] != self._start.get(name) else unchanged for name, p in named.items()]
+        differs = unlike_rank_zero(torch.stack(sums), ranks.group)
+        if differs.any():
+            first = int(differs.any(0).int().argmax())
+            which = ", ".join(map(str, differs[:, first].nonzero().flatten().tolist()))
+            got = f"{list(named)[first]!r}, which on rank {which} is not rank 0's"
+            allowed = (
+                "an update in on_train_batch_end, where all ranks have the same weights; local_weights=False; or, if "
+                "each rank is to have its own, its name in the module's _ddp_params_and_buffers_to_ignore"
+            )
+            raise refusal("a frozen parameter that changes in training", got, allowed)
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:

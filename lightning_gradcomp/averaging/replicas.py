@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_gradcomp.averaging.ranks import Ranks, all_gather_single
 
@@ -48,6 +50,12 @@ def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> Non
         broadcast(tensors, ranks)
 
 
+def share_buffers(models: Iterable[nn.Module], ranks: Ranks) -> None:
+    """Copy rank 0's buffers to all ranks, except those that the models tell DDP to ignore. Collective."""
+    named = [(model, name, buffer) for model in models for name, buffer in model.named_buffers()]
+    broadcast([buffer for model, name, buffer in named if name not in ignored_by_ddp(model)], ranks)
+
+
 def _to_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The bytes of `tensors`, concatenated: uint8 [total bytes]."""
     return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
@@ -70,13 +78,15 @@ def ignored_by_ddp(model: nn.Module) -> set[str]:
 
 
 def replicated(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that must be the same on all ranks: parameters, and buffers except running statistics.
+    """Tensors that must be the same on all ranks: parameters, and buffers except those that forward passes change.
 
-    Skips the names in the model's `_ddp_params_and_buffers_to_ignore`.
+    These are running statistics, and what spectral norm derives from local weights. Skips the names in the model's
+    `_ddp_params_and_buffers_to_ignore`.
     """
     ignored = ignored_by_ddp(model)
     for prefix, module in model.named_modules():
-        if isinstance(module, _NormBase):
+        hooks = module._forward_pre_hooks.values()
+        if isinstance(module, _NormBase | _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
             ignored |= {f"{prefix}.{name}" if prefix else name for name, _ in module.named_buffers(recurse=False)}
     return [(name, t) for name, t in [*model.named_parameters(), *model.named_buffers()] if name not in ignored]
 
@@ -85,6 +95,18 @@ def checksum(parameter: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's elements read as integers: 0-d int64, independent of the memory layout."""
     bits = parameter.detach().contiguous().view(-1).view(BITS[parameter.itemsize])
     return bits.sum(dtype=torch.int64)
+
+
+def unlike_rank_zero(own: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """True where a rank's checksum is not rank 0's: bool [ranks, n]. Collective.
+
+    Args:
+        own: this rank's checksums, int64 [n].
+        group: the ranks.
+    """
+    everyone = own.new_empty(dist.get_world_size(group) * len(own))
+    all_gather_single(everyone, own, group)
+    return everyone.view(-1, len(own)) != everyone[: len(own)]
 
 
 def compare_replicas(
@@ -96,10 +118,7 @@ def compare_replicas(
         ReplicasDiffer: on every rank, if they differ; names the first such parameter and the ranks.
     """
     names, sums = zip(*((name, checksum(parameter)) for name, parameter in named), strict=True)
-    own = torch.stack(sums)
-    everyone = own.new_empty(dist.get_world_size(group) * len(own))
-    all_gather_single(everyone, own, group)
-    differs = everyone.view(-1, len(own)) != everyone[: len(own)]
+    differs = unlike_rank_zero(torch.stack(sums), group)
     if differs.any():
         first = int(differs.any(0).int().argmax())
         ranks = differs[:, first].nonzero().flatten().tolist()

@@ -60,6 +60,11 @@ class Anchor:
         return sum(z.numel() for z, _ in self._pairs)
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """The model's parameters whose updates are averaged."""
+        return [w for _, w in self._pairs]
+
+    @property
     def device(self) -> torch.device:
         """The device of updates."""
         return self._all_pairs[0][0].device

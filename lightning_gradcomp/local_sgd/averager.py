@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
-from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
+from lightning_gradcomp.averaging.replicas import broadcast, broadcast_unless_identical
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
 from lightning_gradcomp.local_sgd.background import BackgroundExchange
+from lightning_gradcomp.local_sgd.copies import sync_copies, tensors_of, untrained
 from lightning_gradcomp.local_sgd.optimizer_state import zero_nonfinite_state
 from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
@@ -160,6 +161,8 @@ class DelayedAverager:
         if not self._is_single:
             broadcast_unless_identical([*model.parameters(), *model.buffers()], self.ranks)
         self._buffers = Buffers(model)
+        self.averages: Sequence[nn.Module] = ()
+        """Moving averages of the model, kept outside of it, that a drain makes the same on all ranks."""
 
     def _start(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None = None) -> None:
         """Start from the model's weights and the rounds' `state`, with no exchange pending."""
@@ -336,7 +339,8 @@ class DelayedAverager:
 
         Waits for the pending exchange and applies its average. Then averages the open round and all residuals in fp32,
         without the outer optimizer. Averages the floating-point buffers in the `state_dict` and the optimizers'
-        moments and counts, and copies other buffers from rank 0. The next round starts here.
+        moments and counts, and copies other buffers from rank 0. Averages frozen parameters, such as a teacher's, and
+        `averages`, if they differ. The next round starts here.
 
         With `error_decay`, the open round is averaged like any other, and each rank keeps its optimizers' state and its
         residual.
@@ -356,9 +360,19 @@ class DelayedAverager:
                 self._anchor.reset_model()
                 samples, averaged = self._samples_since_drain, self.optimizers if self.error_decay is None else []
                 sent = sync_buffers_and_moments(self.ranks, self._buffers, averaged, samples, moments_valid=finite)
+                copies = [*untrained(self.model, self._anchor.trained), *tensors_of(self.averages)]
+                sent += sync_copies(self.ranks, copies, self._anchor.device)
                 self.spent.add_bytes(sent)
                 self._steps_since_drain = self._samples_since_drain = 0
         self.round_schedule.choose()
+
+    def share_buffers(self) -> None:
+        """Copy rank 0's buffers in the `state_dict` to all ranks. Collective.
+
+        A drain averages buffers. This is for forward passes since the last drain, without steps.
+        """
+        if not self._is_single:
+            broadcast(self._buffers.current(), self.ranks)
 
     def _average_open_round(self, doing: str) -> bool:
         """Average the open round. Returns False if this rank's update is not finite."""

@@ -69,6 +69,10 @@ class Buffers:
         start = self._start
         return {n: b for n, b in self._current().items() if n in start and b.shape == start[n].shape}
 
+    def current(self) -> list[torch.Tensor]:
+        """All of these buffers."""
+        return list(self._current().values())
+
     def not_averaged(self) -> list[torch.Tensor]:
         """The buffers that are copied from rank 0."""
         averaged = self._averaged()

@@ -25,12 +25,13 @@ from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.local_sgd.copies import sync_copies, tensors_of, untrained
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.partition import check_pull
 from lightning_gradcomp.parameter_server.server import ParameterServer, check_compressor, check_staleness
 from lightning_gradcomp.plugin import sigterm
-from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy
+from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy, averages_of
 from lightning_gradcomp.plugin.validation import check_checkpoint_state
 
 KEY = "lightning_gradcomp_async"
@@ -151,7 +152,7 @@ class AsyncStrategy(UnwrappedStrategy):
         return result
 
     def agree(self) -> None:
-        """Pull the servers' weights on all ranks, and average the buffers.
+        """Pull the servers' weights on all ranks. Average the buffers, frozen parameters and moving averages.
 
         Without a step since the last pull, the weights stay as they are, because a callback may have replaced them.
         After an interruption, this rank keeps the weights that it pulled last.
@@ -163,6 +164,9 @@ class AsyncStrategy(UnwrappedStrategy):
             if self.averager.steps != self._pulled:
                 self._pull()
             sync_buffers_and_moments(self._ranks, self._buffers, [], self.averager.steps, moments_valid=True)
+            averages = averages_of(self.pl_module.trainer)
+            copies = [*untrained(self.pl_module, self.averager.gradients.parameters), *tensors_of(averages)]
+            sync_copies(self._ranks, copies, self.root_device)
             self.barrier()
 
     def _pull(self) -> None:

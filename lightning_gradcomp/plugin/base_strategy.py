@@ -33,6 +33,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_gradcomp.averaging import Stats
 from lightning_gradcomp.averaging.faults import (
@@ -121,6 +122,12 @@ def warn_of_stale_addresses() -> None:
             "torchrun --max-restarts: restarted ranks may try to reach dead ones and fail to connect. "
             "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment."
         )
+
+
+def averages_of(trainer: Trainer) -> list[AveragedModel]:
+    """The moving averages of the model that callbacks keep, such as Lightning's WeightAveraging."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [kept for each in callbacks for kept in vars(each).values() if isinstance(kept, AveragedModel)]
 
 
 class BaseStrategy(ParallelStrategy):

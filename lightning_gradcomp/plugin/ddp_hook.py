@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.exchange import to_wire
-from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.replicas import broadcast, identical, ignored_by_ddp
+from lightning_gradcomp.averaging.replicas import identical, ignored_by_ddp
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
@@ -99,12 +98,12 @@ class DDPHook(ManualSteps):
         if not self._ddp_skipped:
             yield
             return
-        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-        ddp.require_backward_grad_sync = False
+        synchronizes, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, False
         try:
             yield
         finally:
-            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+            ddp.require_backward_grad_sync = synchronizes
+            ddp.require_forward_param_sync = synchronizes  # as after any forward pass: the next one sends buffers
 
     def before_backward(self, averager: GradientAverager, decision: Decision, precision: object) -> None:
         """Decide whether DDP or the averager averages the gradients of the next backward.
@@ -249,23 +248,12 @@ def sent_if_they_differ(model: nn.Module, ddp_options: dict[str, Any]) -> Iterat
         del ddp_options["init_sync"]
 
 
-def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> bool:
+def spare_buffers(ddp: DistributedDataParallel, compressor: Compressor) -> None:
     """Keep DDP from sending batch norms' buffers before every forward pass, which costs a round trip each time.
 
-    Batch norm does not read them in training. If other modules have buffers too, nothing changes. SyncBatchNorm, which
-    does its own exchanges, counts as a batch norm.
-
-    Returns:
-        True if `share_buffers` must send the buffers before they are read.
+    Batch norm does not read them in training. `share_buffers` must send them before they are read. If other modules
+    have buffers too, nothing changes. SyncBatchNorm, which does its own exchanges, counts as a batch norm.
     """
     owners = [module for module in ddp.module.modules() if next(module.buffers(recurse=False), None) is not None]
-    spared = isinstance(compressor, LossyCompressor) and all(isinstance(module, _BatchNorm) for module in owners)
-    if spared:
+    if isinstance(compressor, LossyCompressor) and all(isinstance(module, _BatchNorm) for module in owners):
         ddp.broadcast_buffers = False
-    return spared
-
-
-def share_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Copy rank 0's buffers to all ranks, except those that DDP ignores. Collective."""
-    ignored = ignored_by_ddp(model)
-    broadcast([buffer for name, buffer in model.named_buffers() if name not in ignored], ranks)

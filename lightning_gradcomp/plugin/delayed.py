@@ -2,6 +2,8 @@
 
 No gradients or buffers are exchanged. Before Lightning reads the weights, ranks drain: at the end of an epoch, before
 validation, test and prediction, for a checkpoint, and at the end of a fit.
+
+Private Lightning name used here: the fit loop's `_skip_backward`, set for passes that only update statistics.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.rounds import Nesterov, check_error_decay
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.plugin import sigterm
-from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy
+from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy, averages_of
 from lightning_gradcomp.plugin.validation import check_checkpoint_state
 
 KEY = "lightning_gradcomp_delayed"
@@ -110,7 +112,7 @@ class DelayedStrategy(UnwrappedStrategy):
         super().setup(trainer)
 
     def make_averager(self, trainer: Trainer) -> DelayedAverager:
-        return DelayedAverager(
+        averager = DelayedAverager(
             self.pl_module,
             self.optimizers,
             self.compressor,
@@ -118,6 +120,8 @@ class DelayedStrategy(UnwrappedStrategy):
             epoch=trainer.current_epoch,
             **self.rule,
         )
+        averager.averages = averages_of(trainer)
+        return averager
 
     @contextmanager
     def explained(self, doing: str) -> Iterator[None]:
@@ -137,7 +141,7 @@ class DelayedStrategy(UnwrappedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self.pl_module.automatic_optimization else self._step_of_round():
-            self._in_training_step = self._in_use = True
+            self._in_training_step, self._in_use = True, not self.pl_module.trainer.fit_loop._skip_backward
             try:
                 return super().training_step(*args, **kwargs)
             finally:
@@ -188,7 +192,9 @@ class DelayedStrategy(UnwrappedStrategy):
         return trainer.is_last_batch or 0 < trainer.max_steps <= steps
 
     def agree(self) -> None:
-        """Drain, so that all ranks hold the average. Does nothing if no step was made since the last drain.
+        """Drain, so that all ranks hold the average, and copy rank 0's buffers to all ranks.
+
+        Forward passes without steps change buffers too, as at the end of StochasticWeightAveraging.
 
         After an interruption, when other ranks may not answer, this rank returns to the latest average.
 
@@ -209,6 +215,8 @@ class DelayedStrategy(UnwrappedStrategy):
             allowed = "one in on_train_batch_end: saving averages weights that this step still needs"
             raise refusal("checkpoint with DelayedStrategy", got, allowed)
         self.averager.drain()
+        with self.explained("sharing buffers"):
+            self.averager.share_buffers()
 
     def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
         """Add the state of the rounds, and with `error_decay` also each rank's."""

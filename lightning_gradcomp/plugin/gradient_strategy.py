@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,10 +17,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.fsdp.shards import local
-from lightning_gradcomp.averaging.replicas import compare_replicas, replicated
+from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.replicas import compare_replicas, replicated, share_buffers
 from lightning_gradcomp.compressors import LossyCompressor
 from lightning_gradcomp.plugin import sigterm
-from lightning_gradcomp.plugin.base_strategy import BaseStrategy
+from lightning_gradcomp.plugin.base_strategy import BaseStrategy, averages_of
 from lightning_gradcomp.plugin.direction_hooks import DirectionHooks
 from lightning_gradcomp.plugin.manual_steps import ManualSteps
 from lightning_gradcomp.plugin.validation import (
@@ -44,6 +46,8 @@ class GradientStrategy(BaseStrategy):
     verify_replicas_every_n_steps: int | None
     _decision: Decision
     """What this batch's step does."""
+    _shares_buffers = True
+    """True if buffers are rank 0's whenever Lightning reads them."""
     _compared = 0
     """Number of steps at the last comparison of replicas."""
     _guards: Sequence[Any] = ()
@@ -103,6 +107,20 @@ class GradientStrategy(BaseStrategy):
             if not self.pl_module.automatic_optimization:
                 hooked = [each for each in self.optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
                 self._guards = [each.register_step_pre_hook(self._check_averaged) for each in hooked]
+
+    def agree(self) -> None:
+        """Compare frozen parameters that have changed, and copy rank 0's buffers to all ranks.
+
+        During a fit, forward passes at local weights, or of each rank's data, change buffers.
+        """
+        if self.averager is None:
+            return
+        with self.explained("comparing frozen parameters and sharing buffers"):
+            if self.pl_module.trainer.state.fn == TrainerFn.FITTING:
+                self.averager.compare_untrained()
+            if self._shares_buffers:
+                averages = [average.module for average in averages_of(self.pl_module.trainer)]
+                share_buffers([self.pl_module, *averages], Ranks(dist.group.WORLD))
 
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_gradients", None)

@@ -214,7 +214,7 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that all replicas share.
+        """The weights that all replicas share, after `agree`. Collective, unless the fit was interrupted.
 
         Raises:
             ValueError: between forward and backward, when the shards in memory are this rank's local weights.
@@ -222,6 +222,8 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         if self.averager is not None and self.averager.in_local_weights:
             allowed = "before the forward pass or after backward, or local_weights=False for the strategy"
             raise refusal("saving the weights of a sharded model", "between forward and backward", allowed)
+        if all_ranks_present(self.lightning_module):
+            self.agree()  # torch saves any rank's buffers
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.base_strategy import DDPBase
-from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ, share_buffers, spare_buffers
+from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ, spare_buffers
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
 from lightning_gradcomp.plugin.manual_steps import ManualSteps
 from lightning_gradcomp.plugin.rank_states import (
@@ -103,7 +103,6 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
             "fallback": fallback,
             "local_weights": local_weights,
         }
-        self._buffers_spared = False
         self._exported: OptimizerState = {}
         """The momentum in the checkpoint that is being made."""
 
@@ -123,7 +122,9 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
             super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         as_ddp_does = {"broadcast_buffers", "forward_sync_buffers"}.isdisjoint(self._ddp_kwargs)
-        self._buffers_spared = as_ddp_does and spare_buffers(self.model, self.compressor)
+        self._shares_buffers = self.model.broadcast_buffers
+        if as_ddp_does:
+            spare_buffers(self.model, self.compressor)
         self._hook = DDPHook(self.model, at_optimizer_step=not module.automatic_optimization)
 
     def averager_options(self) -> dict[str, Any]:
@@ -132,12 +133,6 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
     def on_train_start(self) -> None:
         self.rank_states.put_back_accumulated(self.averager)
         super().on_train_start()
-
-    def agree(self) -> None:
-        """Copy rank 0's buffers to all ranks, unless DDP does so before every forward pass."""
-        if self._buffers_spared:
-            with self.explained("sharing buffers"):
-                share_buffers(self.pl_module, self.averager.ranks)
 
     def teardown(self) -> None:
         if isinstance(self.model, DistributedDataParallel):

@@ -1,10 +1,11 @@
 """With DGC and SGD too, a rank's gradient is computed at the shared weights less what it has not sent itself."""
 
+import pytest
 import torch
 
 from lightning_gradcomp.averaging import GradientAverager
 from tests.averaging.workers import Table, averaged, dgc, prescribed_loss
-from tests.threads import run_ranks
+from tests.threads import checked_collectives, run_ranks
 
 
 def test_velocity_is_subtracted_at_each_groups_rate():
@@ -56,3 +57,65 @@ def test_it_settles_where_the_shared_weights_alone_swing():
 
     local, shared = (run_ranks(2, lambda rank, group, use=use: work(rank, group, use))[0] for use in (True, False))
     assert local < shared / 2
+
+
+class Taught(torch.nn.Module):
+    """With a frozen copy of the matrix, a buffer, and a parameter that is each rank's own."""
+
+    _ddp_params_and_buffers_to_ignore = ("own",)
+
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+        self.teacher = torch.nn.Parameter(self.table.matrix.detach().clone(), requires_grad=False)
+        self.still = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64), requires_grad=False)
+        self.own = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def follow(self, how):
+        if how == "assign":
+            self.teacher.data = 0.9 * self.teacher.data + 0.1 * self.table.matrix.data
+        elif how == "row":
+            with torch.no_grad():
+                self.teacher[3] = self.table.matrix[3]
+        else:
+            self.teacher.data.lerp_(self.table.matrix.data, 0.1)
+
+
+def taught(rank, group, how, where, **options):
+    """What training raises, and where the teacher ends."""
+    model = Taught()
+    optimizer = torch.optim.SGD(model.table.parameters(), lr=0.1, momentum=0.9)
+    averager = GradientAverager(model, dgc(), optimizer=optimizer, process_group=group, **options)
+    try:
+        for step in range(9):
+            optimizer.zero_grad()
+            model.own.data += rank
+            model.seen += rank
+            with averager.local_weights():
+                if where == "inside":
+                    model.follow(how)
+                prescribed_loss(model.table, rank, step).backward()
+            averager.step()
+            if where == "after":
+                model.follow(how)
+    except ValueError as error:
+        return str(error), None
+    return "", model.teacher.detach().clone()
+
+
+@pytest.mark.parametrize("how", ["assign", "lerp", "row"])
+def test_a_teacher_of_local_weights_is_an_error_on_all_ranks(how):
+    with checked_collectives(3):
+        found = run_ranks(3, lambda rank, group: taught(rank, group, how, "inside")[0])
+    assert len(set(found)) == 1
+    for part in ("'teacher'", "on_train_batch_end", "local_weights=False"):
+        assert part in found[0]
+
+
+@pytest.mark.parametrize(("where", "options"), [("after", {}), ("inside", {"local_weights": False})])
+def test_a_teacher_of_shared_weights_is_the_same_on_all_ranks(where, options):
+    (said, first), (_, second) = run_ranks(2, lambda rank, group: taught(rank, group, "lerp", where, **options))
+    assert not said
+    assert torch.equal(first, second)
+    assert not torch.equal(first, Taught().teacher)

@@ -1,8 +1,11 @@
 """Drains make weights, buffers and moments the same on all ranks; a reset drops local steps without communication."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.averaging.laws import EVERY
 from tests.averaging.workers import HAS_MUON, all_equal, conv_net, image_loss, weights
@@ -209,3 +212,46 @@ def test_a_parameter_may_be_frozen_and_unfrozen():
         return model.matrix.detach().clone()
 
     assert all_equal(run_ranks(2, work))
+
+
+class Taught(nn.Module):
+    """With a teacher, a frozen parameter that stays, and one that DDP is told to ignore."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = conv_net()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.still = nn.Parameter(torch.linspace(0, 1, 37) * 0.1, requires_grad=False)
+        self.own = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self._ddp_params_and_buffers_to_ignore = ["own"]
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_drain_averages_what_follows_the_ranks_own_weights():
+    """A teacher in the model, and a moving average outside of it."""
+
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "adamw", Taught, period=4, delay=2)
+        average = AveragedModel(model.net, avg_fn=get_ema_avg_fn(0.5))
+        averager.averages = [average]
+        for step in range(6):
+            train(model, optimizer, averager, rank, range(step, step + 1), image_loss)
+            average.update_parameters(model.net)
+            for mean, new in zip(model.teacher.parameters(), model.net.parameters(), strict=True):
+                mean.data.lerp_(new.data, 0.5)
+            model.own.data += rank
+        own = weights(model.teacher), weights(average)
+        averager.drain()
+        assert model.own == 6 * rank
+        assert torch.equal(model.still, torch.linspace(0, 1, 37) * 0.1)
+        assert average.n_averaged == 6
+        return own, (weights(model.teacher), weights(average))
+
+    results = run_ranks(3, work)
+    for number in range(2):
+        owns, afters = ([pair[side][number] for pair in results] for side in (0, 1))
+        assert all_equal(afters)
+        assert not all_equal(owns)
+        torch.testing.assert_close(afters[0], torch.stack(owns).mean(0), **CLOSE)

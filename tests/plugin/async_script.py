@@ -3,6 +3,7 @@
 usage: async_script.py FOLDER
 """
 
+import copy
 import json
 import logging
 import math
@@ -60,7 +61,16 @@ class Net(L.LightningModule):
 
 
 class Unequal(Net):
-    """Rank 1 waits in its first batch until rank 0 has come to the last of the epoch."""
+    """Rank 1 waits in its first batch until rank 0 has come to the last of the epoch. Has a teacher."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        for mean, new in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+            mean.lerp_(new, 0.1)
 
     def training_step(self, batch, index):
         last = Path(sys.argv[1]) / "last batch"
@@ -127,6 +137,8 @@ def outcome(trainer, model):
 
 
 if __name__ == "__main__":
+    from moving_average import Averaging
+
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     compressed = {"compressor": lgc.DGC(**SMALL), "pull": "int8"}
     outcomes = {
@@ -140,7 +152,8 @@ if __name__ == "__main__":
     dist.barrier()
     on = fit(lgc.AsyncStrategy(**compressed), 4, folder / "on", 2, ckpt=folder / "dgc" / "end.ckpt")
     outcomes["resumed"] = outcome(*on)
-    free = fit(lgc.AsyncStrategy(staleness=math.inf), 1, folder / "free", 2, model=Unequal())
-    outcomes["free"] = outcome(*free)
+    averaging = Averaging()
+    free = fit(lgc.AsyncStrategy(staleness=math.inf), 1, folder / "free", 2, model=Unequal(), callbacks=[averaging])
+    outcomes["free"] = {**outcome(*free), "averages": averaging.differs}
     outcomes["terminated"] = terminated(folder / "terminated")
     print(json.dumps(outcomes))

@@ -3,6 +3,7 @@
 usage: delayed_script.py FOLDER
 """
 
+import copy
 import json
 import logging
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from moving_average import Averaging
 from torch import nn
 
 import lightning_gradcomp as lgc
@@ -27,6 +29,7 @@ METHODS = {
     "gather": {"compressor": HALF, "error_decay": 0.9},
     "sidecar": {"compressor": HALF, "error_decay": 0.9, "checkpoint_state": "sidecar"},
     "several": {"compressor": HALF, "error_decay": 0.9},
+    "averaged": {"compressor": HALF, "error_decay": 0.9},
 }
 """Options of the strategy, by name of the test."""
 
@@ -99,6 +102,27 @@ class Several(Net):
         return head, torch.optim.AdamW(self.layers[:2].parameters(), lr=0.003)
 
 
+class Averaged(Net):
+    """With a teacher in the module, and a moving average in a callback."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def configure_callbacks(self):
+        self.averaging = Averaging()
+        return [self.averaging]
+
+    def loss(self, index, epoch):
+        self.follow()
+        return super().loss(index, epoch)
+
+    @torch.no_grad()
+    def follow(self):
+        for mean, new in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+            mean.lerp_(new, 0.1)
+
+
 def fit(strategy, *, resume=None, callbacks=(), net=Net, every=6):
     L.seed_everything(3, verbose=False)
     net = net()
@@ -122,7 +146,7 @@ def same(a, b):
 def goes_on(name):
     """A run that saves in the middle of a round, and one that goes on from there."""
     options = {"period": 3, "delay": 2, **METHODS[name]}
-    make = Several if name == "several" else Net
+    make = {"several": Several, "averaged": Averaged}.get(name, Net)
     saved = ModelCheckpoint(FOLDER / name, "{step}", every_n_train_steps=7, save_top_k=-1)
     trainer, straight = fit(lgc.DelayedStrategy(**options), callbacks=[saved], net=make)
     path = FOLDER / name / "step=7.ckpt"
@@ -130,6 +154,9 @@ def goes_on(name):
     _, resumed = fit(lgc.DelayedStrategy(**options), callbacks=[again], resume=path, net=make)
     in_checkpoint = "lightning_gradcomp_delayed" in torch.load(path, weights_only=True)
     found = {"end": apart(straight), "differs": same(straight, resumed), "saved": in_checkpoint}
+    if name == "averaged":
+        averages = straight.averaging, resumed.averaging
+        found["averages"] = [same(*(each.average for each in averages)), *(each.differs for each in averages)]
     return {**straight.seen, **found, "steps": trainer.strategy.averager.steps}
 
 
@@ -189,6 +216,8 @@ def saves(make):
 
 outcome = {name: goes_on(name) for name in METHODS}
 outcome["compiled"] = compiled()
+swa = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)
+outcome["swa"] = apart(fit(lgc.DelayedStrategy(period=3, delay=2), callbacks=[swa])[1])
 monitor = lgc.CommunicationMonitor()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

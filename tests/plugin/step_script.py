@@ -3,6 +3,8 @@
 usage: step_script.py FOLDER
 """
 
+import copy
+
 import lightning as L
 import torch
 from features_kit import (
@@ -25,6 +27,7 @@ from features_kit import (
 from features_kit import apart as apart_of
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from moving_average import Averaging
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -62,6 +65,10 @@ def powersgd(**options):
     return forced(lgc.PowerSGD(min_elements=32, warmup_epochs=0, rank=1), verify_replicas_every_n_steps=1, **options)
 
 
+def unverified(**options):
+    return forced(dgc().compressor, **options)
+
+
 def hsdp(**options):
     return lgc.CompressedHSDPStrategy(dgc().compressor, 2, 1, verify_replicas_every_n_steps=1, **options)
 
@@ -75,6 +82,7 @@ EVERY = {
 METHODS = {
     **EVERY, "ddp sgd": (DDPStrategy, Net), "ddp adamw": (DDPStrategy, Adam),
     "powersgd sgd": (powersgd, Net), "powersgd adamw": (powersgd, Adam),
+    "unverified sgd": (unverified, Net), "unverified adamw": (unverified, Adam),
 }  # fmt: skip
 FEW = ("dgc sgd", "onebit adamw", "hsdp adamw")
 UNUSED = {"find_unused_parameters": True}
@@ -120,8 +128,9 @@ class At:
 
 
 def fit(
-    method, mixin=At, *, strategy=None, callbacks=(), ckpt_path=None, batches=6, epochs=1, trainer=None, **attributes
-):
+    method, mixin=At, *, strategy=None, callbacks=(), ckpt_path=None, batches=6, epochs=1, trainer=None, validate=False,
+    **attributes,
+):  # fmt: skip
     """Train from the same weights; returns the module, whose class has `attributes`.
 
     Args:
@@ -130,12 +139,13 @@ def fit(
         strategy: options of the strategy.
         callbacks: of the Trainer, as ckpt_path, batches an epoch and epochs are.
         trainer: its other options.
+        validate: True to validate after each epoch.
     """
     make_strategy, base = METHODS[method]
     L.seed_everything(0, verbose=False)
     net = type(mixin.__name__, (mixin, base), attributes)()
     made = trainer_for(make_strategy(**(strategy or {})), epochs=epochs, callbacks=list(callbacks), **(trainer or {}))
-    made.fit(net, loader(batches), ckpt_path=ckpt_path)
+    made.fit(net, loader(batches), loader(1) if validate else None, ckpt_path=ckpt_path)
     return net
 
 
@@ -713,6 +723,81 @@ def compared_buffers():
     }
 
 
+class Taught(At):
+    """With a frozen copy of the head, which follows it in the hook `at`, from one step on."""
+
+    since = 0
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+    @torch.no_grad()
+    def act(self):
+        if self.global_step >= self.since:
+            for mean, new in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                local(mean).lerp_(local(new), 0.5)
+
+
+def teachers():
+    """What is raised where the teacher follows local weights, early or late; how far the others' replicas are apart."""
+    inside = [(method, at) for method in ("dgc sgd", "onebit adamw") for at in DURING]
+    inside += [("hsdp adamw", "on_before_zero_grad")]
+    late = [("sgd", "training_step"), ("adamw", "on_before_zero_grad")]
+    outside = [(method, at, {}) for method in FEW for at in AROUND]
+    outside += [("onebit sgd", "training_step", {}), ("manual dgc", "training_step", {})]
+    outside += [(method, at, {"local_weights": False}) for method, at in inside]
+    return {
+        "inside": {f"{method} {at}": raised(fit, method, Taught, at=at) for method, at in inside},
+        "late": {at: raised(fit, f"unverified {optimizer}", Taught, at=at, since=5) for optimizer, at in late},
+        "outside": {f"{m} {at} {o}": replicas_apart(fit(m, Taught, at=at, strategy=o)) for m, at, o in outside},
+    }
+
+
+class Spectral(At):
+    """A layer with spectral norm, whose buffers follow the weights in each forward pass."""
+
+    seen = 0.0
+
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.head)
+
+    def validation_step(self, batch, index):
+        self.seen = max(self.seen, spread(torch.cat([each.reshape(-1) for each in self.buffers()])))
+
+
+class Normed(At):
+    """Batch norm, and a callback's moving average of the model with its statistics."""
+
+    seen = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.body(x))))
+
+    def configure_callbacks(self):
+        self.averaging = Averaging()
+        return [self.averaging]
+
+    def validation_step(self, batch, index):
+        self.seen = self.averaging.differs
+
+
+def validated_buffers():
+    """Largest differences between ranks at validations and after the fit, and that of the replicas."""
+    cases = [*((method, Spectral) for method in EVERY), *((method, Normed) for method in AUTOMATIC)]
+    found = {}
+    for method, mixin in cases:
+        net = fit(method, mixin, epochs=3, validate=True)
+        buffers = torch.cat([each.float().reshape(-1) for each in net.buffers()])
+        found[f"{method} {mixin.__name__}"] = [net.seen, spread(buffers), replicas_apart(net)]
+    return found
+
+
 # Fabric, where the loop is the user's
 
 
@@ -751,5 +836,5 @@ if __name__ == "__main__":
         filled_gradients, discarded_gradients, written_gradients, left_out_steps, saved_in_a_step, interrupted_steps,
         post_step_hooks, other_moments, other_optimizers, torchs_own_optimizer, optimizer_of_a_part,
         wrapped_optimizers, prebuilt_optimizers, written_weights, ignored_parameters, frozen_on_one_rank,
-        layers_made_in_setup, compared_buffers, fabric,
+        layers_made_in_setup, compared_buffers, teachers, validated_buffers, fabric,
     ))  # fmt: skip

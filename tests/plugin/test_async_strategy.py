@@ -47,6 +47,10 @@ def test_a_rank_does_not_wait_for_a_slow_one(outcome):
     assert outcome["free"]["steps"] == 4 and outcome["free"]["spread"] == 0
 
 
+def test_a_callbacks_moving_average_is_the_same_on_all_ranks(outcome):
+    assert outcome["free"]["averages"] == 0
+
+
 def test_sigterm_on_one_rank_ends_all_together(outcome):
     found = outcome["terminated"]
     assert found["steps"] == found["remembered"] == 2 * [found["saved"]] and found["saved"] < 12

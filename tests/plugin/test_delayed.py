@@ -11,9 +11,9 @@ import lightning_gradcomp as lgc
 from tests.processes import run_world
 
 FOLDER = Path(__file__).parent
-METHODS = ["none", "dgc", "gather", "sidecar", "several"]
-"""The last three: gradient dropping with an error_decay, by what becomes of what ranks remember, and with two
-optimizers."""
+METHODS = ["none", "dgc", "gather", "sidecar", "several", "averaged"]
+"""The last four: gradient dropping with an error_decay, by what becomes of what ranks remember, with two optimizers,
+and with moving averages."""
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,15 @@ def test_ranks_are_equal_whenever_weights_are_read(outcome, method):
 def test_resuming_in_mid_round_is_exact(outcome, method):
     assert outcome[method]["saved"]
     assert outcome[method]["differs"] == 0
+
+
+def test_a_callbacks_moving_average_is_the_same_on_all_ranks_and_resumes(outcome):
+    assert outcome["averaged"]["averages"] == [0, 0, 0]
+
+
+def test_the_statistics_of_averaged_weights_are_the_same_on_all_ranks(outcome):
+    """StochasticWeightAveraging gathers them in an epoch without steps."""
+    assert outcome["swa"] == 0
 
 
 def test_a_step_of_a_round_is_a_batch_in_which_an_optimizer_steps(outcome):

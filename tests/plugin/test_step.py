@@ -162,6 +162,23 @@ def test_a_buffer_that_differs_is_named_unless_it_is_a_running_statistic(result,
     check_raised(result("compared_buffers")[f"{method} norm.running_mean"], "nothing", "")
 
 
+@pytest.mark.parametrize("when", ["inside", "late"])
+def test_a_teacher_that_follows_local_weights_is_an_error(result, when):
+    """In the first steps, or at the end of the fit if it changes only after the steps that are compared."""
+    for raised in result("teachers")[when].values():
+        check_raised(raised, "Refused", "'teacher.weight', which on rank 1 .*on_train_batch_end.*local_weights=False")
+
+
+def test_a_teacher_that_follows_shared_weights_is_the_same_on_all_ranks(result):
+    for case, replicas_apart in result("teachers")["outside"].items():
+        assert replicas_apart == 0, case
+
+
+def test_buffers_and_averages_are_the_same_whenever_they_are_read(result):
+    for case, seen in result("validated_buffers").items():
+        assert seen == [0, 0, 0], case
+
+
 def test_fabric_leaves_out_steps_and_discards_gradients(result):
     for case, seen in result("fabric").items():
         assert seen == [0, 0, 0, 8], case
