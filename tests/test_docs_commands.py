@@ -76,7 +76,7 @@ def check_gradcomp(words: list[str]) -> None:
     assert {*words} - {*overrides} <= FLAGS
     for job in jobs(overrides) if {"-m", "--multirun"} & {*words} else [overrides]:
         config = hydra.compose("train", job)
-        app.use_own_compressor(config, job)
+        app.apply_overrides(config, job)
         for group in ("data", "optimizer", "scheduler", "strategy"):
             assert instantiate(config[group], _convert_="all")
 

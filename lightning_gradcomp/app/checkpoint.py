@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from lightning_gradcomp.errors import refusal
+
+GROUPS = ("model", "data", "optimizer")
+"""What a run that continues another must have in common with it; the optimizer only to train."""
 
 
 def resolve(config: DictConfig, folder: Path, is_alone: bool) -> str | None:
@@ -41,10 +45,10 @@ def resolve(config: DictConfig, folder: Path, is_alone: bool) -> str | None:
     if _is_distributed(path) and "HSDP" not in config.strategy._target_:
         allowed = "a file, which strategy=hsdp writes with strategy.save_distributed_checkpoint=false"
         raise refusal("ckpt without strategy=hsdp", f"{path}, a distributed checkpoint", allowed)
-    earlier = path.resolve().parents[1] / "config.yaml"
-    if earlier.exists():
-        _check_same(OmegaConf.load(earlier), config)
-    return str(path.resolve())
+    path = path.resolve()
+    if earlier := _config_of(path):
+        _check_same(earlier, config)
+    return str(path)
 
 
 def _newest(name: str, folder: Path) -> Path:
@@ -60,9 +64,19 @@ def _is_distributed(path: Path) -> bool:
     return (path / ".metadata").is_file()
 
 
+def _config_of(path: Path) -> Any:
+    """The config of the run that saved `path`, or None if another program did."""
+    try:
+        config: Any = OmegaConf.load(path.parent.parent / "config.yaml")
+    except (OSError, UnicodeDecodeError, YAMLError):
+        return None
+    is_run = OmegaConf.is_dict(config) and all(OmegaConf.is_dict(config.get(group)) for group in GROUPS)
+    return config if is_run and all("_target_" in config[group] for group in GROUPS) else None
+
+
 def _check_same(earlier: Any, config: Any) -> None:
     """Raises ValueError if the checkpoint's run had a different model, data set or optimizer."""
-    for group in ("model", "data") if config.evaluate else ("model", "data", "optimizer"):
+    for group in GROUPS[:2] if config.evaluate else GROUPS:
         if (got := config[group]._target_) != earlier[group]._target_:
             raise refusal(group, got, f"{earlier[group]._target_}, as in ckpt's run")
     fold = earlier.data.get("fold")

@@ -61,9 +61,9 @@ class Classifier(Task):
         """Correctly classified images, images, sum of the losses."""
         images, labels = batch
         logits = self(images)
-        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        correct = (logits.argmax(1) == labels).sum()
-        return torch.stack([correct, torch.tensor(len(labels), device=self.device), loss])
+        losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none").double()
+        correct = (logits.argmax(1) == labels).double()
+        return torch.stack([correct.sum(), torch.ones_like(correct).sum(), losses.sum()])
 
     def metrics(self) -> dict[str, float]:
         correct, images, loss = self.counts

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
-from torch import nn
 
 from lightning_gradcomp.app import sharding
 from lightning_gradcomp.app.callbacks import SaveOnSigterm, SeedEachStep
@@ -23,6 +29,13 @@ from lightning_gradcomp.errors import Refused, is_whole, refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, CompressedHSDPStrategy
 from lightning_gradcomp.registry import entries
 
+LIBRARIES = {
+    "lightning_gradcomp", "hydra", "omegaconf", "torch", "torchvision", "timm", "lightning", "lightning_utilities",
+    "numpy", "PIL", "sklearn", *sys.stdlib_module_names,
+}  # fmt: skip
+"""Top-level modules of the classes in conf/, and what these call."""
+OPTION_ERRORS = (ValueError, TypeError, ImportError, OSError, LookupError, AttributeError, MisconfigurationException)
+"""What those classes raise for an option that they don't accept."""
 PACKAGE = Path(__file__).resolve().parents[1]
 LAST = Path("checkpoints") / "last.ckpt"
 DRY_BATCH = 2
@@ -57,21 +70,27 @@ def of_task(attribute: str, *, _root_: DictConfig) -> str:
     return getattr(get_class(_root_.task._target_), attribute)
 
 
-def use_own_compressor(config: DictConfig, words: list[str]) -> None:
+def apply_overrides(config: DictConfig, words: Sequence[str]) -> None:
     """Move the compressor of a strategy that has its own, such as strategy=powersgd, to `config.compressor`.
 
     Args:
         words: the overrides on the command line.
 
     Raises:
-        ValueError: if they also name a compressor.
+        ValueError: for an override without an effect.
     """
-    if "compressor" not in config.strategy:
-        return
-    if given := [word for word in words if word.startswith("compressor")]:
-        raise refusal("compressor with a strategy of its own", given[0], "strategy.compressor.OPTION, or strategy=ddp")
-    with open_dict(config):
-        config.compressor = config.strategy.pop("compressor")
+    typed = {}  # first word of what is overridden -> override
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        typed.setdefault(override.key_or_group.partition(".")[0], override.input_line)
+    if "compressor" in config.strategy:
+        if word := typed.get("compressor"):
+            raise refusal("compressor with a strategy of its own", word, "strategy.compressor.OPTION, or strategy=ddp")
+        with open_dict(config):
+            config.compressor = config.strategy.pop("compressor")
+    if "augment" in typed and "augment" not in config.task:
+        raise refusal(f"augment with task={config.task._target_}", typed["augment"], "nothing: it augments images")
+    if config.folder is not None:
+        raise refusal("folder", config.folder, "null; hydra.run.dir=FOLDER sets the run's folder")
 
 
 class Run(NamedTuple):
@@ -92,7 +111,7 @@ def build(config: DictConfig) -> Run:
     ranks = place(config.trainer.accelerator, config.trainer.devices, config.trainer.num_nodes)
     _check_numbers(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    data = instantiate(config.data, _convert_="all")
+    data = instantiated("data", config)
     if config.dry_run:
         data = data.stand_in(DRY_BATCH * ranks.world)
     else:
@@ -114,28 +133,78 @@ def build_task(config: DictConfig, data: SharedData) -> Task:
     Raises:
         ValueError: if they don't go together, or the optimizer does not accept an option.
     """
-    make = instantiate(config.task, _convert_="all")
+    make = instantiated("task", config)
     if not isinstance(data, make.func.data):
         allowed = f"a {make.func.data.__name__} with task={config.task._target_}"
         raise refusal("data", config.data._target_, allowed)
-    model = instantiate(config.model, _convert_="all")
-    if not isinstance(model, nn.Module):
-        try:
-            model = model(**data.model_options)
-        except TypeError as error:
-            raise Refused(f"model: {error}") from error
-    task = make(model=model, data=data)
-    try:
-        task.optimizer(task.parameter_groups())
-    except (ValueError, TypeError) as error:
-        raise Refused(f"optimizer: {error}") from error
+    model = instantiated("model", config)
+    if isinstance(model, partial):
+        model = complete("model", model, **data.model_options)
+    task = complete("task", make, model=model, data=data)
+    optimizer = task.optimizer
+    call("optimizer", optimizer.keywords, partial(optimizer, task.parameter_groups()))
     return task
+
+
+def instantiated(group: str, config: Any, **how: Any) -> Any:
+    """The object that `config.GROUP` describes.
+
+    Raises:
+        Refused: for an option that its class does not accept.
+    """
+    return call(group, config[group], partial(instantiate, config[group], _convert_="all", **how))
+
+
+def complete(group: str, make: partial[Any], **arguments: Any) -> Any:
+    """Call `make` with `arguments`, which are not options of `group`.
+
+    Raises:
+        Refused: if one of them was set on the command line, or for an option that the class does not accept.
+    """
+    for name in arguments:
+        if name in make.keywords:
+            raise refusal(f"{group}.{name}", make.keywords[name], "no value: gradcomp sets it")
+    return call(group, make.keywords, partial(make, **arguments))
+
+
+def call(group: str, options: Mapping[Any, Any], make: Callable[[], Any]) -> Any:
+    """`make()`, whose errors about the `options` of `group` become Refused. Errors of the user's code remain."""
+    try:
+        return make()
+    except (InstantiationException, *OPTION_ERRORS) as error:
+        cause = (error.__cause__ or error) if isinstance(error, InstantiationException) else error
+        is_about_options = isinstance(cause, (InstantiationException, *OPTION_ERRORS)) and not in_users_code(cause)
+        if is_about_options and not isinstance(cause, Refused):
+            told = "" if isinstance(cause, (ValueError, ImportError, OSError)) else _of_types_in(str(cause), options)
+            raise Refused(f"{group}: {cause}{told}") from cause
+        raise cause from cause.__cause__  # without Hydra's error around it
+
+
+def _of_types_in(message: str, options: Mapping[Any, Any]) -> str:
+    """The options with a type that `message` names, such as 'str'; for an index, the lists."""
+    types = [type(value).__name__ for value in options.values()]
+    names = {name for name in types if f"'{name}'" in message} or {"list", "ListConfig"}
+    told = [f"{name}={value!r}" for (name, value), kind in zip(options.items(), types, strict=True) if kind in names]
+    return f", with {', '.join(told)}" if told else ""
+
+
+def in_users_code(error: BaseException | None) -> bool:
+    """True if the traceback of `error`, or of its cause, has a line of a module that is not of `LIBRARIES`."""
+    if error is None:
+        return False
+    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return bool({name.partition(".")[0] for name in modules} - LIBRARIES) or in_users_code(error.__cause__)
 
 
 def _check_numbers(config: DictConfig) -> None:
     """Raises ValueError for numbers that Lightning accepts but the learning rate schedule does not."""
     if not is_whole(config.seed) or not 0 <= config.seed < 2**32:
         raise refusal("seed", config.seed, f"a whole number from 0 to {2**32 - 1}")
+    for option in ("evaluate", "dry_run"):
+        if not isinstance(got := config[option], bool):
+            raise refusal(option, got, "true, false")
+    if (got := config.trainer.get("max_steps", -1)) == 0:
+        raise refusal("trainer.max_steps", got, "-1, or a whole number from 1")
     for option in ("max_epochs", "accumulate_grad_batches", "limit_train_batches"):
         got = config.trainer[option]
         is_all = option.startswith("limit") and got is None
@@ -151,33 +220,29 @@ def _strategy(config: DictConfig, ranks: Ranks) -> ParallelStrategy:
             few = len(set(shared))
             raise refusal("trainer.devices with strategy=hsdp", ranks.per_node, f"up to {few}, one for each GPU")
         options = {"parallel_devices": shared, "process_group_backend": "gloo"}
-    compressor = instantiate(config.compressor, _convert_="all")
+    compressor = instantiated("compressor", config)
     if config.dry_run and hasattr(compressor, "warmup_steps"):
         compressor = replace(compressor, warmup_steps=0, warmup_epochs=None)
-    return instantiate(config.strategy, _partial_=True, _convert_="all")(compressor=compressor, **options)
+    return complete("strategy", instantiated("strategy", config, _partial_=True), compressor=compressor, **options)
 
 
 def _trainer(config: DictConfig, ranks: Ranks, strategy: ParallelStrategy) -> L.Trainer:
     keeps = not (config.dry_run or config.evaluate)
     options: dict[str, Any] = {"enable_checkpointing": keeps}
-    callbacks = list(instantiate(config.callbacks, _convert_="all").values())
+    callbacks = list(instantiated("callbacks", config).values())
     callbacks += [SeedEachStep(config.seed), CommunicationMonitor()]
     if "ema" in config.callbacks and isinstance(strategy, CompressedHSDPStrategy):
         raise refusal("callbacks with strategy=hsdp", "ema", "others: Lightning's moving average needs whole weights")
     if keeps:
         callbacks.append(SaveOnSigterm(Path(config.folder) / LAST))
-        options["logger"] = list(instantiate(config.logger, _convert_="all").values())
+        options["logger"] = list(instantiated("logger", config).values())
     else:
         callbacks = [each for each in callbacks if not isinstance(each, L.pytorch.callbacks.Checkpoint)]
         options["logger"] = False
+    resolved: dict[str, Any] = {"accelerator": ranks.accelerator, "num_nodes": ranks.nodes}
+    # Lightning accepts no more devices than there are GPUs; the strategy has the ranks.
+    resolved["devices"] = len(set(ranks.shared_gpus)) or ranks.per_node
     if config.dry_run:
-        options |= {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "accumulate_grad_batches": 1}
-    gpus = len(set(ranks.shared_gpus))
-    return instantiate(config.trainer, _partial_=True, _convert_="all")(
-        accelerator=ranks.accelerator,
-        devices=gpus or ranks.per_node,  # Lightning accepts no more than there are GPUs; the strategy has the ranks
-        num_nodes=ranks.nodes,
-        strategy=strategy,
-        callbacks=callbacks,
-        **options,
-    )
+        resolved |= {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "accumulate_grad_batches": 1}
+    make = instantiated("trainer", OmegaConf.merge(config, {"trainer": resolved}), _partial_=True)
+    return complete("trainer", make, strategy=strategy, callbacks=callbacks, **options)

@@ -43,16 +43,20 @@ def fit(yaml: str) -> dict[str, Any]:
                 print(f"\nstopped after step {trainer.global_step}; to resume: the same command with ckpt={folder}")
             sys.exit(STOPPED)
         seconds = time.perf_counter() - start
-        if not run.task.counts:  # the checkpoint was saved at the last step, before validation
-            done = f"more: {config.ckpt} has completed all steps; evaluate=true validates it"
-            raise refusal("trainer.max_epochs", trainer.max_epochs, done)
+        if not run.task.has_trained:
+            done = f"; evaluate=true validates {config.ckpt}" if config.ckpt else ""
+            raise refusal("steps to train", 0, f"1 or more: a larger trainer.max_epochs, max_steps or max_time{done}")
         if trainer.checkpoint_callbacks:
             trainer.save_checkpoint(folder / compose.LAST, weights_only=False)
+        if run.task.validated_step != trainer.global_step:  # such as with check_val_every_n_epoch=2 max_epochs=3
+            run.task.counts = ()
+            trainer.validate(run.task, run.data, verbose=False)
         callbacks: Any = trainer.callbacks  # pyrefly: ignore[missing-attribute] - of Lightning's connector
         [monitor] = [each for each in callbacks if isinstance(each, CommunicationMonitor)]
         result = summary.collect(config, run, monitor.summary(), seconds)
     if trainer.is_global_zero:
-        summary.write(result, run.task.words(), folder)
+        words = run.task.words() if run.task.counts else ("validation", "none, with trainer.limit_val_batches=0")
+        summary.write(result, words, folder)
     dist.destroy_process_group()
     return result
 

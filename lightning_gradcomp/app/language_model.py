@@ -49,7 +49,8 @@ class LanguageModel(Task):
 
     def count(self, batch: torch.Tensor) -> torch.Tensor:
         """Sum of the losses, number of predicted tokens."""
-        return torch.stack([self._cross_entropy(batch, "sum"), torch.tensor(batch[:, 1:].numel(), device=self.device)])
+        losses = self._cross_entropy(batch, "none").double()
+        return torch.stack([losses.sum(), torch.ones_like(losses).sum()])
 
     def metrics(self) -> dict[str, float]:
         loss, tokens = self.counts
@@ -68,4 +69,4 @@ class LanguageModel(Task):
     def _cross_entropy(self, windows: torch.Tensor, reduction: str) -> torch.Tensor:
         """Of windows int64 (batch, context + 1), whose first token is not predicted."""
         logits = self(windows[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction=reduction)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)

@@ -25,7 +25,6 @@ import hydra
 import lightning as L
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -312,7 +311,7 @@ def composed(words: list[str], n: int, device: torch.device) -> Workload:
     compose.register()
     with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
         config = hydra.compose("train", words)
-    data = instantiate(config.data, _convert_="all")
+    data = compose.instantiated("data", config)
     data.check_batch(n)
     data = data.stand_in(data.batch_size // n)
     task = compose.build_task(config, data).to(device)

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -111,13 +111,6 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
         SystemExit: if a signal asked this process or a rank to stop, and all ranks have ended.
     """
     received: list[tuple[int, float]] = []  # signals, and when
-
-    def stop(number: int, _: object) -> None:
-        received.append((number, time.monotonic()))
-        is_second = received[-1][1] - received[0][1] > 1  # s; a wrapper such as `timeout` may pass the first on twice
-        for child in multiprocessing.active_children():
-            child.kill() if is_second else child.terminate()
-
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).disabled = True  # RankFailed says the same, shorter
     threads = os.environ.get("OMP_NUM_THREADS")
@@ -126,14 +119,19 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id="gradcomp", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn",
     )  # fmt: skip
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    receive = lambda number, _: received.append((number, time.monotonic()))  # noqa: E731
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with ThreadPoolExecutor(1) as thread:  # in the main thread, torch's signal handlers would replace `stop`
-            result = thread.submit(elastic_launch(config, run), *arguments).result()[0]
+        with ThreadPoolExecutor(1) as thread:  # in the main thread, torch's signal handlers would replace `receive`
+            future = thread.submit(elastic_launch(config, run), *arguments)
+            _pass_on(received, future)
+        if received:
+            sys.exit(128 + received[0][0])  # ends a sweep too
+        result = future.result()[0]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if received or failure.exitcode == STOPPED:
-            sys.exit(128 + received[0][0] if received else STOPPED)  # ends a sweep too
+        if failure.exitcode == STOPPED:
+            sys.exit(STOPPED)
         raise RankFailed(_reason(rank, failure)) from None
     finally:
         for number, handler in before.items():
@@ -141,6 +139,20 @@ def start(ranks: int, run: Callable[..., Any], *arguments: Any) -> Any:
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]
     return result
+
+
+def _pass_on(received: list[tuple[int, float]], future: Future[Any]) -> None:
+    """Pass `received` signals on to the ranks until `future` is done, also to ranks that start after a signal."""
+    told: set[multiprocessing.process.BaseProcess] = set()
+    while not wait([future], timeout=0.1).done:
+        children = multiprocessing.active_children() if received else []
+        is_second = received[-1][1] - received[0][1] > 1 if received else False  # s; `timeout` may send the first twice
+        for child in children:
+            if is_second:
+                child.kill()
+            elif child not in told:
+                child.terminate()
+        told.update(children)
 
 
 def _reason(rank: int, failure: Any) -> str:

@@ -288,7 +288,7 @@ def page(groups: list[Group], figures: list[str]) -> str:
     subjects = _each(f"{run.name('model')} on {run.name('data')}" for run in runs)
     parts = [f"# {subjects}: {groups[0].method if len(groups) == 1 else f'{len(groups)} configurations'}"]
     facts = {
-        "Optimizer": _each(f"{run.name('optimizer')}, {run.summary['epochs']} epochs" for run in runs),
+        "Optimizer": _each(f"{run.name('optimizer')}, {run.summary['epochs']:g} epochs" for run in runs),
         "Hardware": _each(map(_hardware, runs)),
         "Versions": _each(f"{name} {number}" for run in runs for name, number in run.summary["packages"].items()),
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, refusal
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int, end: float = 0.0) -> float:
@@ -44,9 +44,9 @@ class WarmupCosine:
             what = f"scheduler.warmup_steps with warmup_epochs={self.warmup_epochs}"
             raise refusal(what, self.warmup_steps, "one of the two, the other null")
         for option in ("warmup_steps", "warmup_epochs"):
-            if (got := getattr(self, option)) is not None and not got >= 0:
+            if (got := getattr(self, option)) is not None and not (is_number(got) and got >= 0):
                 raise refusal(f"scheduler.{option}", got, "null, or 0 or more")
-        if not 0 <= self.end <= 1:
+        if not is_number(self.end) or not 0 <= self.end <= 1:
             raise refusal("scheduler.end", self.end, "0 to 1")
 
     def __call__(

@@ -39,7 +39,7 @@ def collect(config: DictConfig, run: Run, communication: dict[str, Any], seconds
     return {
         **evaluation(config, run),
         f"best_{run.task.monitor}": None if score is None else score.item(),
-        "epochs": trainer.current_epoch,
+        "epochs": round(trainer.global_step / run.data.epoch_steps, 2),
         "wall_seconds": seconds,
         "communication": communication,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
@@ -56,7 +56,7 @@ def collect(config: DictConfig, run: Run, communication: dict[str, Any], seconds
 
 def evaluation(config: DictConfig, run: Run) -> dict[str, Any]:
     """The result of the last validation, and the options."""
-    return {**run.task.result(), "config": OmegaConf.to_container(config)}
+    return {**(run.task.result() if run.task.counts else {}), "config": OmegaConf.to_container(config)}
 
 
 def write(result: dict[str, Any], words: tuple[str, str], folder: Path) -> None:
@@ -74,7 +74,7 @@ def write(result: dict[str, Any], words: tuple[str, str], folder: Path) -> None:
 def table(result: dict[str, Any], words: tuple[str, str], folder: Path) -> str:
     """Lines to print: result, bytes, time, files."""
     config, communication = result["config"], result["communication"]
-    epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] > 1)}"
+    epochs = f"{result['epochs']:g} epoch{'s' * (result['epochs'] != 1)}"
     model, data, compressor = (short(config[group]["_target_"]) for group in ("model", "data", "compressor"))
     if config["dry_run"]:
         data = "random data (dry run)"

@@ -40,6 +40,10 @@ class Task(L.LightningModule, ABC):
     """"max" or "min"."""
     counts: tuple[float, ...] = ()
     """Sums of the last validation over all batches and ranks; empty before it."""
+    validated_step: int = -1
+    """Number of optimizer steps before the last validation."""
+    has_trained: bool = False
+    """True after a training batch."""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def count(self, batch: Any) -> torch.Tensor:
-        """Numbers of a validation batch, 1-D, to be summed over all batches and ranks."""
+        """Numbers of a validation batch, fp64, 1-D, to be summed over all batches and ranks."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -91,6 +95,11 @@ class Task(L.LightningModule, ABC):
         for module in [*own, self.model]:
             fully_shard(module, mesh=mesh["shard"])
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.has_trained = True
+        if 0 < self.trainer.max_steps <= self.trainer.global_step:
+            self.trainer.should_stop = True  # Lightning then validates, also amid an epoch
+
     def on_validation_epoch_start(self) -> None:
         # DDP copies rank 0's batch-norm statistics before a forward pass, so they differ after the last one; with FSDP2
         # each rank has its own. A checkpoint holds rank 0's, so validate with those.
@@ -99,11 +108,11 @@ class Task(L.LightningModule, ABC):
         self.sums = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.sums = self.sums + self.count(batch).double()
+        self.sums = self.sums + self.count(batch)
 
     def on_validation_epoch_end(self) -> None:
         dist.all_reduce(self.sums)
-        self.counts = tuple(self.sums.tolist())
+        self.counts, self.validated_step = tuple(self.sums.tolist()), self.trainer.global_step
         # Already equal on all ranks. Lightning wants them synchronised, and the maximum of equal numbers is exact.
         self.log_dict(self.metrics(), prog_bar=True, sync_dist=True, reduce_fx="max")
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, HydraException, InstantiationException
+from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -24,10 +25,8 @@ from lightning_gradcomp.errors import Refused, refusal
 WORDS = {"plan": plan.main, "recipes": recipes.main, "report": report.main}
 """Commands that are not runs."""
 
-REFUSALS = (
-    ValueError, TypeError, OSError, ImportError, MisconfigurationException, HydraException, OmegaConfBaseException,
-)  # fmt: skip
-"""What Hydra, torch, Lightning and the classes in conf/ raise for an option that they don't accept."""
+REFUSALS = (Refused, OSError, HydraException, OmegaConfBaseException)
+"""Errors whose message is enough. All others have a traceback."""
 
 DEBUG = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """If True, errors are shown with tracebacks, as in Hydra's own commands."""
@@ -44,8 +43,9 @@ def main() -> None:
                 sys.argv += [f"hydra.run.dir={elsewhere}", "hydra.output_subdir=null"]
             hide_messages()
             compose.register()
+            _check_groups(sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(compose.shipped("conf")), config_name="train")(job)()
-    except (Refused, OSError, HydraException, OmegaConfBaseException) as error:
+    except Exception as error:
         if DEBUG:
             raise
         sys.exit(f"gradcomp: {_reason(error)}")
@@ -53,12 +53,20 @@ def main() -> None:
         sys.exit(130)
 
 
+def _check_groups(words: list[str]) -> None:
+    """Raises ValueError for GROUP=null, which Hydra does not accept."""
+    for word in words:
+        group, _, choice = word.partition("=")
+        if choice == "null" and (folder := compose.shipped("conf") / group).is_dir():
+            raise refusal(group, None, ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))))
+
+
 def job(config: DictConfig) -> float:
     """Train or validate one composed run. Returns the metric that the task monitors, for Hydra's sweepers."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         run = _checked(config, folder)
-    except REFUSALS as error:
+    except Exception as error:
         _fail(_reason(error))
     try:
         yaml = OmegaConf.to_yaml(config)
@@ -67,7 +75,7 @@ def job(config: DictConfig) -> float:
         _fail(f"{error}; the run's folder is {folder}")
     if ranks.is_rank_zero() and (folder / "metrics.csv").exists():
         _report_on(folder)
-    return result[run.task.monitor]
+    return result.get(run.task.monitor, math.nan)  # no result with limit_val_batches=0
 
 
 def _checked(config: DictConfig, folder: Path) -> compose.Run:
@@ -77,8 +85,8 @@ def _checked(config: DictConfig, folder: Path) -> compose.Run:
         raise refusal("--multirun under torchrun or SLURM", "a sweep", "one run per launch")
     if (folder / "config.yaml").exists():
         raise refusal("hydra.run.dir", str(folder), "a new folder: another run has written to this one")
+    compose.apply_overrides(config, HydraConfig.get().overrides.task)
     config.folder = str(folder)
-    compose.use_own_compressor(config, list(HydraConfig.get().overrides.task))
     config.ckpt = checkpoint.resolve(config, folder, is_alone=not (is_sweep or ranks.launched()))
     run = compose.build(config)
     if ranks.is_rank_zero():
@@ -86,9 +94,12 @@ def _checked(config: DictConfig, folder: Path) -> compose.Run:
     return run
 
 
-def _reason(error: BaseException) -> object:
-    """What a class said, without Hydra's words around it."""
-    return error.__cause__ if isinstance(error, InstantiationException) else error
+def _reason(error: Exception) -> str:
+    """The message of an error. Prints the traceback of one in the user's code or ours."""
+    if isinstance(error, REFUSALS) and (isinstance(error, Refused) or not compose.in_users_code(error)):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _fail(error: object) -> NoReturn:

@@ -47,8 +47,8 @@ def composed(*words: str) -> DictConfig:
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
         config = hydra.compose("train", overrides=["trainer.accelerator=cpu", *words])
+    compose.apply_overrides(config, words)
     config.folder = "the-folder-of-the-run"
-    compose.use_own_compressor(config, list(words))
     return config
 
 

@@ -64,6 +64,13 @@ def test_what_does_not_fit_is_refused(tmp_path, words, sentence):
         resolved(tmp_path, *words)
 
 
+@pytest.mark.parametrize("text", ["- 1", "a: 1", "model: 3", "{a: [", "", "model: {_target_: x}"])
+def test_a_config_of_another_program_is_not_a_run_s(tmp_path, text):
+    path = earlier(tmp_path, "a") / "checkpoints" / "last.ckpt"
+    (tmp_path / "a" / "config.yaml").write_text(text)
+    assert resolved(tmp_path, f"ckpt={path}", "model=resnet50") == str(path)
+
+
 def test_more_epochs_and_another_compressor_fit(tmp_path):
     earlier(tmp_path, "a", "data.fold=1")
     assert resolved(tmp_path, "ckpt=last", "trainer.max_epochs=11", "compressor=powersgd", "data.fold=1")

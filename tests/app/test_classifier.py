@@ -88,3 +88,14 @@ def test_the_final_table_fits_into_100_columns_however_slow_the_machine(tmp_path
     lines = table(result, words, tmp_path.relative_to(tmp_path)).splitlines()
     assert max(map(len, lines)) <= 100
     assert any("7499 ms: compute 1897, compress 3385, exchange 1073, decompress 1144" in line for line in lines)
+
+
+def test_half_precision_counts_exactly():
+    images, labels = torch.rand(333, 1, 8, 8), torch.arange(333) % 10
+    for dtype in (torch.bfloat16, torch.float16):
+        task = built("model=swin_mini").task.to(dtype).eval()
+        logits = task(images.to(dtype))
+        losses = nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
+        correct, number, loss = task.count((images.to(dtype), labels)).tolist()
+        assert (correct, number) == ((logits.argmax(1) == labels).sum(), 333)
+        assert loss == pytest.approx(losses.item(), rel=1e-6)

@@ -1,10 +1,14 @@
 """How many ranks a run has and where they compute: on the CPU, on GPUs, on one that they share, under a launcher."""
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.app import compose
+from lightning_gradcomp.app import compose, ranks
 from lightning_gradcomp.app.ranks import is_rank_zero, place
 from tests.app.conftest import composed
 
@@ -82,3 +86,17 @@ def test_what_there_is_not(gpus, words, sentence):
     with pytest.raises(ValueError) as refused:
         place(*words)
     assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_the_ranks_exist_ends_them(monkeypatch, number, code):
+    launch = ranks.elastic_launch
+
+    def launch_after_the_signal(*arguments):
+        os.kill(os.getpid(), number)
+        return launch(*arguments)
+
+    monkeypatch.setattr(ranks, "elastic_launch", launch_after_the_signal)
+    with pytest.raises(SystemExit) as ended:
+        ranks.start(2, time.sleep, 600)
+    assert ended.value.code == code

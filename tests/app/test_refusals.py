@@ -13,7 +13,17 @@ WRONG = {
     "an unknown group": (["compresor=dgc"], "Could not override 'compresor'."),
     "an unknown parameter": (["+optimizer.foo=1"], "optimizer: SGD.__init__() got an unexpected keyword"),
     "a wrong type": (["trainer.max_epochs=ten"], "trainer.max_epochs: got 'ten', allowed: a whole number from 1"),
-    "a type that torch refuses": (["optimizer.lr=high"], "optimizer: '<' not supported"),
+    "a type that torch refuses": (["optimizer.lr=high"], "'str' and 'float', with lr='high'"),
+    "a type that Lightning refuses": (["+trainer.max_steps=x"], "trainer: '<' not supported between instances"),
+    "and which option": (["+trainer.max_steps=x"], "max_steps='x'"),
+    "betas": (["optimizer=adamw", "optimizer.betas=[0.9]"], "optimizer: list index out of range, with betas=[0.9]"),
+    "a duration": (["+trainer.max_time=5"], "trainer: 'int' object has no attribute 'total_seconds', with"),
+    "a number of the schedule": (["scheduler.end=x"], "scheduler.end: got 'x', allowed: 0 to 1"),
+    "a number of the augmentation": (["augment.mixup=x"], "augment.mixup: got 'x', allowed: 0 or more"),
+    "a concentration": (["data.dirichlet=x"], "data.dirichlet: got 'x', allowed: null, or 0.01 or more"),
+    "no such flag": (["dry_run=maybe"], "dry_run: got 'maybe', allowed: true, false"),
+    "no steps": (["+trainer.max_steps=0"], "trainer.max_steps: got 0, allowed: -1, or a whole number from 1"),
+    "nothing for a group": (["logger=null"], "logger: got None, allowed: csv, mlflow, none, tensorboard, wandb"),
     "a wrong choice": (["compressor=lzma"], "Could not find 'compressor/lzma'\n\nAvailable options in "),
     "a recipe that there is not": (["recipe=nowhere"], "Could not find 'recipe/nowhere'"),
     "a value out of range": (["compressor.sparsity=1.5"], "DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1"),
@@ -31,6 +41,14 @@ WRONG = {
     "nothing to evaluate": (["evaluate=true"], "ckpt with evaluate=true: got None, allowed: best, last, a run"),
     "a dry run that resumes": (["dry_run=true", "ckpt=last"], "ckpt with dry_run=true: got 'last', allowed: null"),
     "two compressors": (["strategy=dgc", "compressor=onebit"], "compressor with a strategy of its own: got"),
+    "its option, added": (["strategy=dgc", "++compressor.sparsity=0.9"], "of its own: got '++compressor.sparsity=0.9'"),
+    "its option, deleted": (["strategy=dgc", "~compressor.values"], "of its own: got '~compressor.values'"),
+    "another class for it": (["strategy=dgc", "++compressor._target_=x"], "of its own: got '++compressor._target_=x'"),
+    "the run's folder": (["folder=here"], "folder: got 'here', allowed: null; hydra.run.dir=FOLDER"),
+    "what the Trainer has": (["+trainer.logger=false"], "trainer.logger: got False, allowed: no value: gradcomp sets"),
+    "what the network has": (["+model.classes=5"], "model.classes: got 5, allowed: no value: gradcomp sets it"),
+    "what the task has": (["+task.data=5"], "task.data: got 5, allowed: no value: gradcomp sets it"),
+    "images of a text": (["recipe=stdlib_gpt", "augment=basic"], "LanguageModel: got 'augment=basic', allowed"),
     "two warm-ups": (["scheduler.warmup_epochs=2"], "scheduler.warmup_steps with warmup_epochs=2: got 20"),
     "no crops of digits": (["augment=basic"], "augment.crop_and_flip with data=digits: got True, allowed: "),
     "a fold": (["data.fold=5"], "data.fold: got 5, allowed: null, or a whole number from 0 to 4"),
@@ -52,6 +70,31 @@ def test_it_is_a_sentence_and_no_rank_starts(command, words, sentence):
     code, said, started = command(*words)
     assert code and not started and sentence in said
     assert "Traceback" not in said and "HYDRA_FULL_ERROR" not in said
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "line"),
+    [
+        ("def Net(width):\n    return len(width)", ["+model.width=3"], "return len(width)"),
+        ("def Net():\n    open('gone')", [], "open('gone')"),
+        ("import no_such_module", [], "import no_such_module"),
+        ("Net = 1 / 0", [], "Net = 1 / 0"),
+    ],
+)
+@pytest.mark.parametrize("first", [[], ["plan"], ["-m", "seed=0,1"]], ids=["run", "plan", "sweep"])
+def test_an_error_in_the_users_code_has_its_traceback(command, tmp_path, monkeypatch, code, words, line, first):
+    module = f"net_{abs(hash((code, *first)))}"
+    (tmp_path / f"{module}.py").write_text(code + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ended, said, started = command(*first, "model=custom", f"model._target_={module}.Net", *words)
+    assert ended == 1 and not started and "Traceback" in said and line in said and "gradcomp: " in said
+
+
+def test_an_option_that_the_users_code_does_not_have_is_a_sentence(command, tmp_path, monkeypatch):
+    (tmp_path / "narrow_net.py").write_text("def Net(width): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, said, _ = command("model=custom", "model._target_=narrow_net.Net", "+model.depth=3")
+    assert code == 1 and said.startswith("gradcomp: model: Net() got an unexpected keyword argument 'depth'")
 
 
 def test_a_folder_that_cannot_be_written(command, tmp_path):

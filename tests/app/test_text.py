@@ -99,6 +99,8 @@ def test_validation_windows_are_evenly_spaced_and_the_same_for_all_seeds(folder)
         ({"dir": "nowhere"}, r"^text: there is no such folder\. Looked in .*nowhere \(data\.dir\)\. Put text files"),
         ({"pattern": "*.md"}, r"^text: no file matches \*\.md\. Looked in "),
         ({"pattern": "**/*"}, r"^text: .*data\.bin is not a text: it has a zero byte; data\.pattern chooses files\."),
+        ({"pattern": "/abs/*"}, r"^data\.pattern: got '/abs/\*', allowed: a glob pattern below data\.dir"),
+        ({"pattern": ""}, r"^data\.pattern: got ''"),
         ({"context": 0}, r"^data\.context: got 0, allowed: a whole number from 1"),
         ({"validation_windows": 0}, r"^data\.validation_windows: got 0, allowed: a whole number from 1"),
         (
@@ -112,6 +114,24 @@ def test_what_is_no_text_is_refused_before_a_rank_starts(folder, options, senten
     given = {"dir": str(folder), "pattern": "**/*.txt", "context": 10, **options}
     with pytest.raises(ValueError, match=sentence):
         Text(**given).check()
+
+
+def test_empty_files_to_validate_with_are_refused(folder):
+    for name in ("19", "39"):
+        [path] = folder.glob(f"*/{name}.txt")
+        path.write_text("")
+    empty = Text(4, str(folder), "part0/*.txt", context=10)
+    with pytest.raises(ValueError, match=r"^bytes to validate with: got 0, allowed: 11 or more, a window"):
+        empty.check()
+
+
+def test_half_precision_counts_exactly(folder):
+    task = tiny(folder).task
+    windows = torch.randint(256, (500, 11))
+    exact = task.count(windows)
+    assert exact.dtype == torch.float64 and exact[1] == 5000
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.allclose(task.to(dtype).count(windows), exact, rtol=1e-3)  # their sum is close to 28,000
 
 
 def tiny(folder, *words):
@@ -133,7 +153,7 @@ def test_the_loss_is_that_of_every_next_byte(folder):
     logits = task(windows[:, :-1])
     losses = [cross_entropy(logits[row, at], windows[row, at + 1]) for row in range(3) for at in range(10)]
     total = torch.stack(losses).sum()
-    assert torch.allclose(task.count(windows), torch.stack([total, torch.tensor(30)]))
+    assert torch.allclose(task.count(windows), torch.tensor([total.item(), 30], dtype=torch.float64))
     task.log = lambda *args, **options: None
     assert torch.allclose(task.training_step(windows, 0), total / 30)
     task.counts = (60.0, 30.0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, refusal
 
 SMALL = 64
 """Images of up to this many pixels per side are small: networks use other stems, and crops come from a padded copy."""
@@ -54,10 +53,10 @@ class Augment:
         if type(self.repeats) is not int or self.repeats < 1:
             raise refusal("augment.repeats", self.repeats, "a whole number from 1")
         for option in ("mixup", "cutmix"):
-            if not 0 <= (got := getattr(self, option)) < math.inf:
+            if not is_number(got := getattr(self, option)) or got < 0:
                 raise refusal(f"augment.{option}", got, "0 or more")
         for option in ("random_erase", "label_smoothing"):
-            if not 0 <= (got := getattr(self, option)) <= 1:
+            if not is_number(got := getattr(self, option)) or not 0 <= got <= 1:
                 raise refusal(f"augment.{option}", got, "0 to 1")
 
     @property

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
 from lightning_gradcomp.app.data.shared import RankSampler, SharedData
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_number, refusal
 
 
 class SharedImages(SharedData):
@@ -47,7 +47,7 @@ class SharedImages(SharedData):
         dirichlet: float | None = None,
     ) -> None:
         super().__init__(batch_size, seed, workers, prefetch)
-        if dirichlet is not None and not dirichlet >= 0.01:
+        if dirichlet is not None and not (is_number(dirichlet) and dirichlet >= 0.01):
             raise refusal("data.dirichlet", dirichlet, "null, or 0.01 or more")
         self.augment, self.dirichlet = augment, dirichlet
 

@@ -118,15 +118,9 @@ class SharedData(L.LightningDataModule, ABC):
         checkpoint's position is known."""
         assert self.trainer is not None
         batches = len(self.train) // self.batch_size  # pyrefly: ignore[bad-argument-type]
-        if isinstance(limit := self.trainer.limit_train_batches, int):
-            batches = min(batches, limit)
+        limit = self.trainer.limit_train_batches  # a share with overfit_batches=0.1, or 1.0
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return math.ceil(batches / self.trainer.accumulate_grad_batches)
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps in the whole run."""
-        assert self.trainer is not None
-        return self.epoch_steps * (self.trainer.max_epochs or 1)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """The training loader. It drops an epoch's last examples, which don't fill a batch on every rank."""

@@ -9,6 +9,7 @@ import torch
 
 from lightning_gradcomp.app.data.missing import MissingData, missing
 from lightning_gradcomp.app.data.tokens import SharedTokens
+from lightning_gradcomp.errors import refusal
 
 EVERY = 20
 """Every 20th file is for validation."""
@@ -71,7 +72,10 @@ class Text(SharedTokens):
         if not self.root.is_dir():
             raise self._missing("there is no such folder")
         pattern = "**/*.py" if self.is_library else self.pattern
-        relative = [path.relative_to(self.root) for path in self.root.glob(pattern) if path.is_file()]
+        try:
+            relative = [path.relative_to(self.root) for path in self.root.glob(pattern) if path.is_file()]
+        except (ValueError, IndexError, TypeError, AttributeError, NotImplementedError) as error:  # depends on Python
+            raise refusal("data.pattern", pattern, "a glob pattern below data.dir, such as **/*.txt") from error
         kept = [path for path in relative if not any(part.startswith(".") for part in path.parts)]
         if self.is_library:
             kept = [path for path in kept if not LEFT_OUT & set(path.parts)]
@@ -94,5 +98,6 @@ class Text(SharedTokens):
 
 
 def joined(texts: list[bytes]) -> torch.Tensor:
-    """The texts with newlines in between, uint8 [bytes]; at least one of them is not empty."""
-    return torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
+    """The texts with newlines in between, uint8 [bytes]."""
+    whole = bytearray(b"\n".join(texts))
+    return torch.frombuffer(whole, dtype=torch.uint8) if whole else torch.empty(0, dtype=torch.uint8)
