@@ -1,4 +1,4 @@
-"""Memory of a GPU by method: the peak of a training step and the averager's state, with residuals on either device.
+"""Memory of a GPU by method: the peak of a training step and the averager's state.
 
     python -m benchmarks.link --rate-mbit 0 -- python -m benchmarks.gpu_memory --csv memory.csv
 
@@ -32,15 +32,13 @@ class GpuMemory:
     model: str
     optimizer: str
     method: str
-    residual_device: str  # "device" or "cpu"; "none" for a method without residuals
     peak_mb: float | None  # allocated on the GPU, with weights, gradients and activations
     between_steps_mb: float | None  # allocated on the GPU after a step
-    state_mb: float | None  # of the averager, wherever it is
-    state_on_gpu_mb: float | None
+    state_mb: float | None  # of the averager
     machine: str
 
 
-def measure(arguments: argparse.Namespace, name: str, residual_device: str | None) -> GpuMemory:
+def measure(arguments: argparse.Namespace, name: str) -> GpuMemory:
     """A few steps of one method. Collective."""
     device = methods.device()
     on_gpu = device.type == "cuda"
@@ -49,7 +47,7 @@ def measure(arguments: argparse.Namespace, name: str, residual_device: str | Non
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0  # by earlier methods, which DDP's C++ keeps
-    method = memory.trained(arguments, name, residual_device)
+    method = memory.trained(arguments, name)
     state: list[torch.Tensor] = []
     after = torch.cuda.memory_allocated(device) if on_gpu else 0
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
@@ -60,11 +58,9 @@ def measure(arguments: argparse.Namespace, name: str, residual_device: str | Non
         model=arguments.model,
         optimizer=arguments.optimizer,
         method=name.partition("@")[0],
-        residual_device=residual_device or "none",
         peak_mb=_mb(peak - before) if on_gpu else None,
         between_steps_mb=_mb(after - before) if on_gpu else None,
         state_mb=_mb(sum(tensor.nbytes for tensor in state)) if method.averager else None,
-        state_on_gpu_mb=_mb(sum(tensor.nbytes for tensor in state if tensor.is_cuda)) if method.averager else None,
         machine=report.machine(),
     )
 
@@ -86,13 +82,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in arguments.methods.split(","):
-        for residual_device in ("device", "cpu") if "@" in name else (None,):
-            line = measure(arguments, name, residual_device)
-            if dist.get_rank() == 0:
-                print(line, flush=True)
-                report.record(
-                    arguments.csv, [line], lambda each: (each.model, each.optimizer, each.method, each.residual_device)
-                )
+        line = measure(arguments, name)
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+            report.record(arguments.csv, [line], lambda each: (each.model, each.optimizer, each.method))
     dist.destroy_process_group()
 
 

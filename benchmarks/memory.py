@@ -31,12 +31,12 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-def trained(arguments: argparse.Namespace, name: str, residual_device: str | None = None) -> methods.Method:
+def trained(arguments: argparse.Namespace, name: str) -> methods.Method:
     """A method after a few steps. Collective."""
     device = methods.device()
     torch.manual_seed(0)
     model = methods.network(arguments.model).to(device)
-    method = methods.method(name, arguments.optimizer, model, residual_device=residual_device)
+    method = methods.method(name, arguments.optimizer, model)
     images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=device)
     labels = torch.randint(0, 10, (arguments.batch,), device=device)
     for _ in range(arguments.steps):

@@ -127,12 +127,11 @@ def compressor(method: str) -> lgc.Compressor:
     return cls(**({key: value for key, value in FINAL.items() if key in known} | read))
 
 
-def method(name: str, optimizer: str, model: nn.Module, period: int = 8, residual_device: str | None = None) -> Method:
+def method(name: str, optimizer: str, model: nn.Module, period: int = 8) -> Method:
     """How `name` trains `model` from now on, with one of OPTIMIZERS. All ranks hold the same weights.
 
     Args:
         period: K for rounds; the smallest K for `auto`.
-        residual_device: as for `GradientAverager`, for a compressor.
     """
     if name.partition("+")[0] == "hsdp":
         return hsdp(name, optimizer, model)
@@ -145,8 +144,8 @@ def method(name: str, optimizer: str, model: nn.Module, period: int = 8, residua
         averager = rounds(kind, codec, model, stepped, period)
         return Method(_stepping(model, averager), averager)
     codec, at, topology = name.partition("@")
-    made, how = compressor(codec), {"topology": topology or "all_gather", "residual_device": residual_device}
-    averager = lgc.GradientAverager(model, made, optimizer=stepped, **how)
+    made = compressor(codec)
+    averager = lgc.GradientAverager(model, made, optimizer=stepped, topology=topology or "all_gather")
     if at or not isinstance(made, lgc.LossyCompressor):
         return Method(Switched(model, averager, stepped), averager)
 

@@ -79,7 +79,6 @@ class GradientAverager:
         inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average their
             gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is "dense"
             if several nodes have several ranks each (`ranks_per_node`).
-        residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
         fallback: "int8": the steps that topology="auto" does not compress after the warm-up travel in 8 bits. "none":
             in fp32.
         ranks_per_node: for inside="dense". Default: the number that torchrun started on this node.
@@ -100,7 +99,6 @@ class GradientAverager:
         process_group: dist.ProcessGroup | None = None,
         topology: str = "all_gather",
         inside: str | None = None,
-        residual_device: str | None = None,
         fallback: str = "none",
         ranks_per_node: int | None = None,
         steps_per_epoch: int | None = None,
@@ -111,7 +109,7 @@ class GradientAverager:
             raise refusal("GradientAverager(model)", "DistributedDataParallel", "the module inside it")
         self.compressor: Compressor = build(compressor).for_optimizer(optimizer)
         self.compressor.check_optimizer(optimizer)
-        route = resolve(topology, inside, residual_device, self.compressor, fallback)
+        route = resolve(topology, inside, self.compressor, fallback)
         self.shards = Shards(model, optimizer) if is_sharded(model) else None
         """For a sharded model: converts parameters, gradients and optimizer state to plain tensors and back."""
         if self.shards:
@@ -381,7 +379,6 @@ class GradientAverager:
     def _drop_pending(self) -> None:
         if self._pending is not None:
             self._dropped, self._pending = self._pending, None
-            self._memory.offload()
 
     # Local weights
 

@@ -29,7 +29,7 @@ class Memory:
         compressor: decides what is accumulated.
         gradients: the model's gradients, laid out flat.
         ranks: the ranks that exchange gradients.
-        topology: how payloads travel, and where residuals are kept. With "auto", `use_topology` decides.
+        topology: how payloads travel. With "auto", `use_topology` decides.
         optimizer: the only optimizer, if it is known.
         by_servers: True for dist_async, where servers step the parameters, so the optimizer's state does not hold the
             moments. Pushes in 16 or 8 bits then have a residual.
@@ -55,14 +55,12 @@ class Memory:
         """State of the parameters that `gradients` leaves out, until it is laid out for them again."""
         self.shared_by = ranks.per_worker
         """Number of ranks with the same state: a worker's. After loading it may differ until the next step."""
-        self._offloads = topology.residual_device == "cpu" and gradients.device.type != "cpu"
         self._attach(gradients)
 
     def _attach(self, gradients: Gradients) -> None:
         self.gradients = gradients
         self.compressed, self.dense, self.partition = self._blank()
         self._norms: torch.Tensor | None = None
-        self.offload()
 
     def _blank(self) -> tuple[ErrorFeedback, ErrorFeedback, PartitionResidual | None]:
         gradients, compressor = self.gradients, self.compressor
@@ -136,7 +134,6 @@ class Memory:
             self._dissolve_partitions()  # left by another compressor, which used them
         if self._norms is not None:
             self.compressed.update.observe(*self._norms)
-        self.offload()
 
     def add_partitions(self) -> None:
         """Add the owners' residuals to the buffer, so that everything is sent."""
@@ -152,26 +149,18 @@ class Memory:
         """
         self.compressed.hand_over(moments, stepped)
         self._clear(stepped - self.compressed.update.withheld)
-        self.offload()
 
     def _clear(self, names: Set[str]) -> None:
         for state in self._all:
             state.clear(names)
 
-    def onload(self) -> None:
-        """Move all state to the gradients' device before a step, and make it the same on all ranks of a worker."""
-        for state in self._all if self._offloads else []:
-            state.move(self.gradients.device)
+    def share_inside(self) -> None:
+        """Average the state over the ranks of a worker if it was saved with other workers."""
         if self.shared_by != self.ranks.per_worker:
             for state in (self.compressed, self.dense):
                 if flats := state.tensors:
                     self.ranks.average_inside(flats, [])
             self.shared_by = self.ranks.per_worker
-
-    def offload(self) -> None:
-        """Move all state to CPU memory after a step, if residual_device="cpu"."""
-        for state in self._all if self._offloads else []:
-            state.move(torch.device("cpu"))
 
     # Changes between steps
 
@@ -181,7 +170,6 @@ class Memory:
             self._dissolve_partitions()
             self.topology = topology
             self.partition = self._blank_partition(topology)
-            self.offload()
 
     def _dissolve_partitions(self) -> None:
         if partition := self._partition_in_use:
@@ -261,7 +249,6 @@ class Memory:
             compressed.absorb(self.gradients.layout.join(state[PARTITION], self.gradients.device).mul_(workers))
         self.compressed, self.dense, self.partition, self.shared_by = compressed, dense, partition, shared_by
         self.topology = topology
-        self.offload()
         names = self.gradients.left_out
         self._left_out = {kind: {n: t for n, t in parts.items() if n in names} for kind, parts in state.items()}
         for name, part in self._left_out.pop(PARTITION, {}).items():  # its owner may differ when it is averaged again

@@ -139,7 +139,7 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
         with stats.phase("exchange"):
             present = ranks.average_inside(gradients.flats, present)
     with stats.phase("compress"):
-        memory.onload()
+        memory.share_inside()
         if memory.clip_norm is not None:
             _clip(gradients.flats, memory.clip_norm, ranks)
         return memory.compensate(), present

@@ -14,13 +14,12 @@ from lightning_gradcomp.errors import refusal
 TOPOLOGIES = ("auto", "all_gather", "two_phase", "server")
 PARTITIONED = ("two_phase", "server")
 INSIDE = ("compressed", "dense")
-RESIDUAL_DEVICES = ("device", "cpu")
 FALLBACKS = ("none", "int8")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """How payloads travel, and where residuals are kept.
+    """How payloads travel.
 
     Args:
         name: "all_gather": every worker's payload goes to every worker. "two_phase": the gradient is divided into
@@ -28,39 +27,33 @@ class Topology:
             dense means. "auto": a trial over the first steps chooses the fastest of dense steps and the first two.
         inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely and form one worker.
             None: "dense" if several nodes have several ranks each, else "compressed".
-        residual_device: where residuals stay between steps: "device" (with the gradients) or "cpu".
         fallback: the format of the steps that "auto" does not compress after the warm-up: "none" (fp32) or "int8".
     """
 
     name: str = "all_gather"
     inside: str | None = "compressed"
-    residual_device: str = "device"
     fallback: str = "none"
 
 
 KVSTORES: dict[str, Topology] = {
-    "device": Topology("server", "compressed", "device"),
-    "dist_sync": Topology("server", "dense", "cpu"),
-    "dist_sync_device": Topology("server", "dense", "device"),
+    "device": Topology("server", "compressed"),
+    "dist_sync": Topology("server", "dense"),
+    "dist_sync_device": Topology("server", "dense"),
 }
 """MXNet's kvstore types."""
 
 
-def resolve(
-    topology: str, inside: str | None, residual_device: str | None, compressor: Compressor, fallback: str = "none"
-) -> Topology:
+def resolve(topology: str, inside: str | None, compressor: Compressor, fallback: str = "none") -> Topology:
     """The options as a `Topology`. None means the default, or what a kvstore's name implies.
 
     Raises:
-        ValueError: if a name is unknown, an option repeats what a kvstore's name implies, or the topology can't carry
+        ValueError: if a name is unknown, `inside` repeats what a kvstore's name implies, or the topology can't carry
             this compressor's payloads.
     """
-    options = {"inside": (inside, INSIDE), "residual_device": (residual_device, RESIDUAL_DEVICES)}
-    for name, (got, allowed) in options.items():
-        if got is not None and got not in allowed:
-            raise refusal(name, got, _listed(allowed))
-        if got is not None and topology in KVSTORES:
-            raise refusal(f"{name} with topology={topology!r}", got, "None: the kvstore's name implies it")
+    if inside is not None and inside not in INSIDE:
+        raise refusal("inside", inside, _listed(INSIDE))
+    if inside is not None and topology in KVSTORES:
+        raise refusal(f"inside with topology={topology!r}", inside, "None: the kvstore's name implies it")
     if topology == "dist_async":
         raise refusal(
             "topology", topology, f"{_listed(KVSTORES)}: asynchronous push and pull are strategy='dist_async'"
@@ -75,7 +68,7 @@ def resolve(
         what = f"fallback with {type(compressor).__name__}"
         raise refusal(what, fallback, "'none': a dense compressor's steps all travel in its own format")
     inside = inside or (None if topology == "auto" else "compressed")
-    chosen = KVSTORES.get(topology) or Topology(topology, inside, residual_device or "device", fallback)
+    chosen = KVSTORES.get(topology) or Topology(topology, inside, fallback)
     if (
         chosen.name in PARTITIONED
         and isinstance(compressor, LossyCompressor)

@@ -99,10 +99,6 @@ class PartitionResidual:
         self.own.of(flat).copy_(self.residual)
         return flat
 
-    def move(self, device: torch.device) -> None:
-        """Keep the residual on `device` between steps."""
-        self.residual = self.residual.to(device)
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameter name -> tensor, 0 in other partitions' rows. Skips parameters without a row in this partition."""
         parts = self.layout.split(self.whole())

@@ -128,11 +128,6 @@ class ErrorFeedback:
             if not self.started:
                 self.update.clear()
 
-    def move(self, device: torch.device) -> None:
-        """Keep the residual on `device` between steps. Moments stay where they are, like those of any optimizer."""
-        if self.unsent is not None:
-            self.unsent = self.unsent.to(device)
-
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All state that differs between workers, to be averaged in place if several ranks become one worker."""

@@ -83,7 +83,6 @@ class CompressedFabricStrategy(DDPStrategy):
         compressor: a compressor, or its name.
         topology: as in `CompressedDDPStrategy`.
         inside: as in `CompressedDDPStrategy`.
-        residual_device: as in `CompressedDDPStrategy`.
         fallback: as in `CompressedDDPStrategy`.
         local_weights: False: `local_weights()` has no effect.
         steps_per_epoch: for a warm-up that counts epochs; or call `set_epoch`.
@@ -99,7 +98,6 @@ class CompressedFabricStrategy(DDPStrategy):
         compressor: Compressor | str = "dgc",
         topology: str = "auto",
         inside: str | None = None,
-        residual_device: str | None = None,
         fallback: str = "none",
         local_weights: bool = True,
         steps_per_epoch: int | None = None,
@@ -109,11 +107,10 @@ class CompressedFabricStrategy(DDPStrategy):
         check_ddp_options("CompressedFabricStrategy", ddp_options)
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
-        resolve(topology, inside, residual_device, self.compressor, fallback)  # checks them
+        resolve(topology, inside, self.compressor, fallback)  # checks them
         self._averager_options: dict[str, Any] = {
             "topology": topology,
             "inside": inside,
-            "residual_device": residual_device,
             "fallback": fallback,
             "local_weights": local_weights,
         }

@@ -96,7 +96,6 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         replicate: number of replicas. "auto": one for every `shard` ranks.
         shard: number of ranks that share a replica. "auto": the ranks of a node, or all ranks divided by `replicate`.
             On one node, with both "auto", nothing is exchanged.
-        residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
         timeout: how long a rank waits for the others before it raises an error.
         verify_replicas_every_n_steps: compares a checksum of every shard across the replicas at this interval; also
             detects every write into local weights.
@@ -119,7 +118,6 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         compressor: Compressor | str = "dgc",
         replicate: int | str = "auto",
         shard: int | str = "auto",
-        residual_device: str | None = None,
         timeout: timedelta = TIMEOUT,
         verify_replicas_every_n_steps: int | None = None,
         local_weights: bool = True,
@@ -136,7 +134,7 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
                 raise refusal(f"CompressedHSDPStrategy.{name}", size, "'auto', or a whole number from 1")
         check_verification(verify_replicas_every_n_steps)
         self.compressor = build(compressor)
-        self.replicate, self.shard, self.residual_device = replicate, shard, residual_device
+        self.replicate, self.shard = replicate, shard
         self.verify_replicas_every_n_steps, self.local_weights = verify_replicas_every_n_steps, local_weights
         self._accumulating = False
 
@@ -183,7 +181,6 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
     def averager_options(self) -> dict[str, Any]:
         return {
             "process_group": self.device_mesh.get_group("replicate"),
-            "residual_device": self.residual_device,
             "local_weights": self.local_weights,
         }
 

@@ -54,7 +54,6 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average their
             gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is
             "dense" if several nodes have several ranks each.
-        residual_device: where residuals stay between steps: "device" (default, with the gradients) or "cpu".
         fallback: "int8": the steps that topology="auto" does not compress after the warm-up travel in 8 bits, as with
             `Int8`. "none": in fp32.
         checkpoint_state: how a checkpoint saves the residuals. "gather": all of them, in the checkpoint. "sidecar": a
@@ -79,7 +78,6 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         compressor: Compressor | str = "dgc",
         topology: str = "auto",
         inside: str | None = None,
-        residual_device: str | None = None,
         fallback: str = "none",
         checkpoint_state: str = "auto",
         timeout: timedelta = TIMEOUT,
@@ -95,11 +93,10 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         self.checkpoint_state = checkpoint_state
         self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
         self.compressor = build(compressor)
-        resolve(topology, inside, residual_device, self.compressor, fallback)  # checks them
+        resolve(topology, inside, self.compressor, fallback)  # checks them
         self._averager_options: dict[str, Any] = {
             "topology": topology,
             "inside": inside,
-            "residual_device": residual_device,
             "fallback": fallback,
             "local_weights": local_weights,
         }

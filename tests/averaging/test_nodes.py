@@ -201,15 +201,15 @@ def test_auto_is_dense_inside_several_nodes(per_node, options, expected):
 
 
 KVSTORES = {
-    "device": ("server", "compressed", "device"),
-    "dist_sync": ("server", "dense", "cpu"),
-    "dist_sync_device": ("server", "dense", "device"),
+    "device": ("server", "compressed"),
+    "dist_sync": ("server", "dense"),
+    "dist_sync_device": ("server", "dense"),
 }
 
 
 @pytest.mark.parametrize(("name", "route"), KVSTORES.items(), ids=KVSTORES)
 def test_kvstores_names_are_what_the_docs_say(name, route):
-    topology, inside, residual_device = route
+    topology, inside = route
 
     def work(rank, group, **options):
         model = Table()
@@ -217,7 +217,7 @@ def test_kvstores_names_are_what_the_docs_say(name, route):
         train(model, optimizer, averager, rank, 3, prescribed_loss)
         return weights(model), averager.stats.bytes_sent
 
-    long = {"topology": topology, "inside": inside, "residual_device": residual_device}
+    long = {"topology": topology, "inside": inside}
     short, spelled = run_ranks(4, partial(work, topology=name)), run_ranks(4, partial(work, **long))
     for (own, sent), (other, sent_too) in zip(short, spelled, strict=True):
         assert torch.equal(own, other) and sent == sent_too
@@ -231,7 +231,6 @@ REFUSED = {
         "topology: got 'dist_async', allowed: .*'dist_sync'.*: asynchronous push and pull are strategy='dist_async'",
     ),
     "inside": ({"inside": "sparse"}, "inside: got 'sparse', allowed: 'compressed', 'dense'"),
-    "device": ({"residual_device": "gpu"}, "residual_device: got 'gpu', allowed: 'device', 'cpu'"),
     "twice": ({"topology": "dist_sync", "inside": "dense"}, "inside with topology='dist_sync': got 'dense'"),
 }
 

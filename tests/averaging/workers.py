@@ -127,7 +127,7 @@ def muon_adamw(parameters):
     return MuonAdamW([{"rule": rule, "params": each} for rule, each in groups.items()], lr=0.01)
 
 
-OWN_OPTIONS = ("topology", "inside", "residual_device", "fallback", "ranks_per_node", "steps_per_epoch", "epoch")
+OWN_OPTIONS = ("topology", "inside", "fallback", "ranks_per_node", "steps_per_epoch", "epoch")
 
 
 def averaged(model, group, compressor=None, schedule=None, **options):

@@ -18,9 +18,9 @@ COLUMNS = {
     "kernels busy_ms error machine",
     "nccl": "number backend collective tensors used_by works ms error machine",
     "steps": "rate_mbit method ms compute_ms bytes_sent compress_ms exchange_ms decompress_ms machine",
-    "memory": "model optimizer method residual_device peak_mb between_steps_mb state_mb state_on_gpu_mb machine",
+    "memory": "model optimizer method peak_mb between_steps_mb state_mb machine",
 }
-LINES = {"encode": 3 + 7, "nccl": 50, "steps": 7, "memory": 3}
+LINES = {"encode": 3 + 7, "nccl": 50, "steps": 7, "memory": 2}
 """At least so many: there may be more methods."""
 
 

@@ -130,29 +130,6 @@ def test_that_read_would_have_been_noticed(cls, options, no_data):
         next(steps(cls, options, 1))
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "residual_device", "between"),
-    [
-        *((*case, "cpu", "cpu") for case in [*DEFAULTS, (lgc.TernGrad, {"error_feedback": True})]),
-        *((*case, "device", "cuda") for case in DEFAULTS),
-    ],
-)
-def test_what_is_not_sent_lies_between_steps_where_it_is_wanted(cls, options, residual_device, between, monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", no_sum)
-    draw_on_the_cpu(monkeypatch)
-    monkeypatch.setattr(exchange, "read_flags", lambda flags: [False] + [True] * (len(flags) - 3) + [False] * 2)
-    with FakeTensorMode():
-        model, compressor = Model("cuda"), cls(**{"min_elements": 500, **options})
-        compressed = Steps(model, compressor, Echo(), Topology(residual_device=residual_device))
-        for step in range(2):
-            model.prescribe(1, step)
-            compressed.average()
-            state = compressed.state.compressed
-            devices = set() if state.unsent is None else {state.unsent.device.type}
-            assert devices == {between} or (not devices and cls is lgc.TernGrad and "error_feedback" not in options)
-            assert all(buffer.is_cuda for buffer in (part.grad for part in model.parts))
-
-
 def assign_where(number):
     number.view(1)[torch.zeros(1, dtype=torch.long, device="cuda")] = 1
 
