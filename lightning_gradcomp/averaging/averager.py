@@ -31,10 +31,9 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.local_weights import LocalWeights, Untrained
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.optimizer_step import OptimizerStep
-from lightning_gradcomp.averaging.pending import Pending
 from lightning_gradcomp.averaging.ranks import ranks_of
 from lightning_gradcomp.averaging.stats import Stats, norm
-from lightning_gradcomp.averaging.step import Average, average_compressed, average_dense, flush
+from lightning_gradcomp.averaging.step import Average, Pending, average_compressed, average_dense, flush
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.traffic import dense_step_traffic, dense_topology
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
@@ -177,7 +176,7 @@ class GradientAverager:
         return self.decision
 
     def _decide(self) -> Decision:
-        dense = Decision(by_ddp=not self.has_unsent, wire=self.compressor.wire)
+        dense = Decision(is_plain=not self.has_unsent, wire=self.compressor.wire)
         compressible = self.gradients.largest.layout.n
         if self._choice is None or self.schedule is None or self.ranks.workers == 1 or not compressible:
             return dense
@@ -249,7 +248,7 @@ class GradientAverager:
                 while True:
                     decision, flags = self._begin_average(grad_scale), Flags(self.flag, self._changed())
                     memory, stats = self._memory, self.stats
-                    if decision.by_ddp:
+                    if decision.is_plain:
                         with stats.phase("exchange"):
                             average = average_dense(self.gradients, self.ranks, decision.wire, self.steps, flags)
                     elif decision.compressor:
@@ -265,7 +264,7 @@ class GradientAverager:
             if self.steps & (self.steps - 1) == 0:  # 0, 1, 2, 4, 8, ...: soon, and at no cost in the long run
                 self.compare_untrained()
             self.flagged, named = average.flags.stop, self._named()
-            if not decision.by_ddp and self.state.update.owns_momentum:
+            if not decision.is_plain and self.state.update.owns_momentum:
                 compressed = [id(p) for _, p in named[: len(self.gradients.compressed)]]
                 self._directions = dict(zip(compressed, self.gradients.exponents, strict=True))
             self._record(Pending(average, named, optimizers))
@@ -273,7 +272,7 @@ class GradientAverager:
     def _begin_average(self, grad_scale: float) -> Decision:
         decision = self.begin_step()
         self.gradients.scale, self._directions = grad_scale, {}
-        if decision.by_ddp:
+        if decision.is_plain:
             self.stats = self._dense_stats()
             return decision
         sparsity = decision.sparsity if decision.compressor else 0.0
@@ -297,17 +296,17 @@ class GradientAverager:
         self.stats = self._dense_stats()
         self.stats.seconds["exchange"] = seconds
         optimizers = self.optimizers if optimizer is None else [optimizer]
-        self._record(Pending(Average(Flags()), [], optimizers), by_ddp=True)
+        self._record(Pending(Average(Flags()), [], optimizers), is_plain=True)
 
     def _dense_stats(self) -> Stats:
         dense = self.ranks.dense_traffic(self.gradients.nbytes)
         sent = dense_step_traffic(self.gradients, self.ranks, self.decision.wire)
         return Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
 
-    def _record(self, pending: Pending, *, by_ddp: bool = False) -> None:
+    def _record(self, pending: Pending, *, is_plain: bool = False) -> None:
         """Record an average and its costs. It is pending until the optimizer steps."""
         self._pending = pending
-        if by_ddp or self.decision.by_ddp:
+        if is_plain or self.decision.is_plain:
             trained = [p for p in self.gradients.averaged if p.requires_grad]
             self.compressor.clip_average(trained, self.gradients.scale)
         self.spent.add(self.stats)
@@ -556,7 +555,7 @@ class GradientAverager:
 
     def summary(self) -> dict[str, Any]:
         """What CommunicationMonitor's summary reports besides costs: topology, outcome of "auto", number of shards."""
-        topology = dense_topology(self.decision.wire) if self.decision.by_ddp else self._memory.topology
+        topology = dense_topology(self.decision.wire) if self.decision.is_plain else self._memory.topology
         shards = {"shards": self.shards.number} if self.shards else {}
         return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
 

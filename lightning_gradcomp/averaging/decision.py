@@ -22,14 +22,14 @@ class Decision:
         sparsity: the schedule's value: 0 in a dense phase, None for a method without a sparsity.
         compressor: the compressor at this sparsity; None for a dense step.
         topology: how the payloads travel; without a compressor, "dense" or the fallback of topology="auto".
-        by_ddp: True for a plain dense average with no residual to send, which DDP can overlap with backward.
+        is_plain: True for a plain dense average with no residual to send, which DDP can overlap with backward.
         wire: the format of a plain dense average, as in `Compressor.wire`.
     """
 
     sparsity: float | None = 0.0
     compressor: LossyCompressor | None = None
     topology: str = DENSE
-    by_ddp: bool = True
+    is_plain: bool = True
     wire: str = "fp32"
 
     @property
@@ -84,7 +84,7 @@ class Choice:
             topology = self.autotune.choose(1 - (asked or 0.0), affordable)
         if topology not in self.topologies:
             return replace(dense, sparsity=asked, topology=topology, wire=self._wire)
-        return Decision(asked, compressor, topology, by_ddp=False)
+        return Decision(asked, compressor, topology, is_plain=False)
 
     def describe(self, gradients: Gradients) -> str:
         """Describe what is compressed, and the bytes that a step sends at the final sparsity."""

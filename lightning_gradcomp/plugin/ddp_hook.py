@@ -138,7 +138,7 @@ class DDPHook(ManualSteps):
         """True if DDP can average this step: it is dense, DDP knows its parameters, and none has a residual."""
         trainable = self._trainable
         return (
-            decision.by_ddp
+            decision.is_plain
             and all(id(p) in self._known_to_ddp for p in trainable)
             and self._nothing_left_for_averager(trainable)
         )
@@ -218,7 +218,7 @@ class DDPHook(ManualSteps):
         by_ddp = [self._pending.pop(i) for i in ids]
         by_averager = self._average(averager, all(by_ddp), optimizer)
         # If the next step is dense, the averager sends the residual of compressed parameters.
-        if averager.decision.by_ddp:
+        if averager.decision.is_plain:
             self._compressed -= ids
         else:
             self._compressed |= ids

@@ -83,7 +83,7 @@ def stop_after_batch(averager: Averager, trainer: Trainer) -> None:
 
 def stop_before_dense_step(decision: Decision, trainer: Trainer) -> None:
     """End the run before a step that DDP averages, if any rank received a SIGTERM. Collective."""
-    if decision.by_ddp:
+    if decision.is_plain:
         _stop_if_flagged(trainer)
 
 

@@ -163,7 +163,7 @@ def test_a_gradient_that_one_rank_of_a_node_lacks_is_0_there():
 def test_one_node_alone_is_dense():
     def work(rank, group):
         averager = begin(group, LOSSLESS["dgc"])[2]
-        return averager.begin_step().by_ddp, averager.why_uncompressed()
+        return averager.begin_step().is_plain, averager.why_uncompressed()
 
     assert run_ranks(NODE, work) == [(True, "there is one node, and only nodes compress")] * NODE
 

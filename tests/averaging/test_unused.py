@@ -141,7 +141,7 @@ def test_an_unused_parameters_residual_is_sent_later(make, topology):
                 assert model.matrix.grad.any()
                 left = left + had - model.matrix.grad
             assert ("matrix" in kept(averager)) == (step < dense)
-        assert averager.begin_step().by_ddp
+        assert averager.begin_step().is_plain
         return model.matrix.grad, left
 
     came, left = zip(*run_ranks(2, work), strict=True)
