@@ -94,9 +94,8 @@ class DirectionHooks:
             return
         self._warned, self._gradients = True, {}
         rank_zero_warn(
-            f"{' and '.join(self._hooks)}: between the average and the optimizer's step, p.grad holds update "
-            f"directions with {self._method}, not gradients. Their norm is now about {times:.2g} times that of this "
-            f"rank's gradient. {INSTEAD}"
+            f"{' and '.join(self._hooks)}: with {self._method}, p.grad holds update directions here, not gradients. "
+            f"Their norm is now about {times:.2g} times that of this rank's gradient. {INSTEAD}"
         )
 
     def _compare(self, used: float) -> None:
@@ -114,7 +113,7 @@ class DirectionHooks:
 
     @property
     def _method(self) -> str:
-        return f"{type(self._averager.compressor).__name__} with {type(self._averager.optimizer).__name__}"
+        return f"{type(self._averager.compressor).__name__} and {type(self._averager.optimizer).__name__}"
 
 
 def _name(owner: Callback | LightningModule) -> str:

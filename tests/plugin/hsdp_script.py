@@ -14,6 +14,7 @@ from unittest import mock
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from strategies import forced
 from torch import nn
@@ -197,11 +198,16 @@ def trained():
         "bf16-true adamw": {"precision": "bf16-true", "adamw": True},
     }.items():
         strategy, monitor = hsdp(verify_replicas_every_n_steps=4), lgc.CommunicationMonitor()
-        trainer, after = fit(strategy, seed=RANK, callbacks=[monitor], **options)
+        logging_norms = LambdaCallback(on_before_optimizer_step=lambda *args: None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer, after = fit(strategy, seed=RANK, callbacks=[monitor, logging_norms], **options)
+        told = [str(each.message) for each in caught]
         memory = trainer.strategy.averager.state_dict()["memory"]
         found[name] = {
             "replicas_apart": replicas_apart(trainer),
             "finite": bool(after.isfinite().all()),
+            "told": [message for message in told if "update direction" in message],
             "summary": {key: monitor.summary()[key] for key in ("steps", "bytes_sent", "dense_bytes")},
             "parameters": str(next(trainer.lightning_module.parameters()).dtype),
             "memory": sorted({str(part.dtype) for parts in memory.values() for part in parts.values()}),

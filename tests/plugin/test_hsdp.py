@@ -33,6 +33,8 @@ def test_replicas_stay_equal_in_compressed_steps(outcome, how):
     assert seen["memory"] == ["torch.float32"]
     assert seen["summary"]["steps"] == (5 if how == "adamw" else 10)
     assert 0 < seen["summary"]["bytes_sent"] < seen["summary"]["dense_bytes"]
+    [told] = seen["told"]
+    assert told.startswith("LambdaCallback.on_before_optimizer_step: ") and "update directions" in told
 
 
 def test_several_optimizers_train_and_resume(outcome):
