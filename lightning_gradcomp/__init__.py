@@ -5,6 +5,7 @@ from lightning_gradcomp.compressors import (
     BF16,
     DGC,
     FP16,
+    SPARSELOCO,
     Codec,
     Collectives,
     Compressor,
@@ -22,7 +23,7 @@ from lightning_gradcomp.compressors.decoded import Dense, Sparse
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.compressors.kernels.topk import topk
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.local_sgd.averager import SPARSELOCO, DelayedAverager
+from lightning_gradcomp.local_sgd.averager import DelayedAverager
 from lightning_gradcomp.local_sgd.rounds import Nesterov
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.server import ParameterServer

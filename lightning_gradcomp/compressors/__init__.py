@@ -3,7 +3,7 @@
 from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.dense import BF16, FP16, NoCompression
 from lightning_gradcomp.compressors.dgc import DGC
-from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
+from lightning_gradcomp.compressors.gradient_dropping import SPARSELOCO, GradientDropping
 from lightning_gradcomp.compressors.int8 import Int8
 from lightning_gradcomp.compressors.onebit import OneBit
 from lightning_gradcomp.compressors.powersgd import PowerSGD
@@ -15,6 +15,7 @@ __all__ = [
     "BF16",
     "DGC",
     "FP16",
+    "SPARSELOCO",
     "Codec",
     "Collectives",
     "Compressor",

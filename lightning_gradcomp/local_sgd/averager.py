@@ -24,7 +24,6 @@ from lightning_gradcomp.averaging.faults import TIMEOUT, explained
 from lightning_gradcomp.averaging.replicas import broadcast, broadcast_unless_identical
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
-from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
@@ -462,22 +461,3 @@ class DelayedAverager:
         self.round_schedule.load_state_dict(state["round_schedule"])
         self._start(self.ranks.group, state["rounds"])
         self._buffers = Buffers(self.model)
-
-
-SPARSELOCO: dict[str, Any] = {
-    "compressor": GradientDropping(
-        sparsity=1 - 64 / 4096, scope="chunk", mean="senders", values="int2", dense_values="int8", warmup_epochs=0
-    ),
-    "period": 15,
-    "delay": 0,
-    "error_decay": 0.95,
-}
-"""SparseLoCo: local AdamW steps, of whose sum 1.6 % is sent in 2 bits, with error feedback that decays.
-
-Options of `DelayedAverager` and `DelayedStrategy`.
-
-Source: Sarfi, Thérien, Lidin, Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo, 2025, arXiv
-2508.15706. Two differences: a chunk in the paper is a block of 64 x 64 elements, here 4,096 consecutive ones. The
-authors' code sends four levels between three standard deviations, here a sign and one of two magnitudes computed from
-the data.
-"""

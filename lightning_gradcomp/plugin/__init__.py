@@ -7,7 +7,7 @@
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gradcomp.local_sgd.averager import SPARSELOCO
+from lightning_gradcomp.compressors import SPARSELOCO
 from lightning_gradcomp.plugin.async_strategy import AsyncStrategy
 from lightning_gradcomp.plugin.communication_monitor import CommunicationMonitor
 from lightning_gradcomp.plugin.delayed import DelayedStrategy
