@@ -38,6 +38,7 @@ import torch.distributed as dist
 import lightning_gradcomp as lgc
 from benchmarks import methods, report
 from lightning_gradcomp.app import plan
+from lightning_gradcomp.averaging.ranks import dense_traffic
 
 METHODS = "compute,ddp,fp16_hook,int8,powersgd_hook," + ",".join(
     f"{method}@all_gather" for method in ("dgc", "gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
@@ -48,6 +49,8 @@ COLUMNS += ("bytes sent a step", "bytes a node sends a step", "modelled ms", "er
 """Columns without entries are left out."""
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 CPU = torch.device("cpu")
+LARGE = 1 << 24
+"""Bytes of the message that measures a link's bandwidth."""
 
 CSV = report.DATA / "step_times.csv"
 COMPUTATION = "compute"
@@ -188,15 +191,27 @@ def modelled(arguments: argparse.Namespace) -> dict[str, float]:
     labels = torch.randint(10, (arguments.batch,))
     optimizer = methods.OPTIMIZERS[arguments.optimizer](model)
     workload = plan.Workload(model, lambda: torch.nn.functional.cross_entropy(model(images), labels), optimizer)
-    computation, backward = plan.measure_step(workload, group, CPU)
+    slowest = torch.tensor(plan.measure_step(workload, CPU))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    computation, backward = slowest.tolist()
     compressed = [name.split("@") for name in arguments.methods.split(",") if "@" in name]
     names = dict.fromkeys(["none", *(name for name, _ in compressed)])  # in one order on all ranks
-    costs = {name: plan.measure_method(methods.compressor(name), workload, group) for name in names}
-    made, found, n = plan.Plan(computation, backward, costs), plan.measure_link(group, CPU), group.size()
+    costs = {name: plan.measure_method(methods.compressor(name), workload) for name in names}
+    made, found, n = plan.Plan(computation, backward, costs), measure_link(group), group.size()
     if group.rank() == 0:
         print(f"link: {found.bandwidth * 8e-6:.0f} Mbit/s, {1e3 * found.latency:.2f} ms a message")
     ms = {COMPUTATION: 1e3 * computation, "ddp": 1e3 * made.step("none", "ring", n, found).seconds}
     return ms | {f"{name}@{how}": 1e3 * made.step(name, how, n, found).seconds for name, how in compressed}
+
+
+def measure_link(group: dist.ProcessGroup) -> plan.Link:
+    """The link between the ranks of `group` while all send, as rank 0 sees it. Collective."""
+    n = group.size()
+    tiny, everyones, large = torch.zeros(n), torch.empty(n), torch.zeros(LARGE // 4)
+    latency = plan.typical(lambda: dist.all_to_all_single(everyones, tiny, group=group), CPU)
+    taken = plan.typical(lambda: dist.all_reduce(large, group=group), CPU)
+    sending = max(taken - 2 * (n - 1) * latency, taken / 10)  # a tiny message may have waited for the system
+    return plan.Link(latency, dense_traffic(LARGE, n) / sending)
 
 
 def step_times(found: Turns, rate_mbit: int) -> list[StepTime]:

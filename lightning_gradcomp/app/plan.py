@@ -1,34 +1,24 @@
 """`gradcomp plan MODEL`: does compression pay for this model and this link?
 
-It measures the computation of a step, the work of every method and, between ranks started by a launcher, the link.
-Bytes follow from the shapes of the gradients. docs/will_it_pay.md explains the model of a step.
-
-Private: Lightning's `_configure_optimizers`, for all that `configure_optimizers` may return.
+It measures the computation of a step and the work of every method on this machine. Bytes follow from the shapes of the
+gradients. docs/will_it_pay.md explains the model of a step.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
-import os
-import re
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import hydra
-import lightning as L
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -48,7 +38,9 @@ from lightning_gradcomp.errors import Refused, refusal
 from lightning_gradcomp.registry import entries
 
 NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
-"""MODEL -> torchvision's name."""
+"""MODEL -> conf/model/*.yaml, for ImageNet."""
+BATCH = 32
+"""Samples per rank of these."""
 DELAY_MS = 0.1
 """Delay of a link for which only the rate is given."""
 USUAL_MBIT = (100, 1_000, 10_000, 100_000)
@@ -63,10 +55,6 @@ WORTH = 1.1
 MANY = (2, 4, 8, 16, 64)
 """Numbers of ranks in the columns of speed-ups."""
 REPEATS = 3
-LARGEST = 1 << 24
-"""Bytes of the largest message used to measure the bandwidth."""
-LONG_ENOUGH = 0.02
-"""Seconds that a message must take to show the bandwidth."""
 
 
 class Link(NamedTuple):
@@ -179,8 +167,8 @@ def hops(how: str, size: float, n: int) -> int:
 
 
 LIMITS = {
-    "batch_size": (1, 100_000), "image_size": (32, 4096), "classes": (2, 1_000_000), "rate_mbit": (0.001, 1e9),
-    "delay_ms": (0, 1e6), "ranks": (2, 1024), "step_ms": (0.001, 1e9),
+    "batch_size": (1, 100_000), "rate_mbit": (0.001, 1e9), "delay_ms": (0, 1e6), "ranks": (2, 1024),
+    "step_ms": (0.001, 1e9),
 }  # fmt: skip
 """Option -> smallest and largest value."""
 
@@ -193,7 +181,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read(words: list[str]) -> argparse.Namespace:
-    """The options in `words`.
+    """The options in `words`. `run` are the words of the run to plan, `model` is its name.
 
     Raises:
         ValueError: if an option is unknown, missing or out of range.
@@ -202,63 +190,57 @@ def read(words: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="gradcomp plan",
         description="Model a training step with each compression method, and say whether compression pays.",
-        epilog="Started by torchrun or SLURM, it measures the link between the ranks.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    others = "your LightningModule as package.module:Class, or recipe=NAME and further options of a run"
-    add("model", metavar="MODEL", nargs="?", help=f"{networks}, {others}")
-    add("--batch-size", type=int, metavar="B", help=f"samples per rank, for {networks} (32)")
-    add("--image-size", type=int, metavar="S", help=f"pixels per side, for {networks} (224)")
-    add("--classes", type=int, metavar="C", help=f"for {networks} (1000)")
-    add("--rate-mbit", type=float, metavar="R", help="rate of each rank's link (default: measured, or four rates)")
+    models = f"{networks}, or recipe=NAME and further options of a run"
+    add("model", metavar="MODEL", nargs="?", help=models)
+    add("--batch-size", type=int, metavar="B", help=f"samples per rank, for {networks} ({BATCH})")
+    add("--rate-mbit", type=float, metavar="R", help="rate of each rank's link (default: four rates)")
     add("--delay-ms", type=float, metavar="D", help=f"delay of that link, one way ({DELAY_MS})")
-    add("--ranks", type=int, metavar="N", help="number of ranks (default: those started, or 2)")
+    add("--ranks", type=int, metavar="N", default=2, help="number of ranks (2)")
     add("--step-ms", type=float, metavar="MS", help="time of a step without an exchange (default: measured here)")
-    run = [word for word in words if "=" in word and not word.startswith("-")]
+    run = [word for word in words if word.startswith("~") or ("=" in word and not word.startswith("-"))]
     options, rest = parser.parse_known_args([word for word in words if word not in run])
     if run and options.model:
         rest.append(run[0])
     if rest:
         raise refusal("argument", rest[0], "one MODEL, and the options of gradcomp plan --help")
-    options.run, options.model = run, " ".join(run) or options.model
-    if not run and options.model not in NETWORKS and not re.fullmatch(r"(\w+\.)*\w+:\w+", options.model or ""):
-        raise refusal("MODEL", options.model, f"{networks}, {others}")
+    if not run and options.model not in NETWORKS:
+        raise refusal("MODEL", options.model, models)
     for name, (least, most) in LIMITS.items():
         given, option = getattr(options, name), f"--{name.replace('_', '-')}"
         if given is not None and not least <= given <= most:
             raise refusal(option, given, f"{least:g} to {most:g}")
-        if given is not None and options.model not in NETWORKS and name in ("batch_size", "image_size", "classes"):
-            raise refusal(f"{option} with {options.model}", given, f"with {networks}")
+    if options.batch_size is not None and run:
+        raise refusal(f"--batch-size with {run[0]}", options.batch_size, "data.batch_size, of all ranks together")
     if options.delay_ms is not None and options.rate_mbit is None:
         raise refusal("--delay-ms", options.delay_ms, "with --rate-mbit")
+    images = f"data.batch_size={(options.batch_size or BATCH) * options.ranks}"
+    options.run = run or ["~recipe", f"model={NETWORKS[options.model]}", "data=synthetic", images]
+    options.model = " ".join(run) or options.model
     return options
 
 
 def main(words: list[str]) -> int:
-    """Measure on all ranks and print the plan on the first.
+    """Measure a step and print the plan.
 
     Raises:
-        ValueError: if an option is invalid, or the model can't be planned.
+        ValueError: if an option is invalid.
     """
     options = read(words)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a user's hooks warn that they have no Trainer
-        group, device = join()
-        n = options.ranks or (group.size() if group else 2)
-        plan = measured(workload_of(options, n, device), group, device, options.step_ms)
-        links = links_of(options, group, device)
-    if group is None or group.rank() == 0:
-        print(text(options, plan, links, n, device))
-    if group:
-        dist.barrier(group)
-        dist.destroy_process_group()
+        warnings.simplefilter("ignore")  # the task logs, and there is no Trainer
+        plan = measured(composed(options.run, options.ranks, device), device, options.step_ms)
+    print(text(options, plan, device))
     return 0
 
 
-def text(options: argparse.Namespace, plan: Plan, links: dict[str, Link], n: int, device: torch.device) -> str:
+def text(options: argparse.Namespace, plan: Plan, device: torch.device) -> str:
     """The output of the command: what was measured, the table, and a verdict for each link."""
-    size, alone = plan.methods["none"].layouts.nbytes, len(links) == 1
+    size, n, links = plan.methods["none"].layouts.nbytes, options.ranks, links_of(options)
+    alone = len(links) == 1
     hides_from = 8e-9 * plan.bandwidth_to_hide(n, next(iter(links.values())).latency)
     hides = "Backward is too short to hide a dense exchange."
     if math.isfinite(hides_from):
@@ -278,28 +260,30 @@ def text(options: argparse.Namespace, plan: Plan, links: dict[str, Link], n: int
     )
 
 
+def links_of(options: argparse.Namespace) -> dict[str, Link]:
+    """Description -> link: the given one, or four usual ones."""
+    if options.rate_mbit:
+        delay = DELAY_MS if options.delay_ms is None else options.delay_ms
+        return {f"{rate(options.rate_mbit)}, {delay:g} ms delay (given)": given_link(options.rate_mbit, delay)}
+    return {rate(mbit): given_link(mbit, DELAY_MS) for mbit in USUAL_MBIT}
+
+
+def given_link(mbit: float, delay_ms: float) -> Link:
+    """A link from its rate and one-way delay. A gloo message takes two delays: its receiver first says it is ready."""
+    return Link(latency=2e-3 * delay_ms, bandwidth=HEADERS * mbit * 1e6 / 8)
+
+
+def rate(mbit: float) -> str:
+    """Format a rate in Mbit/s, or in Gbit/s from 1000 Mbit/s."""
+    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
+
+
 class Workload(NamedTuple):
     """What a training step needs."""
 
     model: nn.Module
     loss: Callable[[], torch.Tensor]
     optimizer: torch.optim.Optimizer
-
-
-def workload_of(options: argparse.Namespace, n: int, device: torch.device) -> Workload:
-    """torchvision's network with random images and momentum SGD, a run of `n` ranks, or the user's LightningModule."""
-    if options.run:
-        return composed(options.run, n, device)
-    if options.model not in NETWORKS:
-        return lightning_module(options.model, device)
-    from torchvision.models import get_model  # of the extra `recipes`
-
-    classes, batch, size = options.classes or 1000, options.batch_size or 32, options.image_size or 224
-    model = get_model(NETWORKS[options.model], num_classes=classes).to(device)
-    images = torch.randn(batch, 3, size, size, device=device)
-    labels = torch.randint(classes, (batch,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return Workload(model, lambda: nn.functional.cross_entropy(model(images), labels), optimizer)
 
 
 def composed(words: list[str], n: int, device: torch.device) -> Workload:
@@ -319,79 +303,15 @@ def composed(words: list[str], n: int, device: torch.device) -> Workload:
     return Workload(task, lambda: task.training_step(batch, 0), task.optimizer(task.parameter_groups()))
 
 
-def lightning_module(path: str, device: torch.device) -> Workload:
-    """The user's `package.module:Class`, with its first batch, its training step and its optimizer.
-
-    Raises:
-        ValueError: if something is missing or needs a Trainer.
-    """
-
-    sys.path.append("")  # the working folder, after installed modules
-    module_name, _, name = path.partition(":")
-    try:
-        cls: Any = getattr(importlib.import_module(module_name), name, None)
-    except ImportError as error:
-        raise refusal("MODEL", path, f"a class that can be imported here: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, L.LightningModule)):
-        raise refusal("MODEL", path, f"a LightningModule; {module_name} has none of this name")
-    try:
-        module: Any = cls()
-    except TypeError as error:
-        raise refusal(f"{name}()", str(error), "a constructor without arguments") from error
-
-    def loss() -> torch.Tensor:
-        result = module.training_step(batch, 0)
-        return result["loss"] if isinstance(result, dict) else result
-
-    try:
-        module.prepare_data()
-        module.setup("fit")
-        module.configure_model()
-        module.to(device).train()
-        batch = move_data_to_device(next(iter(module.train_dataloader())), device)
-        optimizers, *_ = _configure_optimizers(module.configure_optimizers())
-        if not isinstance(found := loss(), torch.Tensor):
-            raise refusal(f"{name}.training_step()", found, "a loss")
-    except (RuntimeError, MisconfigurationException) as error:
-        if isinstance(error, RuntimeError) and "Trainer" not in str(error):
-            raise
-        allowed = "training_step, train_dataloader and configure_optimizers that work without a Trainer"
-        raise refusal(name, str(error), allowed) from error
-    if len(optimizers) != 1:
-        raise refusal(f"{name}.configure_optimizers()", f"{len(optimizers)} optimizers", "one")
-    return Workload(module, loss, optimizers[0])
-
-
-def join() -> tuple[dist.ProcessGroup | None, torch.device]:
-    """The process group of the ranks started by torchrun or SLURM, None for a single process; and the device to use."""
-    if SLURMEnvironment.detect() and "RANK" not in os.environ:
-        slurm = SLURMEnvironment()
-        os.environ.update(RANK=str(slurm.global_rank()), LOCAL_RANK=str(slurm.local_rank()))
-        os.environ.update(WORLD_SIZE=str(slurm.world_size()))
-        os.environ.update(MASTER_ADDR=slurm.main_address, MASTER_PORT=str(slurm.main_port))
-    device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus else "gloo"  # NCCL: one rank a GPU
-        torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return None, device
-    dist.init_process_group(backend)
-    return dist.group.WORLD, device
-
-
-def measured(
-    workload: Workload, group: dist.ProcessGroup | None, device: torch.device, step_ms: float | None = None
-) -> Plan:
-    """The plan of a workload, with every method that works with its optimizer. Collective if there is a group.
+def measured(workload: Workload, device: torch.device, step_ms: float | None = None) -> Plan:
+    """The plan of a workload, with every method that works with its optimizer.
 
     Args:
         step_ms: milliseconds of a step, if measured elsewhere.
     """
     seconds, backward = 1e-3 * (step_ms or 0.0), 1e-3 * (step_ms or 0.0) * BACKWARD
     if not step_ms:
-        seconds, backward = measure_step(workload, group, device)
+        seconds, backward = measure_step(workload, device)
     methods = {}
     for entry in entries():
         compressor = entry.cls().for_optimizer(workload.optimizer)
@@ -400,13 +320,13 @@ def measured(
         except ValueError as error:
             print(f"{entry.name} is left out: {error}", file=sys.stderr)
             continue
-        methods[entry.name] = measure_method(compressor, workload, group)
+        methods[entry.name] = measure_method(compressor, workload)
     return Plan(seconds, backward, methods)
 
 
-def measure_step(workload: Workload, group: dist.ProcessGroup | None, device: torch.device) -> tuple[float, float]:
-    """Seconds of a step without an exchange, and of its backward: medians of the slowest rank in each step."""
-    times, backwards = [], []
+def measure_step(workload: Workload, device: torch.device) -> tuple[float, float]:
+    """Seconds of a step without an exchange, and of its backward: medians."""
+    backwards = []
 
     def step() -> None:
         workload.optimizer.zero_grad(set_to_none=True)
@@ -414,29 +334,22 @@ def measure_step(workload: Workload, group: dist.ProcessGroup | None, device: to
         backwards.append(timed(loss.backward, device))
         workload.optimizer.step()
 
-    for _ in range(1 + REPEATS):  # the first also allocates
-        if group:
-            dist.barrier(group)
-        times.append(timed(step, device))
-    return typical(times[1:], group, device), typical(backwards[1:], group, device)
+    return typical(step, device), median(backwards[1:])
 
 
-def measure_method(compressor: Compressor, workload: Workload, group: dist.ProcessGroup | None = None) -> Method:
+def measure_method(compressor: Compressor, workload: Workload) -> Method:
     """Measure what compressing the model's gradients costs, on random numbers. Sends nothing; overwrites gradients."""
     gradients = Gradients(workload.model, compressor)
     layouts, device = gradients.largest, gradients.device
     if isinstance(compressor, LossyCompressor) and gradients.compressed:
         adam = is_adam(workload.optimizer)
-        alone, of_three = (
-            typical(compressed_steps(compressor, gradients, world, adam), group, device) for world in (1, 3)
-        )
+        alone, of_three = (compressed_step(compressor, gradients, world, adam) for world in (1, 3))
         return Method(compressor, layouts, alone, max(of_three - alone, 0.0) / 2)
     if compressor.wire == "fp32":
         return Method(compressor, layouts, 0.0, 0.0)
     flat = torch.randn(gradients.n, device=device)
     there_and_back = partial(unpack_values, k=gradients.n, values=compressor.wire)
-    times = [timed(lambda: there_and_back(pack_values(flat, compressor.wire)), device) for _ in range(1 + REPEATS)]
-    return Method(compressor, layouts, typical(times[1:], group, device), 0.0)
+    return Method(compressor, layouts, typical(lambda: there_and_back(pack_values(flat, compressor.wire)), device), 0.0)
 
 
 class EchoRanks(Ranks):
@@ -452,8 +365,8 @@ class EchoRanks(Ranks):
         return values.clone()
 
 
-def compressed_steps(compressor: LossyCompressor, gradients: Gradients, world: int, adam: bool) -> list[float]:
-    """Seconds of each of a few compressed steps of `world` ranks that send the same data."""
+def compressed_step(compressor: LossyCompressor, gradients: Gradients, world: int, adam: bool) -> float:
+    """Seconds of a compressed step of `world` ranks that send the same data."""
     optimizer = (torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9))(gradients.compressed, lr=1e-3)
     memory = Memory(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
     final = compressor.with_sparsity(compressor.final_sparsity)
@@ -463,49 +376,12 @@ def compressed_steps(compressor: LossyCompressor, gradients: Gradients, world: i
             parameter.grad = gradient.clone()
         call = partial(average_compressed, memory, final, "all_gather", number, Flags(), Stats())
         times.append(timed(call, gradients.device))
-    return times[1:]  # the first also allocates
+    return median(times[1:])
 
 
-def links_of(options: argparse.Namespace, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Link]:
-    """Description -> link: the given one, the one measured between the ranks, or four usual ones for one process."""
-    if options.rate_mbit:
-        delay = DELAY_MS if options.delay_ms is None else options.delay_ms
-        return {f"{rate(options.rate_mbit)}, {delay:g} ms delay (given)": given_link(options.rate_mbit, delay)}
-    if group:
-        link = measure_link(group, device)
-        return {f"{rate(link.bandwidth * 8e-6)}, {1e3 * link.latency:.2g} ms a message (measured)": link}
-    return {rate(mbit): given_link(mbit, DELAY_MS) for mbit in USUAL_MBIT}
-
-
-def given_link(mbit: float, delay_ms: float) -> Link:
-    """A link from its rate and one-way delay. A gloo message takes two delays: its receiver first says it is ready."""
-    return Link(latency=2e-3 * delay_ms, bandwidth=HEADERS * mbit * 1e6 / 8)
-
-
-def rate(mbit: float) -> str:
-    """Format a rate in Mbit/s, or in Gbit/s from 1000 Mbit/s."""
-    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
-
-
-def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """The link between the ranks of `group` while all send, as the slowest rank sees it. Collective.
-
-    Args:
-        device: device of the tensors that the group's backend accepts.
-    """
-    n = group.size()
-    tiny, everyones = torch.zeros(n, device=device), torch.empty(n, device=device)
-
-    def seconds(call: Callable[[], object]) -> float:
-        return typical([timed(call, device) for _ in range(1 + REPEATS)][1:], group, device)
-
-    latency = seconds(partial(dist.all_to_all_single, everyones, tiny, group=group))
-    size, taken = LARGEST >> 6, 0.0
-    while size < LARGEST and taken < LONG_ENOUGH:
-        size *= 4
-        taken = seconds(partial(dist.all_reduce, torch.zeros(size // 4, device=device), group=group))
-    sending = max(taken - 2 * (n - 1) * latency, taken / 10)  # a tiny message may have waited for the system
-    return Link(latency, dense_traffic(size, n) / sending)
+def typical(call: Callable[[], object], device: torch.device) -> float:
+    """Median of the seconds that `call` takes in a few repeats, after one that also allocates."""
+    return median([timed(call, device) for _ in range(1 + REPEATS)][1:])
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
@@ -516,11 +392,3 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     call()
     wait()
     return time.perf_counter() - start
-
-
-def typical(seconds: list[float], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """The median over repeats of the time of the slowest rank in `group`; the same on all ranks."""
-    most = torch.tensor(seconds, dtype=torch.float64, device=device)
-    if group:
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return median(most.tolist())
