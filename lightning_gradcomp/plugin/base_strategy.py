@@ -299,6 +299,13 @@ class DDPBase(BaseStrategy, DDPStrategy):
             what = f"checkpoint_state with {type(self.checkpoint_io).__name__}, which writes in the background"
             raise refusal(what, "sidecar", "auto, gather, mean or drop")
 
+    @property
+    def _chosen_ddp_options(self) -> dict[str, Any]:
+        """DDP's options that differ from its defaults, all of which LightningCLI passes."""
+        known = inspect.signature(DistributedDataParallel).parameters
+        options = self._ddp_kwargs.items()
+        return {name: value for name, value in options if name not in known or value != known[name].default}
+
     def setup_distributed(self) -> None:
         super().setup_distributed()
         warn_of_stale_addresses()
@@ -444,11 +451,9 @@ class UnwrappedStrategy(DDPBase):
     no_sync_batchnorm = "it waits for the network in each forward pass"
 
     def _check_ddp_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError for an option that only DDP uses. Defaults are allowed, because LightningCLI passes them."""
-        known = inspect.signature(DistributedDataParallel).parameters
-        ddp = [name for name, value in self._ddp_kwargs.items() if name not in known or value != known[name].default]
+        """Raise ValueError for an option that only DDP uses."""
         averaging = [name for name in ("ddp_comm_hook", "model_averaging_period") if options.get(name) is not None]
-        if used := [*ddp, *averaging]:
+        if used := [*self._chosen_ddp_options, *averaging]:
             raise refusal(f"{type(self).__name__}(...)", ", ".join(used), "no DDP options, because DDP is not used")
 
     def configure_ddp(self) -> None:

@@ -66,8 +66,8 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         local_weights: computes gradients at the shared weights minus this rank's own unsent steps, if the compressor
             owns the momentum. False: at the shared weights, which costs accuracy; the module may then write into its
             weights in `training_step`.
-        ddp_options: everything that `DDPStrategy` takes, except options that change how gradients are averaged.
-            `gradient_as_bucket_view` defaults to True, which saves DDP a pass over its buckets.
+        gradient_as_bucket_view: as for `DDPStrategy`. The default, True, saves DDP a pass over its buckets.
+        ddp_options: everything else that `DDPStrategy` takes, except options that change how gradients are averaged.
 
     Raises:
         ValueError: before training starts, if an option, a Trainer feature or an optimizer is not supported.
@@ -83,13 +83,14 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         timeout: timedelta = TIMEOUT,
         verify_replicas_every_n_steps: int | None = None,
         local_weights: bool = True,
+        gradient_as_bucket_view: bool = True,
         **ddp_options: Any,
     ) -> None:
         check_ddp_options("CompressedDDPStrategy", ddp_options)
         check_checkpoint_state(checkpoint_state)
         check_verification(verify_replicas_every_n_steps)
-        ddp_options.setdefault("gradient_as_bucket_view", True)
         super().__init__(timeout=timeout, **ddp_options)
+        self._ddp_kwargs = {**self._chosen_ddp_options, "gradient_as_bucket_view": gradient_as_bucket_view}
         self.checkpoint_state = checkpoint_state
         self.verify_replicas_every_n_steps = verify_replicas_every_n_steps
         self.compressor = build(compressor)
