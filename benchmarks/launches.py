@@ -36,7 +36,7 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors import terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits, rng, topk
+from lightning_gradcomp.compressors.kernels import bits, rng, rows, topk
 
 ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
@@ -81,7 +81,7 @@ def counting() -> Iterator[Launches]:
     """Inside, tensors hold no data, and launches are counted. Tables without data are forgotten at the end."""
     launches, encode_zeros = Launches(), lgc.TensorCodec._encode_zeros
     tables = [
-        each for module in (bits, terngrad, twobit, topk) for each in vars(module).values()
+        each for module in (bits, rows, terngrad, twobit, topk) for each in vars(module).values()
         if hasattr(each, "cache_clear")
     ]  # fmt: skip
 

@@ -12,7 +12,6 @@ from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.int8 import mean_in_int8
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.compressors.base import Partitions
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
 from lightning_gradcomp.compressors.kernels.bits import unpack_bits
 from lightning_gradcomp.compressors.kernels.formats import DTYPES
@@ -83,21 +82,16 @@ class Exchange:
         self.ranks, self.workers, self.worker, self.step = ranks, ranks.workers, ranks.worker, step
         self.extras, self.stats, self.phase, self.buffer = extras, stats, stats.phase, buffer
 
-    @property
-    def partitions(self) -> Partitions | None:
-        """None: every worker averages everything."""
-        return None
-
     def mean_of_payloads(
         self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
         """Encode `flat`, gather the payloads, decode them and add them in worker order. Returns (mean, what was sent).
 
         If tensors are encoded one by one, a long payload is sent in parts. Each part travels while the next one is
-        encoded and the previous one is decoded.
+        encoded and the previous one is decoded. A GPU encodes all tensors at once, which takes few launches.
         """
         parts = [Slice(0, layout)]
-        if codec.tensor_by_tensor:
+        if codec.tensor_by_tensor and not flat.is_cuda:
             parts = layout.parts(min(PARTS, codec.payload_bytes(layout) // SHORT))
         begun: list[tuple[Decoded, Callable[[], list[torch.Tensor]]]] = []
         for part in parts:

@@ -68,7 +68,7 @@ def _partitioned_traffic(
     for partition, dense in zip(partitions, split_dense(gradients.dense_layout.n, ranks.workers), strict=True):
         n, there, back = partition.layout.n, 0, 0
         if n:
-            there, back = compressor.partition_bytes(partition.layout, ranks.workers, dense_pull)
+            there, back = compressor.partition_bytes(partition.layout, dense_pull)
         push.append(Frame(dense, values, there, _flags(gradients)).length)
         pull.append(Frame(dense, "fp32", back, _flags(gradients)).length)
     of_layout = compressor.messages(gradients.layout)

@@ -80,7 +80,7 @@ class PartitionResidual:
         """Make the new residual current for the parameters that the optimizer stepped.
 
         Returns:
-            True if the step used the residual. A compressor without error feedback, or with exact sums, does not.
+            True if the step used the residual. A compressor without error feedback does not.
         """
         if self._next is None:
             return False
@@ -125,11 +125,6 @@ class TwoPhaseExchange(Exchange):
         self.slices: Sequence[Slice] = residual.slices
         self._dense_sizes = split_dense(self.extras.dense.numel(), self.workers)
         self._scattered, self._partition_mean = False, self.extras.dense[:0]
-
-    @property
-    def partitions(self) -> TwoPhaseExchange:
-        """Itself."""
-        return self
 
     def _frames(self, values: str, lengths: Sequence[int], carry: bool) -> list[Frame]:
         """One frame per partition; with `carry`, they include the extras."""
@@ -185,7 +180,7 @@ class TwoPhaseExchange(Exchange):
             allowed = "False: payloads of a partition's mean do not say who sent an element"
             raise refusal("over_senders with a topology that has partitions", True, allowed)
         partitions, own = self.slices, self._residual.own.layout
-        pull = Uncompressed(self.extras.values) if self.dense_pull else codec
+        pull = Uncompressed(self.extras.values) if self.dense_pull else codec.for_means
         with self.phase("compress"):
             pushed = [pack_slice(codec, partition.of(flat), partition.layout) for partition in partitions]
         rows = self.scatter([payload for payload, _ in pushed])

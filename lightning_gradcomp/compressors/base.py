@@ -18,7 +18,7 @@ import torch
 
 from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
-from lightning_gradcomp.compressors.layout import Layout, Slice
+from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule
 from lightning_gradcomp.compressors.updates import AdamStep, Gradient, Update, is_adam
@@ -65,11 +65,6 @@ class Collectives(Protocol):
     step: int
     """Steps so far, the same on all workers."""
 
-    @property
-    def partitions(self) -> Partitions | None:
-        """The exchange by partitions, or None if every payload goes to every worker."""
-        ...
-
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Adds the time spent inside to "compress", "exchange" or "decompress"."""
         ...
@@ -104,23 +99,6 @@ class Collectives(Protocol):
         Returns:
             The mean, and what this worker sent.
         """
-        ...
-
-
-class Partitions(Protocol):
-    """An exchange by partitions, for a method that sums payloads itself. Both methods are collective calls."""
-
-    slices: Sequence[Slice]
-    """The partitions. Worker j owns slice j: it averages the slice and sends the mean to all."""
-    dense_pull: bool
-    """True if means travel uncompressed (topology="server")."""
-
-    def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sends payload j (uint8) to worker j. Returns the payloads that this worker received, in worker order."""
-        ...
-
-    def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The payloads of all partitions from their owners; `lengths` are in bytes. Call it after `scatter`."""
         ...
 
 
@@ -272,12 +250,12 @@ class LossyCompressor(Compressor, ABC):
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
         """The messages of a step without partitions, in order: ("gather", "mean" or "maximum", bytes)."""
 
-    def partition_bytes(self, partition: Layout, workers: int, dense_pull: bool) -> tuple[int, int]:
+    def partition_bytes(self, partition: Layout, dense_pull: bool) -> tuple[int, int]:
         """Bytes that a worker sends to the owner of a partition, and bytes that the owner sends to every worker.
 
         Each is one payload; with `dense_pull` the owner's answer is uncompressed.
         """
-        [(_, length)] = self.messages(partition)
+        length = dict(self.messages(partition))["gather"]
         return length, value_bytes(partition.n, self.dense_values) if dense_pull else length
 
     @abstractmethod

@@ -14,6 +14,8 @@ import torch
 
 CHUNK = 262_144
 """Elements that a CPU processes at a time: 1 MiB. With smaller chunks, Python calls cost more than the cache saves."""
+GPU_CHUNK = 2**25
+"""Elements that a GPU processes at once: 128 MiB. More would need larger buffers, and hardly fewer launches."""
 
 
 def plain_name(name: str) -> str:
@@ -40,6 +42,11 @@ class Slice:
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This slice of `flat`, sharing its memory."""
         return flat[self.start : self.start + self.layout.n]
+
+    def tensors(self) -> list[Slice]:
+        """Each parameter, or some of its rows, alone."""
+        named = zip(self.layout.names, self.layout.shapes, self.layout.bounds, strict=True)
+        return [Slice(self.start + start, Layout((name,), (shape,))) for name, shape, (start, _) in named]
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,21 @@ class Layout:
         starts = [start for start, _ in self.bounds]
         cuts = {min(starts, key=lambda start: abs(start - self.n * part // number)) for part in range(1, number)}
         return [Slice(start, self._between(start, stop)) for start, stop in pairwise(sorted({0, *cuts, self.n}))]
+
+    def pieces(self, device: torch.device) -> list[Slice]:
+        """The buffer cut between parameters into what is processed at once.
+
+        On a CPU these are a parameter, or small consecutive ones of one size that fit in its cache. On a GPU they are
+        as many parameters as fit in `GPU_CHUNK` elements, whatever their shapes.
+        """
+        on_cpu, first, start = device.type == "cpu", 0, 0
+        found: list[Slice] = []
+        for number, (_, stop) in enumerate([*self.bounds[1:], (0, 0)], 1):
+            ends = number == len(self.names) or stop - start > (CHUNK if on_cpu else GPU_CHUNK)
+            if ends or (on_cpu and self.sizes[number] != self.sizes[first]):
+                found.append(Slice(start, Layout(self.names[first:number], self.shapes[first:number])))
+                first, start = number, start + found[-1].layout.n
+        return found
 
     def _row_near(self, place: int) -> int:
         """The start of a parameter's row closest to `place`."""

@@ -22,41 +22,47 @@ import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card
 from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal, look_up, pack_bits, unpack_bits
-from lightning_gradcomp.compressors.layout import chunks
+from lightning_gradcomp.compressors.kernels.rows import Rows
+from lightning_gradcomp.compressors.layout import Layout, chunks
 from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
 
 
-def quantise(v: torch.Tensor, threshold: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits (bool [groups, size]) of v [groups, size], and their values (fp32 [groups, 2]: for bit 0, for bit 1).
+def quantise(v: torch.Tensor, groups: Rows, threshold: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits (bool) of v (fp32 [n]), and the values of each group (fp32 [groups, 2]: for bit 0, for bit 1).
 
     A bit is set if v is at least the threshold, 0 or the group's mean μ. The values are the means of either side (0 or
     μ for an empty side). No other two values have a smaller squared error, and they keep each group's sum.
     """
+    v, size = groups.view(v), groups.sizes(v.device)
     if threshold == "mean":
-        mean = v.mean(1, keepdim=True)
-        above = v - mean
+        mean = groups.sum(v) / size
+        [center] = groups.spread(mean)
+        above = v - center
         bits = greater_equal(above, 0)
-        ones, excess = bits.view(torch.uint8).sum(1, dtype=torch.int32), above.clamp_(min=0).sum(1)  # = what is below
-        zeros, mean = (
-            (v.shape[1] - ones).clamp(min=1),
-            mean.squeeze(1),
-        )  # the excess above μ equals the deficit below
+        ones, excess = groups.sum(bits.view(torch.uint8), torch.int32), groups.sum(above.clamp_(min=0))
+        zeros = (size - ones).clamp_(min=1)  # the excess above μ equals the deficit below
         return bits, torch.stack([mean - excess / zeros, mean + excess / ones.clamp(min=1)], 1)
     bits = greater_equal(v, 0)
-    ones = bits.view(torch.uint8).sum(1, dtype=torch.int32)
-    sum_of_ones, sum_of_zeros = v.clamp(min=0).sum(1), v.clamp(max=0).sum(1)
-    return bits, torch.stack([sum_of_zeros / (v.shape[1] - ones).clamp(min=1), sum_of_ones / ones.clamp(min=1)], 1)
+    ones = groups.sum(bits.view(torch.uint8), torch.int32)
+    sum_of_ones, sum_of_zeros = groups.sum(v.clamp(min=0)), groups.sum(v.clamp(max=0))
+    return bits, torch.stack([sum_of_zeros / (size - ones).clamp(min=1), sum_of_ones / ones.clamp(min=1)], 1)
 
 
-def dequantise(bits: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
-    """low + bit · (high - low), for bits (fp32 [groups, size], 0 or 1; overwritten) and `pair` (fp32 [groups, 2]).
+def dequantise(bits: torch.Tensor, groups: Rows, pair: torch.Tensor) -> torch.Tensor:
+    """low + bit · (high - low), for bits (fp32 [n], 0 or 1; overwritten) and `pair` (fp32 [groups, 2]).
 
     Rounding may change the last bit of `high`, identically on every rank. torch.where takes ten times as long on a CPU.
     """
-    low, high = pair[:, :1], pair[:, 1:]
-    return bits.mul_(high - low).add_(low)
+    low, high = pair.unbind(1)
+    low, step = groups.spread(low, high - low)
+    return groups.view(bits).mul_(step).add_(low)
+
+
+def groups_of(n: int, size: int) -> Rows:
+    """Groups of `size` elements; the last one may be shorter."""
+    return Rows(tuple((many, each) for many, each in ((n // size, size), (1, n % size)) if many and each))
 
 
 def row_size(shape: tuple[int, ...]) -> int:
@@ -94,9 +100,10 @@ class OneBit(TensorCodec):
     )
     default_warmup_steps: ClassVar[int] = DENSE_START
 
-    batched: ClassVar[bool] = True
     _row: ClassVar[int] = 0
     """Elements of a row in a tensor whose groups are not whole parts of a row, else 0. `for_tensor` sets it."""
+    _many: ClassVar[tuple[Rows, Rows] | None] = None
+    """The tensors and the groups of several tensors. `for_tensors` sets them."""
 
     groups: str = "column"
     group_size: int = 512
@@ -124,6 +131,16 @@ class OneBit(TensorCodec):
             codec._row = row
         return codec
 
+    def for_tensors(self, layout: Layout) -> OneBit | None:
+        """Returns a codec for all tensors, unless one has groups of several rows."""
+        codecs = [self.for_tensor(name, shape) for name, shape in zip(layout.names, layout.shapes, strict=True)]
+        if any(codec._row for codec in codecs):
+            return None
+        groups = (groups_of(n, codec.group_size).runs for n, codec in zip(layout.sizes, codecs, strict=True))
+        codec: Any = replace(self)
+        codec._many = Rows.of(layout.sizes), Rows.join(run for runs in groups for run in runs)
+        return codec
+
     @property
     def chunk(self) -> int | None:
         """Whole groups and whole bytes."""
@@ -131,28 +148,28 @@ class OneBit(TensorCodec):
 
     def encode(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The two means of each group, the bits of all elements, and if needed a bit per row, set if it isn't all 0."""
-        means, packed, v = [], [], x.view(-1)
-        for start, stop in chunks(0, len(v), v.device, multiple=math.lcm(self.group_size, 8)):
-            full = stop - (stop - start) % self.group_size
-            ends = [(a, b) for a, b in ((start, full), (full, stop)) if a < b]
-            groups = [v[a:b].view(-1, min(self.group_size, b - a)) for a, b in ends]
-            bits, pairs = zip(*(quantise(group, self.threshold) for group in groups), strict=True)
-            means += pairs
-            packed.append(pack_bits(bits[0] if len(bits) == 1 else torch.cat([part.view(-1) for part in bits])))
+        if self._many:
+            tensors, groups = self._many
+            bits, means = quantise(x, groups, self.threshold)
+            return [means, pack_bits(tensors.pad(bits, 8))]
+        means, packed = [], []
+        for start, stop in chunks(0, len(x), x.device, multiple=math.lcm(self.group_size, 8)):
+            bits, pairs = quantise(x[start:stop], groups_of(stop - start, self.group_size), self.threshold)
+            means.append(pairs)
+            packed.append(pack_bits(bits))
         parts = [torch.cat(means), torch.cat(packed)]
         if self._row:
-            parts.append(pack_bits(v.view(-1, self._row).any(1)))
-        return [part.unflatten(0, (len(x), -1)) for part in parts] if x.dim() > 1 else parts
+            parts.append(pack_bits(x.view(-1, self._row).any(1)))
+        return parts
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
         """The mean that each element's bit selects; 0 in a row of zeros."""
         means, packed, *rows = parts
-        if packed.dim() > 1:  # several tensors, each of whole groups and bytes
-            return self.decode([means.flatten(0, 1), packed.flatten()], len(packed) * n).view(-1, n)
-        bits, full = look_up(bit_table(packed.device), packed)[:n], n - n % self.group_size
-        dequantise(bits[:full].view(-1, self.group_size), means[: full // self.group_size])
-        if full < n:
-            dequantise(bits[full:].view(1, -1), means[-1:])
+        bits = look_up(bit_table(packed.device), packed)
+        if self._many:
+            tensors, groups = self._many
+            return dequantise(tensors.unpad(bits, 8), groups, means).view(-1)
+        values = dequantise(bits[:n], groups_of(n, self.group_size), means).view(-1)
         for any_in_row in rows:
-            bits.view(-1, self._row).mul_(unpack_bits(any_in_row, n // self._row).unsqueeze(1))
-        return bits
+            values.view(-1, self._row).mul_(unpack_bits(any_in_row, n // self._row).unsqueeze(1))
+        return values

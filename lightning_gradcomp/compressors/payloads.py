@@ -19,6 +19,11 @@ class Payloads(ABC):
     tensor_by_tensor: ClassVar[bool] = False
     """True if concatenating the payloads of consecutive tensors gives the payload of all of them."""
 
+    @property
+    def for_means(self) -> Payloads:
+        """Writes and reads the mean of several workers' payloads."""
+        return self
+
     @abstractmethod
     def payload_bytes(self, layout: Layout) -> int:
         """Bytes of the payload that `pack` returns: a function of the layout alone, so the same on every rank."""

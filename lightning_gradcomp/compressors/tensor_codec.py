@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.rng import Draws
-from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
+from lightning_gradcomp.compressors.layout import Layout, Slice, chunks
 from lightning_gradcomp.compressors.updates import Update
 from lightning_gradcomp.errors import refusal
 
@@ -40,13 +41,6 @@ class TensorCodec(Codec):
     seed: ClassVar[int] = 0
     draws: ClassVar[Draws]
     """Set on a copy for each tensor and step if `random`."""
-    batched: ClassVar[bool] = False
-    """True if `encode` and `decode` also accept m tensors of n elements at once, which saves calls for small tensors.
-
-    `encode` then takes x [m, n], where n is a multiple of `chunk`, and gives each part a first dimension of m. `decode`
-    takes such parts and returns [m, n]. Each tensor must decode to the same values as alone.
-    """
-
     error_feedback: bool = True
 
     @abstractmethod
@@ -70,6 +64,15 @@ class TensorCodec(Codec):
         """Returns the codec for this parameter or some of its rows: self, unless options depend on name or shape."""
         return self
 
+    def for_tensors(self, layout: Layout) -> TensorCodec | None:
+        """Returns a codec for all tensors of a layout at once, which saves calls; None if there is none.
+
+        Its `encode` takes the tensors end to end, fp32 [layout.n], and returns each part of all tensors end to end, 0-d
+        parts as a vector. Its `decode` takes such parts. Each tensor must decode to the values that it has alone, but
+        for the rounding of sums.
+        """
+        return None
+
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
         """Nothing accumulates without `error_feedback`."""
         return super().state_for(optimizer) if self.error_feedback else Update()
@@ -90,152 +93,180 @@ class TensorCodec(Codec):
 
     def payload_bytes(self, layout: Layout) -> int:
         """Bytes of the parts of all tensors."""
-        return self._places(layout)[1]
+        return self._places(layout, torch.device("cpu"))[1]
 
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
         """The payload: the parts of all tensors."""
-        places, length = self._places(layout)
+        places, length = self._places(layout, flat.device)
         payload = torch.zeros(length, dtype=torch.uint8, device=flat.device)  # pads with zeros between parts
         for one in places:
             x = flat[one.start : one.stop]
-            x = x.view(one.many, one.n) if one.many > 1 else x
-            parts = _parts(one.codec._drawing(one.name, self._step).encode(x))
+            parts = _parts(self._prepared(one).encode(x))
             got, allowed = ([(part.dtype, tuple(part.shape)) for part in these] for these in (parts, one.parts))
             if got != allowed:
                 what = f"{type(one.codec).__name__}.encode(x {list(x.shape)})"
                 raise refusal(what, got, f"{allowed}, as for zeros: sizes are a function of n alone")
-            for place, part in zip(one.parts, parts, strict=True):
-                place.write(payload, part)
+            one.write(payload, parts)
         return payload, self.unpack(payload, layout)
 
     def unpack(self, payload: torch.Tensor, layout: Layout) -> Chunked:
         """All tensors, decoded on demand."""
         bounds: list[tuple[int, int]] = []
-        pieces: list[tuple[TensorCodec, list[torch.Tensor], int]] = []
-        for one in self._places(layout)[0]:
-            codec = one.codec._drawing(one.name, self._step)
+        pieces: list[tuple[Encoding, TensorCodec, tuple[int, int]]] = []
+        for one in self._places(layout, payload.device)[0]:
+            size = None if one.many > 1 else one.codec.chunk
+            cuts = chunks(0, one.n, payload.device, multiple=size) if size else [(0, one.n)]
+            codec = self._prepared(one)
+            bounds += [(one.start + start, one.start + stop) for start, stop in cuts]
+            pieces += [(one, codec, cut) for cut in cuts]
+
+        def values(number: int) -> torch.Tensor:
+            one, codec, (start, stop) = pieces[number]
             parts = [part.read(payload) for part in one.parts]
-            if one.many > 1 or not (size := codec.chunk):
-                bounds.append((one.start, one.stop))
-                pieces.append((codec, parts, one.n))
-                continue
-            for start, stop in chunks(0, one.n, payload.device, multiple=size):
+            if stop - start < one.n and (size := codec.chunk):
                 first, last = start // size, -(-stop // size)
-                cut = [
+                parts = [
                     part[first * place.rows_per_chunk : last * place.rows_per_chunk] if part.dim() else part
                     for part, place in zip(parts, one.parts, strict=True)
                 ]
-                bounds.append((one.start + start, one.start + stop))
-                pieces.append((codec, cut, stop - start))
-
-        def values(number: int) -> torch.Tensor:
-            codec, parts, n = pieces[number]
-            return codec.decode(parts, n).view(-1)
+            return codec.decode(parts, stop - start)
 
         return Chunked(bounds, values)
 
-    def _drawing(self, name: str, step: Draws | None) -> TensorCodec:
-        """Returns the codec with `draws` for this tensor if `random`."""
-        if not self.random or step is None:
-            return self
+    def _prepared(self, one: Encoding) -> TensorCodec:
+        """Returns the codec of these tensors in this step, with `draws` if `random`."""
+        return one.codec._with_draws(self._step.of(one.name)) if self.random and self._step else one.codec
+
+    def _with_draws(self, draws: Draws) -> TensorCodec:
         drawing: Any = copy.copy(self)
-        drawing.draws = step.of(name)
+        drawing.draws = draws
         return drawing
 
     def _encode_zeros(self, name: str, n: int) -> list[torch.Tensor]:
-        zeros = torch.zeros(n, dtype=torch.float32)
-        return _parts(self._drawing(name, Draws(0, 0, 0)).encode(zeros))
+        codec = self._with_draws(Draws(0, 0, 0).of(name)) if self.random else self
+        return _parts(codec.encode(torch.zeros(n, dtype=torch.float32)))
 
     @cached_property
-    def _known(self) -> dict[Layout, tuple[list[_Encoding], int]]:
+    def _known(self) -> dict[tuple[Layout, torch.device], tuple[list[Encoding], int]]:
         return {}
 
-    def _places(self, layout: Layout) -> tuple[list[_Encoding], int]:
-        """Where the encodings of a layout's tensors are in a payload, and its length.
+    def _places(self, layout: Layout, device: torch.device) -> tuple[list[Encoding], int]:
+        """What is encoded at once, where it is in a payload, and the length of the payload."""
+        if (layout, device) not in self._known:
+            found, end = [], 0
+            for piece in layout.pieces(device):
+                codec = self.for_tensors(piece.layout) if len(piece.layout.names) > 1 else None
+                for each in [piece] if codec else piece.tensors():
+                    found.append(self._encoding(each, codec, end))
+                    end = found[-1].end
+            self._known[layout, device] = found, end
+        return self._known[layout, device]
 
-        Consecutive small tensors of one size are encoded together, up to a CPU's chunk.
-        """
-        if layout in self._known:
-            return self._known[layout]
-        found: list[_Encoding] = []
-        for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
-            codec, n = self.for_tensor(name, shape), stop - start
-            if found and found[-1].joins(codec, n):
-                found[-1] = replace(found[-1], many=found[-1].many + 1)
-                continue
-            per_chunk = codec._encode_zeros(name, codec.chunk) if codec.chunk else None
-            parts = []
-            for number, part in enumerate(codec._encode_zeros(name, n)):
-                rows = per_chunk[number].shape[0] if per_chunk and part.dim() else 0
-                parts.append(_Part(0, part.shape, part.dtype, rows))
-            found.append(_Encoding(name, start, n, codec, parts))
-        end = 0
-        for number, one in enumerate(found):
-            found[number] = one.placed(end)
-            end += sum(padded(part.nbytes) for part in found[number].parts)
-        self._known[layout] = found, end
-        return found, end
+    def _encoding(self, piece: Slice, together: TensorCodec | None, begin: int) -> Encoding:
+        """The encoding of a piece whose bytes start at `begin`: by the codec `together`, or of a single tensor."""
+        layout = piece.layout
+        codecs = [self.for_tensor(name, shape) for name, shape in zip(layout.names, layout.shapes, strict=True)]
+        parts: list[_Part] = []
+        for name, n, codec in zip(layout.names, layout.sizes, codecs, strict=True):
+            encoded = codec._encode_zeros(name, n)
+            parts = parts or [_Part([], part.shape[1:], part.dtype, part.dim() == 0) for part in encoded]
+            for place, part in zip(parts, encoded, strict=True):
+                place.places.append(slice(begin, begin + part.nbytes))
+                begin += padded(part.nbytes)
+        codec = together or codecs[0]
+        if not together and codec.chunk:
+            for place, part in zip(parts, codec._encode_zeros(layout.names[0], codec.chunk), strict=True):
+                place.rows_per_chunk = part.shape[0] if part.dim() else 0
+        return Encoding(layout.names, piece.start, layout.n, codec, parts, begin)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
-    """One part of a tensor's encoding: where it begins in the payload, its shape and its dtype."""
+    """One part of an encoding: where its bytes of each tensor are in the payload, its shape and its dtype."""
 
-    begin: int
-    shape: torch.Size
+    places: list[slice]
+    rest: torch.Size
+    """The shape without the first dimension, which runs along the tensors."""
     dtype: torch.dtype
-    rows_per_chunk: int
+    single: bool
+    """True if each tensor has a 0-d part."""
+    rows_per_chunk: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+    @cached_property
+    def shape(self) -> torch.Size:
+        if self.single and len(self.places) == 1:
+            return torch.Size(())
+        row = self.rest.numel() * self.dtype.itemsize
+        nbytes = sum(place.stop - place.start for place in self.places)
+        return torch.Size((nbytes // row if row else 0, *self.rest))
 
-    def _bytes(self, payload: torch.Tensor) -> torch.Tensor:
-        return payload[self.begin : self.begin + self.nbytes]
+    @cached_property
+    def spacing(self) -> int | None:
+        """Bytes from one tensor's part to the next one's, if they are equally long; else None."""
+        apart = {after.start - before.start for before, after in pairwise(self.places)}
+        lengths = {place.stop - place.start for place in self.places}
+        return max(apart, default=1) if len(apart) < 2 and len(lengths) == 1 else None
+
+    def rows_of(self, payload: torch.Tensor) -> torch.Tensor:
+        """The bytes of equally spaced parts, a row for each tensor."""
+        first, spacing = self.places[0], self.spacing or 1
+        size = len(self.places), first.stop - first.start
+        return payload.as_strided(size, (spacing, 1), payload.storage_offset() + first.start)
 
     def read(self, payload: torch.Tensor) -> torch.Tensor:
-        own = self._bytes(payload)
+        if len(self.places) == 1:
+            own = payload[self.places[0]]
+        elif self.spacing:
+            own = self.rows_of(payload).reshape(-1)
+        else:
+            own = torch.cat([payload[place] for place in self.places])
         if own.storage_offset() % self.dtype.itemsize:  # 8-byte elements at an odd multiple of 4
             own = own.clone()
         return own.view(self.dtype).view(self.shape)
 
-    def write(self, payload: torch.Tensor, part: torch.Tensor) -> None:
-        self._bytes(payload).copy_(part.contiguous().view(-1).view(torch.uint8))
-
 
 @dataclass(frozen=True)
-class _Encoding:
-    """Where and how one tensor, or `many` consecutive tensors of n elements, are encoded."""
+class Encoding:
+    """Tensors that one call encodes: a single one, or consecutive ones. Their bytes end at `end` of the payload.
 
-    name: str
+    Each tensor has its parts end to end, padded to 4 bytes, as if it were encoded alone.
+    """
+
+    names: tuple[str, ...]
     start: int
     n: int
     codec: TensorCodec
     parts: list[_Part]
-    many: int = 1
+    end: int
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def many(self) -> int:
+        return len(self.names)
 
     @property
     def stop(self) -> int:
-        return self.start + self.many * self.n
+        return self.start + self.n
 
-    def joins(self, codec: TensorCodec, n: int) -> bool:
-        """True if the next tensor is encoded together with these.
-
-        Parts of whole words need no padding, so the payload is as long as if each tensor were encoded alone.
-        """
-        if not codec.batched or codec != self.codec or n != self.n or not (size := codec.chunk):
-            return False
-        whole = n % size == 0 and all(part.nbytes % 4 == 0 for part in self.parts)
-        return whole and (self.many + 1) * n <= CHUNK
-
-    def placed(self, begin: int) -> _Encoding:
-        """Returns the encoding with its parts placed in a payload from `begin` on."""
-        parts = []
-        for part in self.parts:
-            shape = part.shape if self.many == 1 else torch.Size((self.many, *part.shape))
-            parts.append(replace(part, begin=begin, shape=shape))
-            begin += padded(parts[-1].nbytes)
-        return replace(self, parts=parts)
+    def write(self, payload: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Write the parts of all tensors."""
+        found = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+        if all(place.spacing for place in self.parts):
+            for place, part in zip(self.parts, found, strict=True):
+                place.rows_of(payload).copy_(part.view(len(self.names), -1))
+            return
+        by_part = [
+            part.split([each.stop - each.start for each in place.places])
+            for place, part in zip(self.parts, found, strict=True)
+        ]
+        zeros, rows = payload.new_zeros(3), []
+        for of_tensor in zip(*by_part, strict=True):
+            for row in of_tensor:
+                rows += [row, zeros[: -len(row) % 4]] if len(row) % 4 else [row]
+        torch.cat(rows, out=payload[self.parts[0].places[0].start : self.end])
 
 
 def _parts(encoded: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

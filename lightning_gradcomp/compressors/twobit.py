@@ -13,7 +13,7 @@ each tensor at each step, and sends that t too. A code always has 2 bits. On rea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -21,7 +21,8 @@ import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card
 from lightning_gradcomp.compressors.kernels.bits import greater_equal, interleave, look_up
-from lightning_gradcomp.compressors.layout import chunks
+from lightning_gradcomp.compressors.kernels.rows import Rows, row_of
+from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.tensor_codec import TensorCodec
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.registry import register
@@ -30,32 +31,34 @@ PER_WORD = 16
 """Codes in four bytes; MXNet pads each tensor to a multiple of four bytes."""
 
 
-def best_threshold(r: torch.Tensor) -> torch.Tensor:
-    """The t that leaves the smallest residual of r (fp32 [..., n]): Σr² / (√2 · Σ|r|), fp32 [...].
+def best_threshold(r: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+    """The t that leaves the smallest residual of each row of r (fp32 [n]): Σr² / (√2 · Σ|r|), fp32 [m].
+
+    Without `rows`, r is a single row.
 
     The part of E[r²] that is sent is ∫ (2t|r| - t²) over |r| ≥ t. For a Laplace distribution of scale b it is largest
     at t = √2 · b, and Σr² / Σ|r| is 2b. For a normal distribution the formula is within 1 % of the best t. Elements
     that are 0 don't change t. They would pull a mean magnitude towards 0. Since an element above t falls by only t per
     step, most of r would then stay for dozens of steps.
     """
-    n = r.shape[-1]
-    pieces = [r[..., start:stop] for start, stop in chunks(0, n, r.device)]
+    rows = rows or row_of(len(r))
     tiny = torch.finfo(torch.float32).tiny  # zeros have no such t; at t = 0 every element would send ±0
-    mean = torch.clamp(torch.stack([piece.abs().sum(-1) for piece in pieces]).sum(0) / n, min=tiny)
+    mean = torch.clamp(rows.mean(torch.abs, r), min=tiny)
     # Divided by their mean first: gradients of 1e-20 or 1e20 would be squared to 0 or infinity.
-    unit = mean.unsqueeze(-1)
-    squares = torch.stack([(piece / unit).square_().sum(-1) for piece in pieces]).sum(0)
-    return torch.clamp(0.5**0.5 * mean * (squares / n), min=tiny)
+    squares = rows.mean(lambda part, unit: (part / unit).square_(), r, mean)
+    return torch.clamp(0.5**0.5 * mean * squares, min=tiny)
 
 
-def pack(r: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """The codes of r (fp32 [n]) at threshold t (fp32 scalar), in MXNet's order: uint8 [4 · ceil(n / 16)].
+def pack(r: torch.Tensor, t: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The codes of r (fp32 [n]) at each row's threshold t (fp32 [m]), in MXNet's order, four to a byte: uint8.
 
-    With r [m, n] and t [m], where n is a multiple of 16, rows follow one another.
+    Each row ends at a multiple of four bytes.
     """
-    t = t.unsqueeze(-1) if t.dim() else t
-    codes = interleave(greater_equal(r.abs(), t).view(-1), greater_equal(r, t).view(-1))  # 11, 10 or 00
-    return torch.nn.functional.pad(codes, (0, -(-r.numel() // PER_WORD) * 4 - codes.numel()))
+    packed = []
+    for part, bound in rows.parts(r, t, multiple=PER_WORD):
+        bits = greater_equal(part.abs(), bound), greater_equal(part, bound)
+        packed.append(interleave(*(rows.pad(each, PER_WORD) for each in bits)))  # 11, 10 or 00
+    return packed[0] if len(packed) == 1 else torch.cat(packed)
 
 
 @cache
@@ -63,13 +66,6 @@ def _levels(device: torch.device) -> torch.Tensor:
     """The values of the four codes of every byte: -1, 0 or 1, fp32 [256, 4]."""
     codes = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(6, -1, -2, device=device)) & 3
     return torch.tensor([0.0, 0.0, -1.0, 1.0], dtype=torch.float32).to(device, non_blocking=True)[codes]
-
-
-def unpack(packed: torch.Tensor, n: int, t: torch.Tensor) -> torch.Tensor:
-    """The values that `pack` wrote at threshold t: each -t, 0 or +t, fp32 [n]; or [m, n] at thresholds [m]."""
-    if t.dim():
-        return look_up(_levels(packed.device), packed.view(-1)).view(-1, n).mul_(t.unsqueeze(1))
-    return look_up(_levels(packed.device) * t, packed)[:n]
 
 
 @register("twobit")
@@ -98,7 +94,8 @@ class TwoBit(TensorCodec):
     )
     default_warmup_steps: ClassVar[int] = DENSE_START
 
-    batched: ClassVar[bool] = True
+    _rows: ClassVar[Rows | None] = None
+    """Several tensors. `for_tensors` sets them."""
 
     threshold: Any = "auto"  # "auto" or a number; the command line's types have no union of the two
 
@@ -112,15 +109,23 @@ class TwoBit(TensorCodec):
         """Codes per word."""
         return PER_WORD
 
+    def for_tensors(self, layout: Layout) -> TwoBit:
+        """Returns a codec for all tensors."""
+        codec: Any = replace(self)
+        codec._rows = Rows.of(layout.sizes)
+        return codec
+
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The threshold, and the codes."""
-        auto = self.threshold == "auto"
-        t = best_threshold(x) if auto else x.new_full(x.shape[:-1], float(self.threshold))
-        if x.dim() > 1:
-            return t, pack(x, t).view(len(x), -1)
-        return t, torch.cat([pack(x[a:b], t) for a, b in chunks(0, len(x), x.device, multiple=PER_WORD)])
+        rows = self._rows or row_of(len(x))
+        t = best_threshold(x, rows) if self.threshold == "auto" else x.new_full((rows.many,), float(self.threshold))
+        return (t if self._rows else t.squeeze(0)), pack(x, t, rows)
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
         """-t, 0 or +t for each element."""
         t, packed = parts
-        return unpack(packed, n, t)
+        levels = _levels(packed.device)
+        if not self._rows:
+            return look_up(levels * t, packed)[:n]
+        values = self._rows.unpad(look_up(levels, packed), PER_WORD)
+        return self._rows.view(values).mul_(*self._rows.spread(t)).view(-1)

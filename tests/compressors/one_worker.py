@@ -28,7 +28,6 @@ class _Codec:
 
     worker: int
     step: int
-    partitions = None
 
     def mean_of_payloads(self, codec, flat, layout, **options):
         return codec, None

@@ -1,11 +1,14 @@
 """`TensorCodec`: encode and decode of one tensor are enough for payloads, error feedback, chunks and random draws."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp import registry
 from lightning_gradcomp.compressors.base import build
+from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import CHUNK, Layout
 from tests.compressors.examples import EXAMPLES, QSGD, EFSignSGD, RandomK, registered, separate_registry
 from tests.compressors.one_worker import Worker, normal, one, payload_codec
@@ -63,7 +66,7 @@ def payload_of(compressor, v, layout, **key):
 def test_a_payload_is_the_parts_padded_to_four_bytes(name):
     compressor = EXAMPLES[name]()
     assert compressor.messages(ODD) == [("gather", BYTES[name])]
-    assert compressor.partition_bytes(ODD, 3, False) == (BYTES[name], BYTES[name])
+    assert compressor.partition_bytes(ODD, False) == (BYTES[name], BYTES[name])
     worker = Worker(compressor, ODD)
     worker.push(normal(ODD.n))
     assert worker.payload.numel() == BYTES[name]
@@ -166,24 +169,36 @@ def test_decoding_by_chunks_is_decoding_whole(compressor, n):
 
 # Several tensors at once
 
+PIECES = Layout.pieces
 MANY = Layout(tuple("abcdefg"), (*[(8, 16)] * 3, (16, 8), (5, 3), *[(4, 1000)] * 2))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "compressor",
-    [lgc.OneBit(), lgc.OneBit(groups="block", group_size=8, threshold="zero"), lgc.TwoBit(), lgc.TwoBit(threshold=0.3)],
-    ids=["onebit", "onebit, 8", "twobit", "twobit, 0.3"],
+    [
+        lgc.OneBit(),
+        lgc.OneBit(threshold="zero"),
+        lgc.TwoBit(),
+        lgc.TwoBit(threshold=0.3),
+        lgc.TernGrad(share_scaler=False),
+    ],
+    ids=["onebit", "onebit, zero", "twobit", "twobit, 0.3", "terngrad"],
 )
-def test_tensors_of_one_size_have_the_values_and_bytes_that_they_have_alone(compressor):
+def test_tensors_together_have_the_values_and_bytes_that_they_have_alone(compressor, device, monkeypatch):
+    """Small ones of one size, as on a CPU; or all, as on a GPU."""
+    monkeypatch.setattr(Uniform, "draw", lambda self, n, begin: torch.full((n,), begin + 0.5))
+    monkeypatch.setattr(Layout, "pieces", lambda self, _: PIECES(self, torch.device(device)))
     v = normal(MANY.n) * torch.arange(1, MANY.n + 1)
+    compressor = replace(compressor)  # knows no layout yet
     payload, decoded = payload_codec(compressor, MANY).pack(v, MANY)
-    assert len(decoded.chunks) < len(MANY.names)
-    together, alone, length = payload_of(compressor, v, MANY), [], 0
+    assert len(decoded.chunks) == {"cpu": 3, "cuda": 1}[device]
+    together, alone, payloads = payload_of(compressor, v, MANY), [], []
     for shape, (start, stop) in zip(MANY.shapes, MANY.bounds, strict=True):
         alone.append(payload_of(compressor, v[start:stop], one(*shape)))
-        length += payload_codec(compressor, one(*shape)).payload_bytes(one(*shape))
+        payloads.append(payload_codec(compressor, one(*shape)).pack(v[start:stop], one(*shape))[0])
     assert torch.equal(together, torch.cat(alone))
-    assert len(payload) == length
+    assert torch.equal(payload, torch.cat(payloads))
 
 
 # Error feedback

@@ -8,11 +8,16 @@ import torch
 from lightning_gradcomp.compressors import TernGrad
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.terngrad import pack, scaler_of, ternarise, unpack
+from lightning_gradcomp.compressors.terngrad import pack, scaler_of, ternarise
 from tests.averaging.laws import note_sent, recorded_bytes
 from tests.averaging.workers import Table, averaged, backward, conv_net, prescribed_loss, seeded, train, weights
 from tests.compressors.one_worker import CPU, normal
 from tests.threads import ALL_GATHER, checked_collectives, run_ranks
+
+
+def unpacked(packed, n):
+    """The n digits in a payload, -1, 0 and 1."""
+    return TernGrad().decode([torch.ones(()), packed], n)
 
 
 def clipped(g, c):
@@ -234,7 +239,7 @@ def test_five_digits_are_packed_in_a_byte(n):
     packed = pack((t + 1).byte())
     assert packed.dtype == torch.uint8
     assert packed.numel() == -(-n // 5)
-    assert torch.equal(unpack(packed, n), t.float())
+    assert torch.equal(unpacked(packed, n), t.float())
 
 
 def test_all_243_bytes_are_read_back():
@@ -242,7 +247,7 @@ def test_all_243_bytes_are_read_back():
     digits = (values.unsqueeze(1) // torch.tensor([1, 3, 9, 27, 81]) % 3 - 1).to(torch.int8)
     packed = pack((digits + 1).byte().view(-1))
     assert torch.equal(packed.long(), values)
-    assert torch.equal(unpack(packed, 5 * 243), digits.view(-1).float())
+    assert torch.equal(unpacked(packed, 5 * 243), digits.view(-1).float())
 
 
 def test_a_step_exchanges_scalers_then_digits():
@@ -274,8 +279,8 @@ def test_the_bytes_exchanged_are_what_was_sent():
         ranks = run_ranks(2, work)
     for sent, (*_, message) in zip(ranks, log, strict=True):
         payload = torch.tensor(list(message[4 * 19 :]), dtype=torch.uint8)
-        scalers = torch.tensor(list(message[4 * 19 : 4 * 19 + 8]), dtype=torch.uint8).view(torch.float32)
-        assert torch.equal(unpack(payload[8 + 360 // 5 :], 300).view(12, 25) * scalers[1], sent.float())
+        scaler, digits = payload[4 + 360 // 5 :][: 4 + 300 // 5].split([4, 300 // 5])  # behind those of the kernel
+        assert torch.equal(unpacked(digits, 300).view(12, 25) * scaler.view(torch.float32), sent.float())
 
 
 def test_a_tensor_is_padded_to_four_bytes():

@@ -16,9 +16,9 @@ pytestmark = test_no_host_sync.pytestmark
         (lgc.DGC(), "SGD", 180),
         (lgc.DGC(), "AdamW", 220),
         (lgc.GradientDropping(), "SGD", 80),
-        (lgc.OneBit(), "SGD", 2200),
-        (lgc.TwoBit(), "SGD", 2200),
-        (lgc.TernGrad(), "SGD", 2200),
+        (lgc.OneBit(), "SGD", 95),
+        (lgc.TwoBit(), "SGD", 90),
+        (lgc.TernGrad(), "SGD", 95),
         (lgc.PowerSGD(), "SGD", 2200),
     ],
 )

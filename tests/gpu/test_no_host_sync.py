@@ -16,7 +16,7 @@ from benchmarks.launches import Echo
 from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.compressors import terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits, topk
+from lightning_gradcomp.compressors.kernels import bits, rows, topk
 from tests.gpu.worlds import CASES, Model, Steps, draw_on_the_cpu, no_sum
 
 
@@ -63,7 +63,7 @@ def data_on_the_cpu(monkeypatch):
             return encode_zeros(*arguments)
 
     monkeypatch.setattr(lgc.TensorCodec, "_encode_zeros", with_data)
-    tables = (bits.bit_table, twobit._levels, terngrad._digit_table, topk.to_column)
+    tables = (bits.bit_table, bits._shifts, twobit._levels, terngrad._digit_values, topk.to_column, rows._sizes)
     for table in tables:
         table.cache_clear()
     yield

@@ -14,7 +14,7 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
-from lightning_gradcomp.compressors import terngrad
+from lightning_gradcomp.compressors.kernels import rng
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from tests.averaging.workers import seeded
 
@@ -137,4 +137,4 @@ class UniformOnCPU(Uniform):
 
 def draw_on_the_cpu(monkeypatch):
     """TernGrad's random numbers are the same on all devices."""
-    monkeypatch.setattr(terngrad, "Uniform", UniformOnCPU)
+    monkeypatch.setattr(rng, "Uniform", UniformOnCPU)

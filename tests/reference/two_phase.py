@@ -1,5 +1,7 @@
 """topology="two_phase" and "server" in one process: every worker's state, and every partition's mean and residual."""
 
+from types import MappingProxyType
+
 import torch
 
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
@@ -7,6 +9,7 @@ from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.tensor_codec import TensorCodec
+from lightning_gradcomp.compressors.terngrad import scaler_of
 
 CPU = torch.device("cpu")
 
@@ -49,10 +52,10 @@ class Workers:
         draws = [Draws(getattr(self.compressor, "seed", 0), worker, self.steps) for worker in range(len(outs))]
         sent = [
             [
-                (start, self.decoded(flat[start : start + partition.n], partition, own))
+                (start, self.decoded(flat[start : start + partition.n], partition, own, scalers))
                 for start, partition in self.partitions
             ]
-            for flat, own in zip(owed, draws, strict=True)
+            for flat, own, scalers in zip(owed, draws, self.scalers(owed), strict=True)
         ]
         for owner, (start, partition) in enumerate(self.partitions):
             part, mean = slice(start, start + partition.n), torch.zeros(partition.n)
@@ -80,15 +83,24 @@ class Workers:
         self.steps += 1
         return average
 
-    def decoded(self, flat, layout, draws):
-        """What the others decode of `flat`."""
+    def scalers(self, flats):
+        """For each worker, name -> where it clips the tensor, and the scaler that all agreed on, if they do."""
+        if not getattr(self.compressor, "share_scaler", False):
+            return [{} for _ in flats]
+        bounds, c = self.layout.bounds, self.compressor.clip_sigma
+        limits = torch.stack([torch.cat([scaler_of(flat[a:b], c) for a, b in bounds]) for flat in flats])
+        pairs = [zip(own.split(1), limits.amax(0).split(1), strict=True) for own in limits]
+        return [dict(zip(self.layout.names, each, strict=True)) for each in pairs]
+
+    def decoded(self, flat, layout, draws, scalers=MappingProxyType({})):
+        """What the others decode of `flat`; an owner's mean has scalers of its own."""
         if not isinstance(self.compressor, TensorCodec):
             return self.compressor.pack(flat, layout)[1]
         values = torch.empty(layout.n)
         for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
             codec = self.compressor.for_tensor(name, shape)
             if codec.random:
-                codec.draws = draws.of(name)
+                codec.draws, codec._scalers = draws.of(name), scalers.get(name)
             parts = codec.encode(flat[start:stop])
             values[start:stop] = codec.decode([parts] if isinstance(parts, torch.Tensor) else parts, stop - start)
         return Dense(values)

@@ -16,17 +16,26 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     bits = bits.reshape(-1).view(torch.uint8)
     if not bits.is_cuda:
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
-    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (padded << shifts).sum(1, dtype=torch.uint8)
+    return (_in_eights(bits) << _shifts(bits.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: torch.Tensor, n: int) -> torch.Tensor:
     """The first n bits of `packed` (uint8): uint8 [n], each 0 or 1."""
     if not packed.is_cuda:
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=n, bitorder="little"))
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:n]
+    return ((packed.unsqueeze(1) >> _shifts(packed.device)) & 1).view(-1)[:n]
+
+
+@cache
+def _shifts(device: torch.device, step: int = 1) -> torch.Tensor:
+    """0 to 7, or 7 to 0 with step -1: uint8 [8]."""
+    return torch.tensor([*range(8)][::step], dtype=torch.uint8).to(device, non_blocking=True)
+
+
+def _in_eights(bits: torch.Tensor, bytes_at_once: int = 1) -> torch.Tensor:
+    """Bits [n], padded with 0 to a multiple of `bytes_at_once` bytes, as [bytes, 8]."""
+    spare = -bits.numel() % (8 * bytes_at_once)
+    return (torch.nn.functional.pad(bits, (0, spare)) if spare else bits).view(-1, 8)
 
 
 def padded(length: int) -> int:
@@ -66,7 +75,7 @@ def _every_second_bit() -> np.ndarray:
 def interleave(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """The bits of two bool tensors [n], alternating, four of each per byte, first highest: uint8 [2 · ceil(n / 8)]."""
     if first.is_cuda:
-        bits = torch.nn.functional.pad(torch.stack([first, second], 1).view(-1), (0, -2 * len(first) % 16)).view(-1, 8)
-        return (bits.byte() << torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+        bits = _in_eights(torch.stack([first, second], 1).view(torch.uint8).view(-1), bytes_at_once=2)
+        return (bits << _shifts(first.device, -1)).sum(1, dtype=torch.uint8)
     high, low = (np.take(_every_second_bit(), np.packbits(bits.numpy())).view(np.uint8) for bits in (first, second))
     return torch.from_numpy(high | low >> 1)
