@@ -1,13 +1,11 @@
 """Data sets of images and of text as LightningDataModules."""
 
 from lightning_gradcomp.app.data.augment import Augment
-from lightning_gradcomp.app.data.cifar10 import CIFAR10
 from lightning_gradcomp.app.data.digits import Digits
-from lightning_gradcomp.app.data.fashion_mnist import FashionMNIST
+from lightning_gradcomp.app.data.files import CIFAR10, FashionMNIST
 from lightning_gradcomp.app.data.folders import ImageFolder, ImageNet
-from lightning_gradcomp.app.data.images import SharedImages
+from lightning_gradcomp.app.data.images import SharedImages, Synthetic
 from lightning_gradcomp.app.data.shared import SharedData
-from lightning_gradcomp.app.data.synthetic import Synthetic
 from lightning_gradcomp.app.data.text import Text
 from lightning_gradcomp.app.data.tokens import SharedTokens
 

@@ -44,13 +44,10 @@ def digits(fold: int | None = None) -> tuple[TensorDataset, TensorDataset]:
 class Digits(SharedImages):
     """The digits as a data module.
 
+    The options of `SharedImages`, of which `augment` does not transform the images, and:
+
     Args:
-        batch_size: images per step, over all ranks together.
         fold: 0 to 4: fold of a cross-validation. None: one fixed split.
-        dirichlet: each rank has its own images, with unequal classes; the smaller, the more unequal. None: all share
-            all images.
-        augment: MixUp, CutMix and label smoothing; the images are not transformed.
-        seed: seed for the order of the images.
 
     Raises:
         ValueError: if an option is out of range.

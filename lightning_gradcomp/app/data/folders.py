@@ -10,8 +10,7 @@ from torchvision.datasets import ImageFolder as Images
 
 from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.files import Files
-from lightning_gradcomp.app.data.missing import MissingData
-from lightning_gradcomp.app.data.shared import Pair
+from lightning_gradcomp.app.data.shared import MissingData, Pair
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, per channel, as in torchvision's recipes
 

@@ -1,27 +1,29 @@
-"""Images by class, for classifiers."""
+"""Images by class, for classifiers; and random ones, for throughput measurements and dry runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import TensorDataset
 
 from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
-from lightning_gradcomp.app.data.shared import RankSampler, SharedData
+from lightning_gradcomp.app.data.shared import Pair, RankSampler, SharedData
 from lightning_gradcomp.errors import is_number, refusal
+
+DIFFERENT = 64
+"""Number of distinct images; the others are copies of them, so that any number fits into memory."""
 
 
 class SharedImages(SharedData):
     """Images by class: `load` returns data sets of pairs, a float (channels, height, width) and an int label.
 
+    The options of `SharedData`, and:
+
     Args:
-        batch_size: images per step, over all ranks together, before accumulation.
         augment: augmentation of the training images.
-        seed: seed for the order of the images.
-        workers: decoding processes per rank.
-        prefetch: batches that each of them decodes ahead.
         dirichlet: concentration; each rank has its own images, the smaller, the more unequal. None: all share all
             images.
 
@@ -56,8 +58,6 @@ class SharedImages(SharedData):
         return {"channels": self.channels, "classes": self.classes, "size": self.size}
 
     def stand_in(self, batch_size: int) -> SharedData:
-        from lightning_gradcomp.app.data.synthetic import Synthetic  # a subclass
-
         return Synthetic(batch_size, images=2 * batch_size, seed=self.seed, **self.model_options)
 
     def setup(self, stage: str) -> None:
@@ -72,3 +72,59 @@ class SharedImages(SharedData):
             length = len(self.train) // self.batch_size * self.rank_batch  # pyrefly: ignore[bad-argument-type]
             return OwnImages(self.own[rank], length, seed=self.seed, skip=skip)
         return RankSampler(self.train, ranks, rank, seed=self.seed, skip=skip, repeats=self.augment.repeats)
+
+
+class Repeated(TensorDataset):
+    """The same images repeated, `images` in total."""
+
+    def __init__(self, images: int, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.images = images
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return super().__getitem__(index % DIFFERENT)
+
+    def __len__(self) -> int:
+        return self.images
+
+
+class Synthetic(SharedImages):
+    """Normally distributed pixels with random labels, the same on all ranks; one batch to validate with.
+
+    The options of `SharedImages`, of which `augment` does not transform the images, and:
+
+    Args:
+        size: pixels per side.
+        classes: number of classes.
+        images: images per epoch.
+        channels: channels of an image.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+
+    name = "synthetic"
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        size: int = 224,
+        classes: int = 1000,
+        images: int = 1280,
+        channels: int = 3,
+        augment: Augment = Augment(),  # noqa: B008 - frozen
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, augment, seed)
+        augment.check_in_memory("data=synthetic")
+        for option, got, least in (("size", size, 8), ("classes", classes, 2), ("images", images, 1)):
+            if type(got) is not int or got < least:
+                raise refusal(f"data.{option}", got, f"a whole number from {least}")
+        self.size, self.classes, self.images, self.channels = size, classes, images, channels
+
+    def load(self) -> Pair:
+        generator = torch.Generator().manual_seed(0)
+        shape = (DIFFERENT, self.channels, self.size, self.size)
+        pixels = torch.randn(shape, generator=generator, dtype=torch.float32)
+        labels = torch.randint(self.classes, (DIFFERENT,), generator=generator)
+        return Repeated(self.images, pixels, labels), Repeated(self.batch_size, pixels, labels)

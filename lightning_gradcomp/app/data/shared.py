@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -12,7 +13,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_gradcomp.compressors.kernels.rng import seed_of
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import Refused, refusal
+
+MEANWHILE = "Meanwhile, gradcomp recipe=digits needs none, and dry_run=true checks everything but the data"
+
+
+class MissingData(Refused):
+    """Files that are missing or can't be used."""
 
 
 class RankSampler(DistributedSampler[int]):
@@ -47,14 +54,20 @@ class SharedData(L.LightningDataModule, ABC):
     Args:
         batch_size: examples per step, over all ranks together, before accumulation.
         seed: seed for the order of the examples.
-        workers: decoding processes per rank.
-        prefetch: batches that each of them decodes ahead.
+        workers: processes per rank that decode and augment; 0 for none.
+        prefetch: batches that each of them prepares ahead.
 
     Raises:
         ValueError: if an option is out of range; in `setup`, if the ranks can't share the batch size.
     """
 
     name: str | None
+    root: Path
+    """The folder of the files, if there are any."""
+    where: ClassVar[str] = "data.dir"
+    """The option that sets it."""
+    how_to_get: ClassVar[str]
+    """What to do if files are missing: a sentence without its full stop."""
     examples: ClassVar[str]
     """What an example is, in messages: images or windows."""
     least_per_rank: ClassVar[int] = 1
@@ -91,6 +104,11 @@ class SharedData(L.LightningDataModule, ABC):
     def sampler(self, rank: int, ranks: int, skip: int) -> Any:
         """The order of a rank's training examples, without the first `skip` of the next epoch."""
         return RankSampler(self.train, ranks, rank, seed=self.seed, skip=skip)
+
+    def missing(self, why: str) -> MissingData:
+        """The error for files that can't be used: why, where they were looked for, how to get them."""
+        looked = f"Looked in {self.root.resolve()} ({self.where})"
+        return MissingData(f"{self.name}: {why}. {looked}. {self.how_to_get}. {MEANWHILE}.")
 
     def check(self) -> None:
         """Raises ValueError if files are missing, before any rank starts."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_gradcomp.app.data.missing import MissingData, missing
 from lightning_gradcomp.app.data.tokens import SharedTokens
 from lightning_gradcomp.errors import refusal
 
@@ -23,14 +22,12 @@ class Text(SharedTokens):
     Of fewer than 20 files, the last twentieth of the bytes is. Hidden files and folders are skipped. Every rank holds
     the whole text in memory.
 
+    The options of `SharedTokens`, and:
+
     Args:
-        batch_size: windows per step, over all ranks together.
         dir: a folder with text files. None: Python's standard library: its `*.py` without tests, about 12 MB,
             different in every version of Python.
         pattern: glob pattern of the files in `dir`.
-        context: bytes that the network sees at once.
-        validation_windows: number of windows to validate with, evenly spaced; None: all.
-        seed: seed for the order of the windows.
 
     Raises:
         ValueError: if an option is out of range; in `check`, if there is no text or too little of it, or a file
@@ -38,6 +35,7 @@ class Text(SharedTokens):
     """
 
     name, vocabulary, unit = "text", 256, "byte"
+    how_to_get = "Put text files there, or train on Python's standard library with data.dir=null"
 
     def __init__(
         self,
@@ -49,6 +47,8 @@ class Text(SharedTokens):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, context, validation_windows, seed)
+        if not isinstance(dir, str | None):
+            raise refusal("data.dir", dir, "a folder, or null")
         self.is_library, self.pattern = dir is None, pattern
         self.root = Path(sysconfig.get_path("stdlib") if dir is None else dir).expanduser()
 
@@ -70,7 +70,7 @@ class Text(SharedTokens):
             MissingData: if there is none.
         """
         if not self.root.is_dir():
-            raise self._missing("there is no such folder")
+            raise self.missing("there is no such folder")
         pattern = "**/*.py" if self.is_library else self.pattern
         try:
             relative = [path.relative_to(self.root) for path in self.root.glob(pattern) if path.is_file()]
@@ -80,21 +80,17 @@ class Text(SharedTokens):
         if self.is_library:
             kept = [path for path in kept if not LEFT_OUT & set(path.parts)]
         if not kept:
-            raise self._missing(f"no file matches {pattern}")
+            raise self.missing(f"no file matches {pattern}")
         return [self.root / path for path in sorted(kept)]
 
     def _read(self, path: Path) -> bytes:
         try:
             text = path.read_bytes()
         except OSError as error:
-            raise self._missing(str(error)) from error
+            raise self.missing(str(error)) from error
         if b"\0" in text:
-            raise self._missing(f"{path} is not a text: it has a zero byte; data.pattern chooses files")
+            raise self.missing(f"{path} is not a text: it has a zero byte; data.pattern chooses files")
         return text
-
-    def _missing(self, why: str) -> MissingData:
-        how_to_get = "Put text files there, or train on Python's standard library with data.dir=null"
-        return missing(self.name, why, self.root, "data.dir", how_to_get)
 
 
 def joined(texts: list[bytes]) -> torch.Tensor:

@@ -30,13 +30,12 @@ class Windows(Dataset[torch.Tensor]):
 class SharedTokens(SharedData):
     """Windows of a sequence of tokens, `batch_size` per training step over all ranks together.
 
-    A subclass defines `name`, `vocabulary`, `unit` and `tokens`.
+    A subclass defines `name`, `vocabulary`, `unit` and `tokens`. The options `batch_size` and `seed` of `SharedData`,
+    and:
 
     Args:
-        batch_size: windows per step, over all ranks together, before accumulation.
         context: tokens that the network sees at once; a window has one more.
         validation_windows: number of windows to validate with, evenly spaced, the same for all seeds; None: all.
-        seed: seed for the order of the windows.
 
     Raises:
         ValueError: if an option is out of range; in `check`, if there are too few tokens.
