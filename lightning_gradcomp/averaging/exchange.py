@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from lightning_gradcomp.averaging.framing import Frame
-from lightning_gradcomp.averaging.int8 import mean_in_int8
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
@@ -212,23 +211,17 @@ def all_reduce_mean(
     present: list[bool],
     wire: str = "fp32",
     saturate: bool = True,
-    step: int = 0,
 ) -> tuple[list[torch.Tensor], list[bool]]:
     """The fp32 means of flat `tensors` over the ranks, and True for each of `present` that any rank set.
 
-    Uses one all-reduce. With wire="int8", `mean_in_int8` computes the means, and only the first tensor travels in 8
-    bits.
+    Uses one all-reduce.
     """
     flags = to_flags(present, tensors[0].device).float()
     parts = [*tensors, flags]
-    if ranks.world > 1 and wire == "int8":
-        assert ranks.group is not None
-        buffer = torch.cat(mean_in_int8(ranks.group, parts[:1], parts[1:], step))
-    else:
-        buffer = torch.cat(parts)
-        if ranks.world > 1:
-            buffer = to_wire(buffer, ranks.world, wire, saturate)
-            add(ranks.group, buffer)
+    buffer = torch.cat(parts)
+    if ranks.world > 1:
+        buffer = to_wire(buffer, ranks.world, wire, saturate)
+        add(ranks.group, buffer)
     *means, anywhere = buffer.float().split([part.numel() for part in parts])
     return means, read_flags(anywhere > 0)
 

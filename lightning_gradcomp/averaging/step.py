@@ -24,6 +24,7 @@ from lightning_gradcomp.averaging.exchange import (
 )
 from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.int8 import first_groups, mean_in_int8
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
@@ -117,7 +118,10 @@ def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flag
     """Replace `p.grad` with its mean over the ranks, sent in the format `wire`."""
     gradients.collect(unscale=False)
     present, saturate = [*gradients.present, *flags], gradients.scale == 1
-    [mean, dense_mean], found = all_reduce_mean(ranks, gradients.flats, present, wire, saturate, step)
+    if wire == "int8" and ranks.world > 1:
+        mean, dense_mean, found = _mean_in_int8(gradients, ranks, present, step)
+    else:
+        [mean, dense_mean], found = all_reduce_mean(ranks, gradients.flats, present, wire, saturate)
     # Without shards all ranks have the same mean, finite or not, so they need not agree.
     finite = all_finite(mean) & all_finite(dense_mean) if ranks.shards else None
     good, anywhere, flags = _agreed(ranks, finite, found)
@@ -125,6 +129,23 @@ def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flag
         return _without_effect(gradients, anywhere, flags)
     gradients.assign(Dense(mean), dense_mean, anywhere, [1.0] * len(gradients.compressed), 1.0)
     return Average(flags)
+
+
+def _mean_in_int8(
+    gradients: Gradients, ranks: Ranks, present: list[bool], step: int
+) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
+    """The means of both buffers over the ranks, and True for each of `present` that any rank set."""
+    assert ranks.group is not None
+    layout, flat, dense = gradients.layout, gradients.compressed_flat, gradients.dense_flat
+    first, views = first_groups(gradients.chosen), layout.views(flat)
+    large = [(first[name], view) for name, view in zip(layout.names, views, strict=True)]
+    shard = ranks.shards.rank() if ranks.shards else 0
+    small = [dense, to_flags(present, flat.device).float()]
+    means, small_means = mean_in_int8(ranks.group, large, small, step, shard)
+    for view, mean in zip(views, means, strict=True):
+        view.copy_(mean.view(view.shape))
+    dense_mean, anywhere = small_means.split([part.numel() for part in small])
+    return flat, dense_mean, read_flags(anywhere > 0)
 
 
 def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tensor, list[bool]]:

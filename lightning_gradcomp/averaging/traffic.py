@@ -36,7 +36,7 @@ def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> lis
 def dense_step_traffic(gradients: Gradients | Layouts, ranks: Ranks, wire: str) -> int:
     """Bytes that a plain dense step sends between workers: those of a ring all-reduce, or of `mean_in_int8`."""
     if wire == "int8":
-        return int8_traffic(gradients.layout.n, gradients.dense_layout.n, ranks)
+        return int8_traffic(gradients.layout.sizes, gradients.dense_layout.n, ranks)
     return ranks.dense_traffic(gradients.nbytes) * BITS[wire] // 32
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.exchange import to_wire
+from lightning_gradcomp.averaging.int8 import first_groups
 from lightning_gradcomp.averaging.replicas import identical, ignored_by_ddp
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.layout import plain_name
@@ -128,8 +129,8 @@ class DDPHook(ManualSteps):
         self._grad_scale, self._step = scaler.get_scale() if scaler else 1.0, averager.steps
         self._wire = decision.wire if averager.world > 1 else "fp32"
         if self._wire == "int8" and self._int8 is None:
-            chosen, named = averager.gradients.chosen, self._ddp.module.named_parameters()
-            large = {id(p) for name, p in named if plain_name(name) in chosen}
+            first, named = first_groups(averager.gradients.chosen), self._ddp.module.named_parameters()
+            large = {id(p): first[plain_name(name)] for name, p in named if plain_name(name) in first}
             self._int8 = Int8Buckets(large, averager.gradients.device)
         self._by_ddp = not self._ddp_skipped and self._can_be_by_ddp(decision)
         self._gradients_ready = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Set
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,13 @@ from lightning_gradcomp.averaging.ranks import subgroup
 
 
 class Task(NamedTuple):
-    """A bucket to average: its buffer, the gradients in it, step and bucket index, and the future to complete."""
+    """A bucket to average: its buffer, the gradients in it, the step, and the future to complete."""
 
     buffer: torch.Tensor
-    large: list[torch.Tensor]
+    large: list[tuple[int, torch.Tensor]]
+    """Those that travel in 8 bits, each with the number of its first group."""
     small: list[torch.Tensor]
-    key: tuple[int, int]
+    step: int
     ready: Any
     """The CUDA event after which the gradients are in the buffer; None on a CPU."""
     future: torch.futures.Future[Any]
@@ -33,11 +34,12 @@ class Int8Buckets:
     GPU it also has its own stream. To make one is collective.
 
     Args:
-        large: ids of the parameters whose gradients travel in 8 bits. The others' travel in fp32.
+        large: for each parameter whose gradient travels in 8 bits, its id -> its first group. The others' travel in
+            fp32.
         device: the device of the gradients.
     """
 
-    def __init__(self, large: Set[int], device: torch.device) -> None:
+    def __init__(self, large: Mapping[int, int], device: torch.device) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._large, self._device = large, device
@@ -57,10 +59,13 @@ class Int8Buckets:
         """
         large, small = [], []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            (large if id(parameter) in self._large else small).append(gradient)
+            if (first := self._large.get(id(parameter))) is None:
+                small.append(gradient)
+            else:
+                large.append((first, gradient))
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._device] if self._stream else None)
-        self._tasks.put(Task(bucket.buffer(), large, small, (step, bucket.index()), ready, future))
+        self._tasks.put(Task(bucket.buffer(), large, small, step, ready, future))
         return future.then(lambda done: done.value())  # DDP sees an exception that a callback raises, and no other
 
     def _run(self) -> None:
@@ -76,12 +81,11 @@ class Int8Buckets:
                 raise self._error
             if self._stream:
                 self._stream.wait_event(task.ready)
-            none = task.buffer[:0]
-            means = mean_in_int8(self._group, [*task.large, none], [*task.small, none], *task.key)
-            for gradients, mean in zip((task.large, task.small), means, strict=True):
-                parts = mean.split([gradient.numel() for gradient in gradients]) if gradients else []
-                for gradient, part in zip(gradients, parts, strict=True):
-                    gradient.copy_(part.view(gradient.shape))
+            none, shard = task.buffer[:0], 0
+            means, small_mean = mean_in_int8(self._group, task.large, [*task.small, none], task.step, shard)
+            means += small_mean.split([gradient.numel() for gradient in task.small]) if task.small else ()
+            for gradient, mean in zip([*(each for _, each in task.large), *task.small], means, strict=True):
+                gradient.copy_(mean.view(gradient.shape))
         except Exception as error:
             self._error = error
             task.future.set_exception(error)

@@ -9,12 +9,12 @@ import torchvision
 
 from lightning_gradcomp.averaging import int8
 from lightning_gradcomp.averaging.gradients import Layouts
-from lightning_gradcomp.averaging.int8 import mean_in_int8
+from lightning_gradcomp.averaging.int8 import first_groups, groups_in, mean_in_int8
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.traffic import dense_step_traffic
 from lightning_gradcomp.compressors import Int8
 from lightning_gradcomp.compressors.kernels.int8 import int8_bytes, pack_int8, unpack_int8
-from lightning_gradcomp.compressors.kernels.rng import Dither
+from lightning_gradcomp.compressors.kernels.rng import fill_uniform, row_seeds
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.workers import (
     Table,
@@ -37,25 +37,53 @@ def test_it_is_bit_identical_to_the_simulation_in_one_process(world, n, m):
         noise = torch.randn(k, generator=seeded(rank, k))
         return noise * noise.abs()
 
+    sizes = [n // 3, n - n // 3]
+    first = first_groups({"a": sizes[:1], "b": sizes[1:]}).values()
+
     def work(rank, group):
-        large, small = numbers(rank, n), numbers(rank, m)
-        return mean_in_int8(group, [large[: n // 3], large[n // 3 :]], [small], 7)  # several tensors are one
+        large, small = numbers(rank, n).split(sizes), numbers(rank, m)
+        means, small_mean = mean_in_int8(group, list(zip(first, large, strict=True)), [small], 7)
+        return *means, small_mean
 
-    def uniform(rank, phase, begin, n):
-        numbers = torch.zeros(begin + n)
-        Dither(numbers.device, 7, rank, phase).add_to(numbers)
-        return numbers[begin:].numpy()
+    def uniform(phase, begin, k):
+        rows = begin + torch.arange(groups_in(k))
+        return fill_uniform(torch.empty(len(rows), 256), row_seeds(rows, 7, *phase)).view(-1).numpy()
 
-    expected = reference.mean(*([numbers(rank, k).numpy() for rank in range(world)] for k in (n, m)), uniform)
+    larges = zip(*(numbers(rank, n).split(sizes) for rank in range(world)), strict=True)
+    expected = [
+        reference.mean([tensor.numpy() for tensor in each], begin, uniform)
+        for each, begin in zip(larges, first, strict=True)
+    ]
+    small = sum(numbers(rank, m) / world for rank in range(world)).numpy()
     for got in run_ranks(world, work):
-        assert all(np.array_equal(mean.numpy(), wanted) for mean, wanted in zip(got, expected, strict=True))
+        assert all(np.array_equal(mean, wanted) for mean, wanted in zip(got, [*expected, small], strict=True))
+
+
+def test_a_mean_does_not_depend_on_what_is_averaged_with_it_or_on_owners():
+    """DDP changes its buckets after the first step, and a resumed run begins with the first ones again."""
+    sizes, world = {"a": (700,), "b": (300, 4), "c": (5000,)}, 3
+    first = first_groups(sizes)
+
+    def work(rank, group):
+        tensors = {name: torch.randn(size, generator=seeded(rank, len(size), size[0])) for name, size in sizes.items()}
+        small = torch.randn(7, generator=seeded(rank))
+        together = [(first[name], tensor) for name, tensor in tensors.items()]
+        means, _ = mean_in_int8(group, together, [small], 5)
+        mixed, _ = mean_in_int8(group, [together[2], together[0]], [small[:1], small], 5)
+        [alone], _ = mean_in_int8(group, together[1:2], [small[:0]], 5)
+        [later], _ = mean_in_int8(group, together[1:2], [small[:0]], 6)
+        assert not torch.equal(alone, later)
+        return torch.equal(torch.cat(means), torch.cat([mixed[1], alone, mixed[0]]))
+
+    assert all(run_ranks(world, work))
 
 
 def test_rounding_is_unbiased_and_the_largest_stays():
     v = torch.cat([torch.tensor([-1.0, 1.0]), torch.linspace(-0.02, 0.02, 254)]) * 3.7
     total, rounds = torch.zeros(256), 2000
     for step in range(rounds):
-        packed = pack_int8(v, torch.empty(int8_bytes(256), dtype=torch.uint8), Dither(v.device, step))
+        seeds = row_seeds(torch.tensor([3]), step)
+        packed = pack_int8(v, torch.empty(int8_bytes(256), dtype=torch.uint8), seeds)
         decoded = unpack_int8(packed, torch.empty(256))
         assert torch.equal(decoded[:2], (v[:2] / 3.7).sign() * 127 * (v[1] / 127))
         total += decoded
@@ -68,7 +96,8 @@ def test_a_long_part_travels_in_pieces(groups, monkeypatch):
     large, small = ([torch.randn(k, generator=seeded(rank, k)) for rank in range(2)] for k in (512 * groups - 7, 9))
 
     def work(rank, group):
-        return mean_in_int8(group, [large[rank]], [small[rank]])
+        [mean], small_mean = mean_in_int8(group, [(0, large[rank])], [small[rank]])
+        return mean, small_mean
 
     (first, first_small), (second, second_small) = run_ranks(2, work)
     assert torch.equal(first, second)

@@ -34,7 +34,8 @@ def test_replicas_are_equal_to_the_bit(outcome):
 def test_a_shard_is_averaged_as_a_plain_tensor_is(outcome):
     assert len(outcome["as_plain"]) == 2 * len(with_defaults(REGISTERED))
     for name, (apart, states_are_the_same) in outcome["as_plain"].items():
-        assert apart == 0, name
+        # The draws of 8 bits depend on a shard's place in the whole model.
+        assert 0 < apart < 0.1 if name.startswith("int8") else apart == 0, name
         assert states_are_the_same, name
 
 

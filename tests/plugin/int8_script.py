@@ -11,7 +11,9 @@ import torch
 from features import Adversaries, Freezing, PartlyUsed
 from features_errors import BlockSync
 from features_kit import (
+    FOLDER,
     RANK,
+    SGD,
     WORLD,
     Manual,
     Net,
@@ -118,6 +120,70 @@ def uneven_inputs():
     return {"apart": apart(after, trained("ddp")), "replicas_apart": spread(after)}
 
 
+class Recorded(Net):
+    """Keeps its batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def training_step(self, batch, index):
+        self.batches.append(batch)
+        return super().training_step(batch, index)
+
+
+def same_whatever_the_buckets():
+    """How far each run is from the uninterrupted one: resumed, in smaller buckets, and by an averager without DDP."""
+    trainer, whole = fit(int8(), Recorded)
+    batches, path = trainer.lightning_module.batches, FOLDER / "int8.ckpt"
+    fit(int8(), epochs=1)[0].save_checkpoint(path)
+    others = {"resumed": fit(int8(), ckpt_path=path)[1], "small buckets": fit(int8(bucket_cap_mb=SMALL))[1]}
+
+    L.seed_everything(0, verbose=False)
+    net = Net()
+    optimizer = net.configure_optimizers()
+    averager = lgc.GradientAverager(net, lgc.Int8(min_elements=32), optimizer=optimizer)
+    for batch in batches:
+        optimizer.zero_grad()
+        net.training_step(batch, 0).backward()
+        averager.step()
+    others["averager"] = weights(net)
+    return {name: apart(whole, other) for name, other in others.items()}
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice before each step, and keeps how far the gradients are apart."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.apart = []
+
+    def step(self, closure):
+        seen = []
+        for _ in range(2):
+            loss = closure()
+            seen.append(torch.cat([p.grad.reshape(-1) for group in self.param_groups for p in group["params"]]))
+        self.apart.append(apart(*seen))
+        super().step()
+        return loss
+
+
+class LineSearch(Net):
+    def configure_optimizers(self):
+        return Twice(self.parameters(), **SGD)
+
+
+class SecondOrder(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
+
+
+def closures():
+    trainer, _ = fit(int8(), LineSearch, epochs=1, limit_train_batches=3)
+    _, after = fit(int8(), SecondOrder, epochs=1, limit_train_batches=3)
+    return {"apart": trainer.optimizers[0].apart, "replicas_apart": spread(after)}
+
+
 class Waiting(Net):
     """In the third step, when DDP has made its buckets, its first layer waits for the exchange of the last one."""
 
@@ -151,6 +217,7 @@ if __name__ == "__main__":
     run(
         (
             accumulation, unused_parameters, static_graph, gradient_as_bucket_view, many_buckets, manual_optimization,
-            no_sync, several_optimizers, freezing, low_precision, uneven_inputs, overlap,
+            no_sync, several_optimizers, freezing, low_precision, uneven_inputs, same_whatever_the_buckets, closures,
+            overlap,
         )
     )  # fmt: skip

@@ -18,28 +18,15 @@ def rounded(values, uniform):
     return np.concatenate(decoded) if decoded else values
 
 
-def divided(values, ranks, whole):
-    """`values` as one row for each owner, filled with zeros to rows of a multiple of `whole` elements."""
-    row = whole * -(-len(values) // (ranks * whole))
-    return np.pad(values, (0, ranks * row - len(values))).reshape(ranks, row)
+def mean(tensors, first, uniform):
+    """The mean of a tensor that travels in 8 bits; one flat array for each rank.
 
-
-def mean(larges, smalls, uniform):
-    """The means of what travels in 8 bits and of what travels in fp32; one flat array for each rank.
-
-    `uniform(rank, phase, begin, n)` are the numbers in [0, 1) of a rank's elements, for the way there and back.
+    `first` is the number of its first group. `uniform(phase, begin, n)` are the numbers in [0, 1) of n elements, from
+    the group `begin` on; `phase` is (0, rank) on the way to an owner, and (1,) on the way back.
     """
-    ranks = len(larges)
-    n, m = len(larges[0]), len(smalls[0])
-    large = [divided(each / np.float32(ranks), ranks, GROUP) for each in larges]
-    small = [divided(each / np.float32(ranks), ranks, 1) for each in smalls]
-    large_means, small_means = [], []
-    for owner in range(ranks):
-        total, small_total = np.zeros_like(large[0][0]), np.zeros_like(small[0][0])
-        for sender in range(ranks):
-            row = large[sender][owner]
-            total += rounded(row, uniform(sender, 0, owner * len(row), len(row)))
-            small_total += small[sender][owner]
-        large_means.append(rounded(total, uniform(owner, 1, 0, len(total))))
-        small_means.append(small_total)
-    return np.concatenate(large_means)[:n], np.concatenate(small_means)[:m]
+    ranks, n = len(tensors), len(tensors[0])
+    total = np.zeros(-(-n // GROUP) * GROUP, np.float32)
+    for rank, tensor in enumerate(tensors):
+        padded = np.pad(tensor / np.float32(ranks), (0, len(total) - n))
+        total += rounded(padded, uniform((0, rank), first, n))
+    return rounded(total, uniform((1,), first, n))[:n]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lightning_gradcomp.compressors.kernels.rng import Dither
+from lightning_gradcomp.compressors.kernels.rng import fill_uniform
 
 GROUP = 256
 """Number of values that share a scale."""
@@ -29,11 +29,15 @@ def int8_bytes(k: int) -> int:
     return 4 * -(-k // GROUP) + k
 
 
-def pack_int8(v: torch.Tensor, out: torch.Tensor, dither: Dither | None = None) -> torch.Tensor:
+def pack_int8(v: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
     """Fill `out`, uint8 [int8_bytes(k)], with the scales and integers of v, fp32 [k], both contiguous. Returns it.
 
-    With a `dither`, rounding is stochastic.
+    Args:
+        v: the values.
+        out: receives them.
+        seeds: for stochastic rounding, the groups' `row_seeds`: int32 [g]. k is then a multiple of 256.
     """
+    group = 0
     for values, scales, integers in _groups(v, out):
         work = values.abs()
         largest = work.amax(1, keepdim=True)
@@ -41,10 +45,13 @@ def pack_int8(v: torch.Tensor, out: torch.Tensor, dither: Dither | None = None) 
         # Not below the smallest number of full precision: 127 times the scale is the largest magnitude, or more.
         finite = (largest.clamp(max=0.999 * LIMITS.max) / 127).clamp(min=LIMITS.tiny)
         scales.copy_(torch.where(largest.isinf(), largest, finite))
-        torch.div(values, scales, out=work)
-        if dither:
-            dither.add_to(work)
-        integers.copy_(work.floor_() if dither else work.round_())
+        if seeds is None:
+            torch.div(values, scales, out=work).round_()
+        else:
+            rows = slice(group, group := group + len(work))
+            # A quotient of 127 but for rounding errors stays below 128.
+            fill_uniform(work, seeds[rows]).addcdiv_(values, scales).floor_()
+        integers.copy_(work)
     return out
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gradcomp.compressors.kernels.rng import Draws, Uniform
+from lightning_gradcomp.compressors.kernels.rng import Draws, Uniform, fill_uniform, row_seeds
 from tests.compressors.one_worker import CPU
 
 KEYS = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 1)]
@@ -16,6 +16,14 @@ def uniform(*key):
 
 def own(*key):
     return torch.rand(20, generator=Draws(*key).own(CPU))
+
+
+def rows(numbers, *key, width=256):
+    return fill_uniform(torch.empty(len(numbers), width), row_seeds(numbers, *key))
+
+
+def row(*key):
+    return rows(torch.tensor([5]), *key)
 
 
 def shared(*key, tensor="a"):
@@ -44,7 +52,27 @@ def test_they_are_the_middles_of_65536_intervals():
     assert torch.equal(draws, draws.floor() + 0.5)
 
 
-@pytest.mark.parametrize("draw", [uniform, own])
+def test_draws_of_rows_are_uniform_and_independent():
+    """Mean, variance, shares, and the correlation of all pairs in a row, each within five standard errors."""
+    n, width = 20_000, 256
+    draws = rows(torch.arange(n), 3, width=width).double()
+    assert torch.equal(draws * 256, (draws * 256).floor() + 0.5)
+    shares = torch.stack([torch.histc(column, 16, 0, 1) for column in draws.T]) / n
+    assert bool(((shares - 1 / 16).abs() < 5 * (1 / 16 * 15 / 16 / n) ** 0.5).all())
+    centred = (draws - 0.5) * 12**0.5
+    assert float(centred.mean().abs()) < 5 / (n * width) ** 0.5
+    assert bool((centred.mean(0).abs() < 5 / n**0.5).all())
+    correlations = centred.T @ centred / n
+    assert bool(((correlations - torch.eye(width)).abs() < 5 / n**0.5).all())
+    assert abs(float((centred[1:] * centred[:-1]).mean())) < 5 / (n * width) ** 0.5
+
+
+def test_a_rows_draws_do_not_depend_on_the_other_rows():
+    whole, order = rows(torch.arange(9), 1, 2), torch.tensor([7, 0, 3])
+    assert torch.equal(rows(order, 1, 2), whole[order])
+
+
+@pytest.mark.parametrize("draw", [uniform, own, row])
 def test_every_key_has_its_own_numbers_which_repeat(draw):
     drawn = [draw(*key) for key in KEYS]
     for number, (key, numbers) in enumerate(zip(KEYS, drawn, strict=True)):
