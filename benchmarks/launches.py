@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 import lightning_gradcomp as lgc
 from benchmarks import report
 from lightning_gradcomp.averaging import exchange
-from lightning_gradcomp.averaging.exchange import Flags
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS, Flags
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
@@ -92,7 +92,11 @@ def counting() -> Iterator[Launches]:
     patches = [
         patch.object(lgc.TensorCodec, "_encode_zeros", encode_data),
         patch.object(dist, "all_reduce", lambda tensor, **options: None),
-        patch.object(exchange, "read_flags", lambda flags: [False] + [True] * (len(flags) - 3) + [False] * 2),
+        patch.object(
+            exchange,
+            "read_flags",
+            lambda flags: [False] + [True] * (len(flags) - 1 - CALLER_FLAGS) + [False] * CALLER_FLAGS,
+        ),
         patch.object(rng.Uniform, "__init__", lambda self, device, *key: setattr(self, "_device", device)),
         patch.object(rng.Uniform, "draw", lambda self, n, begin: torch.rand(n, device=self._device).add_(begin)),
     ]

@@ -36,6 +36,7 @@ from lightning_gradcomp.averaging.stats import Stats, norm
 from lightning_gradcomp.averaging.step import Average, Pending, average_compressed, average_dense, flush
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.traffic import dense_step_traffic, dense_topology
+from lightning_gradcomp.averaging.trainable import check_same_step
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
@@ -217,6 +218,7 @@ class GradientAverager:
         grad_scale: float = 1.0,
         optimizer: torch.optim.Optimizer | None = None,
         during: tuple[int, str] | None = None,
+        revocable: bool = False,
     ) -> None:
         """Replace every `p.grad` with its average over the ranks, compressed as this step requires. Collective.
 
@@ -226,9 +228,11 @@ class GradientAverager:
             grad_scale: the loss scale in the gradients; error feedback is kept without it.
             optimizer: one of several, to average the gradients of its parameters only.
             during: the step and phase that an error names. Default: `steps` and "averaging gradients".
+            revocable: True to keep this rank's own gradients until the optimizer steps, for `revoke`.
 
         Raises:
-            ValueError: if the ranks train different parameters, or no optimizer step has used the previous average.
+            ValueError: if the ranks are at different steps or train different parameters, or if no optimizer step has
+                used the previous average.
             ExchangeFailed: if the other ranks can't be reached; names this rank, the step and the missing ranks.
         """
         if optimizer is not None and not any(optimizer is each for each in self.optimizers):
@@ -238,6 +242,7 @@ class GradientAverager:
         with explained(*(during or (self.steps, "averaging gradients")), self.ranks.group):
             self.use_shared_weights()
             self._check_average_was_used()
+            own = self._own_gradients(optimizers) if revocable else None
             with self._plain_tensors():
                 takes_turns = [*map(id, optimizers)] != [*map(id, self._averaged_for)]  # the same on all ranks
                 self._averaged_for = optimizers
@@ -246,7 +251,8 @@ class GradientAverager:
                 if not self.parameters_agree:
                     self.check_same_parameters()
                 while True:
-                    decision, flags = self._begin_average(grad_scale), Flags(self.flag, self._changed())
+                    decision = self._begin_average(grad_scale)
+                    flags = Flags.at(self.steps, stop=self.flag, changed=self._changed())
                     memory, stats = self._memory, self.stats
                     if decision.is_plain:
                         with stats.phase("exchange"):
@@ -256,6 +262,8 @@ class GradientAverager:
                         average = average_compressed(memory, *how, flags, stats)
                     else:
                         average = flush(memory, flags, stats)
+                    if average.flags.steps_differ:
+                        check_same_step(self.ranks, self.gradients.device, self.steps, differ=True)
                     if not average.flags.changed:
                         break
                     self._follow()
@@ -267,7 +275,44 @@ class GradientAverager:
             if not decision.is_plain and self.state.update.owns_momentum:
                 compressed = [id(p) for _, p in named[: len(self.gradients.compressed)]]
                 self._directions = dict(zip(compressed, self.gradients.exponents, strict=True))
-            self._record(Pending(average, named, optimizers))
+            self._record(Pending(average, named, optimizers, own))
+
+    @staticmethod
+    def _own_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        return [(p, p.grad.detach().clone()) for p in parameters if p.grad is not None]
+
+    def revoke(self) -> list[nn.Parameter]:
+        """Restore this rank's own gradients if no optimizer step has used the latest average, made with `revocable`.
+
+        A backward can then add to them, and `average` averages the sum. Dense averages stay, because a sum with them
+        can be averaged again.
+
+        Returns:
+            The parameters whose gradients were restored.
+
+        Raises:
+            ValueError: if averages were changed, and neither discarded nor used.
+        """
+        if self._pending is None or not self._pending.is_revocable:
+            return []
+        restored = self._pending.revoke()
+        self._drop_pending()
+        return restored
+
+    def check_same_turn(self, optimizer: torch.optim.Optimizer, backwards: int) -> None:
+        """Check that all ranks are about to average the gradients of this optimizer at the same step. Collective.
+
+        Args:
+            optimizer: one of several.
+            backwards: backward passes so far.
+
+        Raises:
+            ValueError: on every rank, if they are not.
+        """
+        index = [*map(id, self.optimizers)].index(id(optimizer))
+        if self.world > 1:
+            check_same_step(self.ranks, self.gradients.device, self.steps, index, backwards)
 
     def _begin_average(self, grad_scale: float) -> Decision:
         decision = self.begin_step()

@@ -26,12 +26,35 @@ class Flags(NamedTuple):
 
     Args:
         stop: set by the caller, for example after a SIGTERM.
-        changed: the trainable parameters are not those that the gradients are laid out for. No rank then applies the
-            average.
+        changed: the trainable parameters are not those that the gradients are laid out for.
+        odd: the lowest bit of the rank's step is 1.
+        even: it is 0. Both are set if some ranks' bits are 1 and others' are 0.
+        second_odd: the same for the second bit.
+        second_even: the same for the second bit.
     """
 
     stop: bool = False
     changed: bool = False
+    odd: bool = False
+    even: bool = False
+    second_odd: bool = False
+    second_even: bool = False
+
+    @classmethod
+    def at(cls, step: int, *, stop: bool, changed: bool) -> Flags:
+        """A rank's flags at this step."""
+        odd, second_odd = bool(step & 1), bool(step & 2)
+        return cls(stop, changed, odd, not odd, second_odd, not second_odd)
+
+    @property
+    def steps_differ(self) -> bool:
+        """True if the ranks are at different steps. Differences of a multiple of 4 do not show."""
+        return (self.odd and self.even) or (self.second_odd and self.second_even)
+
+    @property
+    def void(self) -> bool:
+        """True if no rank applies the average."""
+        return self.changed or self.steps_differ
 
 
 CALLER_FLAGS = len(Flags._fields)

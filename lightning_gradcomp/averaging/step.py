@@ -31,6 +31,7 @@ from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.two_phase import TwoPhaseExchange
 from lightning_gradcomp.compressors.base import LossyCompressor
 from lightning_gradcomp.compressors.decoded import Dense, all_finite
+from lightning_gradcomp.errors import refusal
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Average:
         flags: flags of all ranks, combined.
         names: parameters whose `p.grad` was written.
         commit: makes the new state current for the parameters that the optimizer stepped. None: the state does not
-            change, because the average was dense, a gradient was not finite, or the trainable parameters changed.
+            change, because the average was dense, a gradient was not finite, or the flags say that no rank applies it.
         values: maps a name to its part of the average; 1-D, some or all elements.
     """
 
@@ -81,7 +82,7 @@ def average_compressed(
 
     with stats.phase("decompress"):
         good, anywhere, flags = exchange.agreed(mean)
-        if not good or flags.changed:
+        if not good or flags.void:
             return _without_effect(gradients, anywhere, flags)
         memory.subtract(sent, extras.sent, extras.mean)
         gradients.assign_updates(mean, extras.mean, anywhere, memory.compressed.update)
@@ -107,7 +108,7 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
 
     with stats.phase("decompress"):
         good, anywhere, flags = _agreed(ranks, all_finite(mean) & all_finite(dense_mean), found)
-        if not good or flags.changed:
+        if not good or flags.void:
             return _without_effect(gradients, anywhere, flags)
         gradients.assign_updates(Dense(mean), dense_mean, anywhere, memory.compressed.update)
     commit = partial(memory.commit_all_sent, dict(zip(moments, means, strict=True)))
@@ -125,7 +126,7 @@ def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flag
     # Without shards all ranks have the same mean, finite or not, so they need not agree.
     finite = all_finite(mean) & all_finite(dense_mean) if ranks.shards else None
     good, anywhere, flags = _agreed(ranks, finite, found)
-    if not good or flags.changed:
+    if not good or flags.void:
         return _without_effect(gradients, anywhere, flags)
     gradients.assign(Dense(mean), dense_mean, anywhere, [1.0] * len(gradients.compressed), 1.0)
     return Average(flags)
@@ -203,8 +204,8 @@ def _agreed(ranks: Ranks, finite: torch.Tensor | None, found: list[bool]) -> tup
 
 
 def _without_effect(gradients: Gradients, anywhere: list[bool], flags: Flags) -> Average:
-    """An average that changes no state. Gradients become NaN, unless the trainable parameters changed."""
-    if not flags.changed:
+    """An average that changes no state. Gradients become NaN, unless the flags say that no rank applies it."""
+    if not flags.void:
         gradients.fill(torch.nan, anywhere)
     return Average(flags)
 
@@ -224,6 +225,7 @@ class Pending:
         average: the average's outcome.
         named: name and parameter of everything that was averaged, as in the model.
         optimizers: the optimizers whose steps use it.
+        own: parameters and this rank's gradients before the average, if it may be revoked.
     """
 
     def __init__(
@@ -231,7 +233,9 @@ class Pending:
         average: Average,
         named: Sequence[tuple[str, nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
+        own: Sequence[tuple[nn.Parameter, torch.Tensor]] | None = None,
     ) -> None:
+        self._own = own
         self.average, self._optimizers = average, optimizers
         self._named = [(name, p) for name, p in named if name in average.names and p.grad is not None]
         self._written = {id(p): (p.grad, _versions(p.grad)) for _, p in self._named if p.grad is not None}
@@ -243,6 +247,38 @@ class Pending:
     def _is_untouched(self, parameter: nn.Parameter) -> bool:
         grad, versions = self._written.get(id(parameter), (None, (0, 0)))
         return grad is not None and parameter.grad is grad and _versions(grad) == versions
+
+    def _was_moved(self, parameter: nn.Parameter) -> bool:
+        """True if another tensor holds the average, as after DDP rebuilds its buckets in the second forward pass."""
+        grad, versions = self._written.get(id(parameter), (None, (0, 0)))
+        if grad is None or parameter.grad is None or parameter.grad is grad or _versions(grad) != versions:
+            return False
+        return torch.equal(local(parameter.grad), local(grad))
+
+    @property
+    def is_revocable(self) -> bool:
+        """True if error feedback is uncommitted, and this rank's own gradients are kept."""
+        return self.average.commit is not None and self._own is not None
+
+    def revoke(self) -> list[nn.Parameter]:
+        """Restore this rank's own gradients, except where the average was set to None or zeros.
+
+        Returns:
+            The parameters whose gradients were restored.
+
+        Raises:
+            ValueError: if the average was changed in another way.
+        """
+        own = {id(p): grad for p, grad in self._own or ()}
+        untouched = [p for _, p in self._named if self._is_untouched(p) or self._was_moved(p)]
+        restored = {id(p) for p in untouched}
+        for name, p in self._named:
+            if p.grad is not None and id(p) not in restored and bool(local(p.grad).any()):
+                allowed = "an optimizer step or zero_grad() after the change, or the change after the last backward"
+                raise refusal("a backward after averages were changed", name, allowed)
+        for p in untouched:
+            p.grad = own.get(id(p))
+        return untouched
 
     @property
     def is_in_gradients(self) -> bool:

@@ -1,7 +1,7 @@
-"""Checks that parameters are trainable, and that all ranks train the same ones.
+"""Checks that parameters are trainable, and that all ranks train the same ones at the same step.
 
 A trainable parameter must be real and have dense gradients; a frozen one may be of any kind. The trainable parameters
-determine the lengths of messages, so they must be the same on all ranks.
+determine the lengths of messages, so they must be the same on all ranks. The ranks must also be at the same step.
 """
 
 from __future__ import annotations
@@ -68,6 +68,32 @@ def check_same_parameters(
         doing = ["is frozen", "trains"]
         got = ", ".join(f"{doing[int(does)]} on rank {rank}" for rank, does in enumerate(masks[:, first].tolist()))
         raise refusal(f"parameter {named[first][0]!r}", got, "the same on every rank")
+
+
+def check_same_step(
+    ranks: Ranks, device: torch.device, step: int, optimizer: int = 0, backwards: int = 0, *, differ: bool = False
+) -> None:
+    """Check that all ranks average the same gradients. Collective.
+
+    Args:
+        ranks: the ranks to compare.
+        device: device of the messages.
+        step: optimizer steps so far.
+        optimizer: index of the optimizer whose gradients are averaged.
+        backwards: backward passes so far.
+        differ: True if it is known that the ranks' steps differ.
+
+    Raises:
+        ValueError: on every rank, if they do not; names each rank's step.
+    """
+    everyones = _everyones([step, optimizer, backwards], ranks, device)
+    if differ or (everyones != everyones[0]).any():
+        names = [f"step {step}, optimizer {index}, backward pass {count}" for step, index, count in everyones.tolist()]
+        if (everyones[:, 1:] == 0).all():
+            names = [f"step {step}" for step in everyones[:, 0].tolist()]
+        got = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        allowed = "the same on every rank. Some ranks skipped an optimizer step: skip it on all of them"
+        raise refusal("steps at which gradients are averaged", got, f"{allowed}, judging by averaged gradients")
 
 
 def _everyones(own: Sequence[int | bool], ranks: Ranks, device: torch.device) -> torch.Tensor:

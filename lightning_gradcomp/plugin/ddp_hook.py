@@ -1,9 +1,9 @@
 """What DDP sends: gradients of dense steps, initial weights if the ranks' differ, and buffers before they are read.
 
 A dense step keeps DDP's buckets, which are averaged while backward continues: by an all-reduce or, in 8 bits, by
-`Int8Buckets`. In a compressed step the `GradientAverager` runs after backward or, in manual optimization, before the
-optimizer step. If the decision is known before the forward pass (`DDPHook.forward`), DDP is skipped, so that backward
-copies no gradients into its buckets. Otherwise the hook returns the local gradient.
+`Int8Buckets`. In a compressed step the `GradientAverager` runs after backward or, if several optimizers train in manual
+optimization, before an optimizer's step. If the decision is known before the forward pass (`DDPHook.forward`), DDP is
+skipped, so that backward copies no gradients into its buckets. Otherwise the hook returns the local gradient.
 """
 
 # No postponed annotations in this file: DDP checks the hook's annotations and needs the types themselves.
@@ -28,14 +28,14 @@ from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.int8_buckets import Int8Buckets
-from lightning_gradcomp.plugin.manual_steps import ManualSteps
+from lightning_gradcomp.plugin.manual_steps import ManualSteps, parameter_ids
 
 
 class DDPHook(ManualSteps):
     """The communication hook of one DDP module.
 
     Run the forward pass inside `forward`, then `before_backward`, backward and `after_backward`. Step each optimizer
-    inside `stepping`; with `at_optimizer_step`, after `before_optimizer_step`.
+    inside `stepping`; with `manual`, after `before_optimizer_step`, and call `take_back` before each backward.
 
     DDP's `require_backward_grad_sync` (False in `no_sync()`) decides if a backward synchronizes. The hook can't tell,
     because it does not fire if DDP knows none of the trainable parameters. DDP knows those that required a gradient
@@ -43,16 +43,16 @@ class DDPHook(ManualSteps):
 
     Args:
         ddp: the wrapped model.
-        at_optimizer_step: False: a compressed step averages all gradients after backward, for automatic optimization.
-            True: it averages an optimizer's gradients before that optimizer steps.
+        manual: False, for automatic optimization: a compressed step averages all gradients after backward.
+            True: as in `ManualSteps`.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, *, at_optimizer_step: bool = False) -> None:
+    def __init__(self, ddp: DistributedDataParallel, *, manual: bool = False) -> None:
         super().__init__()
         # Registered directly, because Lightning registers hooks only on CUDA.
         ddp.register_comm_hook(None, self._hook)
         ddp._comm_hooks.pop()  # DDP has registered it; a copy of the module, which has no hook, would copy all of this
-        self._ddp, self._at_optimizer_step = ddp, at_optimizer_step
+        self._ddp, self._manual = ddp, manual
         self._known_to_ddp = {id(p) for p in self._trainable}
         self._known = {id(p) for _, p in self._named}
         self._by_ddp, self._wire, self._grad_scale = True, "fp32", 1.0
@@ -67,7 +67,7 @@ class DDPHook(ManualSteps):
         """True if the last backward left local gradients for a later one to add to."""
         self._unused_average = False
         self._compressed: set[int] = set()
-        """With `at_optimizer_step`: ids of the parameters whose last step was compressed."""
+        """With `manual`: ids of the parameters whose last step was compressed."""
 
     def release(self) -> None:
         """Release the DDP module, which holds this hook: Python's garbage collector can't see the cycle through C++."""
@@ -95,7 +95,7 @@ class DDPHook(ManualSteps):
         With static_graph=True it always prepares, because it must see its first backward passes.
         """
         ddp = self._ddp
-        self._ddp_skipped = not (self._at_optimizer_step or ddp.static_graph or self._can_be_by_ddp(decision))
+        self._ddp_skipped = not (self._manual or ddp.static_graph or self._can_be_by_ddp(decision))
         if not self._ddp_skipped:
             yield
             return
@@ -123,7 +123,7 @@ class DDPHook(ManualSteps):
             raise refusal(f"DDP's join() with {type(averager.compressor).__name__}", "a backward inside it", allowed)
         if self._ddp.require_backward_grad_sync:
             self._check_parameters()
-        if not self._at_optimizer_step:
+        if not self._manual:
             self._check_averages_were_used(averager)
         scaler = getattr(precision, "scaler", None)
         self._grad_scale, self._step = scaler.get_scale() if scaler else 1.0, averager.steps
@@ -176,7 +176,7 @@ class DDPHook(ManualSteps):
 
     def _nothing_left_for_averager(self, trainable: list[nn.Parameter]) -> bool:
         """True if no trainable parameter has a residual or a local gradient from an earlier backward."""
-        if not self._at_optimizer_step:
+        if not self._manual:
             return True
         if any(id(p) in self._compressed for p in trainable):
             return False
@@ -184,7 +184,7 @@ class DDPHook(ManualSteps):
         return not any(bool(p.grad.any()) for p in left if p.grad is not None)
 
     def after_backward(self, averager: GradientAverager) -> bool:
-        """Average, unless gradients accumulate, DDP has averaged them, or the optimizer step will.
+        """Average, unless gradients accumulate, DDP has averaged them, or several optimizers' steps will.
 
         Returns:
             True if the averager averaged here.
@@ -193,37 +193,31 @@ class DDPHook(ManualSteps):
         self.accumulating = not (fired or self._ddp.require_backward_grad_sync)
         if self.accumulating:
             return False
-        averaged = self._by_ddp and fired
+        by_ddp = self._by_ddp and fired
         if self._gradients_ready is not None:
             self._seconds = time.perf_counter() - self._gradients_ready
-        if self._at_optimizer_step:
-            self._pending |= {id(p): averaged for p in self._trainable}
-            return False
+        if self._manual:
+            return self.note_backward(averager, self._trainable, by_ddp=by_ddp)
         self._unused_average = True
-        return self._average(averager, averaged)
+        self._average(averager, None, by_ddp=by_ddp)
+        return not by_ddp
 
     def _average(
-        self, averager: GradientAverager, averaged: bool, optimizer: torch.optim.Optimizer | None = None
-    ) -> bool:
-        if averaged:
+        self,
+        averager: GradientAverager,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        by_ddp: bool,
+        revocable: bool = False,
+    ) -> None:
+        if by_ddp:
             averager.after_dense_step(grad_scale=self._grad_scale, seconds=self._seconds, optimizer=optimizer)
         else:
-            averager.average(grad_scale=self._grad_scale, optimizer=optimizer)
-        return not averaged
-
-    def before_optimizer_step(self, averager: GradientAverager, optimizer: torch.optim.Optimizer) -> bool:
-        """With `at_optimizer_step`, as in `ManualSteps`."""
-        ids = self._pending_of(optimizer)
-        if not ids:
-            return False
-        by_ddp = [self._pending.pop(i) for i in ids]
-        by_averager = self._average(averager, all(by_ddp), optimizer)
-        # If the next step is dense, the averager sends the residual of compressed parameters.
-        if averager.decision.is_plain:
-            self._compressed -= ids
-        else:
-            self._compressed |= ids
-        return by_averager
+            averager.average(grad_scale=self._grad_scale, optimizer=optimizer, revocable=revocable)
+        if optimizer is not None:
+            own = parameter_ids(optimizer) & {id(p) for p in self._trainable}
+            # If the next step is dense, the averager sends the residual of compressed parameters.
+            self._compressed = self._compressed - own if averager.decision.is_plain else self._compressed | own
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

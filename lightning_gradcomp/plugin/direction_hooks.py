@@ -39,10 +39,11 @@ class DirectionHooks:
     def __init__(self, averager: GradientAverager, trainer: Trainer, module: LightningModule) -> None:
         self._averager = averager
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        hooks = ["on_before_optimizer_step", *(["on_after_backward"] if module.automatic_optimization else [])]
+        hooks = ["on_before_optimizer_step", "on_after_backward"]
         found = [f"{_name(each)}.{hook}" for each in (*callbacks, module) for hook in hooks if _has(each, hook)]
         self._hooks = list(dict.fromkeys(found))
-        self._own_step = f"{_name(module)}.optimizer_step" if _has(module, "optimizer_step") else ""
+        automatic = module.automatic_optimization  # else nothing calls the module's optimizer_step
+        self._own_step = f"{_name(module)}.optimizer_step" if automatic and _has(module, "optimizer_step") else ""
         self._gradients: dict[int, torch.Tensor] = {}
         """id of each parameter -> norm of its gradient before the first average."""
         self._averaged: float | None = None
@@ -78,6 +79,10 @@ class DirectionHooks:
         autotune = self._averager.autotune
         if 0 < averaged < math.inf and not (autotune and autotune.measuring):
             self._averaged, self._left = averaged / self._averager.gradients.scale, self._left - 1
+
+    def revoked(self) -> None:
+        """Call after an average was revoked, which is no discard."""
+        self._averaged = None
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Call after the optimizer's step, before its gradients are zeroed."""

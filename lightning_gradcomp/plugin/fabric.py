@@ -40,7 +40,7 @@ class SetUp:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp, self.hook = ddp, DDPHook(ddp, at_optimizer_step=True)
+        self.ddp, self.hook = ddp, DDPHook(ddp, manual=True)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averager: GradientAverager | None = None
         self.loaded: tuple[dict[str, Any], Any] | None = None
@@ -72,8 +72,9 @@ class CompressedFabricStrategy(DDPStrategy):
                 fabric.backward(loss(model, batch))
             optimizer.step()
 
-    An optimizer's step averages the gradients of its parameters. Until then, in compressed steps, `p.grad` is the
-    rank's own. The optimizer's pre-step hooks find the average, or update directions if DGC owns the momentum.
+    After `fabric.backward`, `p.grad` is the average. If several optimizers train parameters of a module, an optimizer's
+    step averages the gradients of its parameters instead; until then, in compressed steps, `p.grad` is the rank's own.
+    The optimizer's pre-step hooks find the average, or update directions if DGC owns the momentum.
     `fabric.save` and `fabric.load` keep the ranks' residuals if `state` contains the optimizer.
 
     Each module that is set up with an optimizer has its own averager. DDP averages the gradients of a module without an
@@ -143,7 +144,9 @@ class CompressedFabricStrategy(DDPStrategy):
         """`GradientAverager.local_weights` of all modules, for forward and backward if DGC corrects the momentum."""
         with ExitStack() as stack:
             for each in self._training:
-                stack.enter_context(self._averager(each).local_weights())
+                averager = self._averager(each)
+                each.hook.take_back(averager)
+                stack.enter_context(averager.local_weights())
             yield
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
@@ -178,6 +181,7 @@ class CompressedFabricStrategy(DDPStrategy):
         for each in training:
             averager = self._averager(each)
             averager.epoch = self._epoch
+            each.hook.take_back(averager)
             each.hook.before_backward(averager, averager.begin_step(), self.precision)
         before = [each.versions() for each in training]
         super().backward(tensor, module, *args, **kwargs)
@@ -186,7 +190,7 @@ class CompressedFabricStrategy(DDPStrategy):
                 each.hook.after_backward(self._averager(each))
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Average the gradients of the optimizer's parameters, then step."""
+        """Average the gradients of the optimizer's parameters unless they are averaged, then step."""
         assert isinstance(optimizer, torch.optim.Optimizer)
         closure = kwargs.pop("closure", None)
 

@@ -37,8 +37,8 @@ from lightning_gradcomp.plugin.validation import (
 
 class GradientStrategy(BaseStrategy):
     """A strategy with a `GradientAverager`. It takes a decision once per batch, uses local weights in forward and
-    backward, and averages before Lightning's `on_after_backward`. In manual optimization it averages an optimizer's
-    gradients when that optimizer steps, before Lightning's `on_before_optimizer_step`.
+    backward, and averages before Lightning's `on_after_backward`. If several optimizers train in manual optimization,
+    it averages an optimizer's gradients when that optimizer steps, before Lightning's `on_before_optimizer_step`.
 
     Private Lightning name used here: the fit loop's `_skip_backward`, set for passes that only update statistics.
     """
@@ -168,8 +168,13 @@ class GradientStrategy(BaseStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Like Lightning's. In automatic optimization `p.grad` is averaged before `on_after_backward`."""
+        """Like Lightning's. `p.grad` is averaged before `on_after_backward`, except in manual optimization if several
+        optimizers have parameters that require gradients."""
         precision = self.precision_plugin
+        if not self.pl_module.automatic_optimization:
+            self.averager.use_optimizers(self._corrected, self.optimizers)
+            if self.manual_steps.take_back(self.averager):
+                self._direction_hooks.revoked()
         with self.averager.leaving_local_weights():
             self.pre_backward(closure_loss)
             closure_loss = precision.pre_backward(closure_loss, self.pl_module)
@@ -199,7 +204,7 @@ class GradientStrategy(BaseStrategy):
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Like Lightning's. Also commits error feedback, and compares replicas at the chosen interval. In manual
-        optimization, averages the gradients after the closure."""
+        optimization, averages gradients that are not averaged yet after the closure."""
         averager, gradients = self.averager, 0
         averager.use_optimizers(self._corrected, self.optimizers)
 
@@ -230,7 +235,8 @@ class GradientStrategy(BaseStrategy):
         return result
 
     def _average_for(self, optimizer: torch.optim.Optimizer) -> None:
-        self._average(partial(self.manual_steps.before_optimizer_step, self.averager, optimizer))
+        if self.manual_steps.is_pending(optimizer):
+            self._average(partial(self.manual_steps.before_optimizer_step, self.averager, optimizer))
 
     def _clip_locally(self, trainer: Trainer) -> None:
         """Have compressed steps clip each rank's gradient at the Trainer's current threshold.

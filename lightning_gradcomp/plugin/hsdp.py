@@ -66,17 +66,10 @@ class Steps(ManualSteps):
         scaler = getattr(self._precision, "scaler", None)
         return scaler.get_scale() if scaler else 1.0
 
-    def after_backward(self, model: torch.nn.Module) -> None:
-        """Note that the gradients have changed."""
-        self._pending |= {id(p): False for p in model.parameters() if p.requires_grad}
-
-    def before_optimizer_step(self, averager: GradientAverager, optimizer: torch.optim.Optimizer) -> bool:
-        if not (ids := self._pending_of(optimizer)):
-            return False
-        for each in ids:
-            del self._pending[each]
-        averager.average(grad_scale=self.grad_scale, optimizer=optimizer)
-        return True
+    def _average(
+        self, averager: GradientAverager, optimizer: torch.optim.Optimizer, *, by_ddp: bool, revocable: bool
+    ) -> None:
+        averager.average(grad_scale=self.grad_scale, optimizer=optimizer, revocable=revocable)
 
 
 class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
@@ -198,8 +191,8 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
 
     def average_after_backward(self) -> bool:
         if not self.pl_module.automatic_optimization:
-            self._hook.after_backward(self.pl_module)
-            return False
+            trainable = [p for p in self.pl_module.parameters() if p.requires_grad]
+            return self._hook.note_backward(self.averager, trainable, accumulates=self._accumulating)
         if not self._accumulating:
             self.averager.average(grad_scale=self._hook.grad_scale)
         return not self._accumulating

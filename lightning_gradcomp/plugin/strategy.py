@@ -1,8 +1,8 @@
 """CompressedDDPStrategy: DDP with compressed gradient averages.
 
 DDP wraps the model, and its communication hook (plugin/ddp_hook.py) averages only dense steps. The `GradientAverager`
-averages compressed steps: after backward, before Lightning's `on_after_backward`. In manual optimization it averages
-when the optimizer steps, before Lightning's `on_before_optimizer_step`.
+averages compressed steps: after backward, before Lightning's `on_after_backward`. If several optimizers train in manual
+optimization, it averages when an optimizer steps, before Lightning's `on_before_optimizer_step`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         self._shares_buffers = self.model.broadcast_buffers
         if as_ddp_does:
             spare_buffers(self.model, self.compressor)
-        self._hook = DDPHook(self.model, at_optimizer_step=not module.automatic_optimization)
+        self._hook = DDPHook(self.model, manual=not module.automatic_optimization)
 
     def averager_options(self) -> dict[str, Any]:
         return {**self._averager_options, "ranks_per_node": self.num_processes}

@@ -14,10 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import lightning_gradcomp as lgc
 from benchmarks.launches import Echo
 from lightning_gradcomp.averaging import exchange
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.compressors import terngrad, twobit
 from lightning_gradcomp.compressors.kernels import bits, rows, topk
 from tests.gpu.worlds import CASES, Model, Steps, draw_on_the_cpu, no_sum
+
+
+def agreed(flags):
+    """As read: all gradients are finite and present, and no other flag is set."""
+    return [False] + [True] * (len(flags) - 1 - CALLER_FLAGS) + [False] * CALLER_FLAGS
 
 
 def holds_no_data():
@@ -109,17 +115,17 @@ def test_the_flags_are_all_that_a_step_reads(cls, options, topology, no_data, mo
 
     def read(flags):
         reads.append(flags)
-        return [False] + [True] * (len(flags) - 3) + [False] * 2
+        return agreed(flags)
 
     monkeypatch.setattr(exchange, "read_flags", read)
     for step, _ in enumerate(steps(cls, options, 2, topology)):
         assert len(reads) == step + 1
-    assert all(flags.is_cuda and flags.shape == (1 + 5 + 2,) for flags in reads)
+    assert all(flags.is_cuda and flags.shape == (1 + 5 + CALLER_FLAGS,) for flags in reads)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_of_adam_read_the_flags_alone(fused, no_data, monkeypatch):
-    monkeypatch.setattr(exchange, "read_flags", lambda flags: [False] + [True] * (len(flags) - 3) + [False] * 2)
+    monkeypatch.setattr(exchange, "read_flags", agreed)
     for _ in steps(lgc.DGC, {}, 3, make=lambda parameters: torch.optim.AdamW(parameters, fused=fused)):
         pass
 

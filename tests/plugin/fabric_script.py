@@ -221,10 +221,17 @@ def wrapped_optimizer():
     return {"apart": apart(one, other), "spread": spread(one), "steps": [steps, same_steps]}
 
 
-def torchs_own_optimizer():
+def after_backward():
+    """How far the ranks' gradients are from each other after a backward, and their weights after the optimizer's own
+    step. And what that raises if another optimizer has some of its parameters."""
     run = Run("onebit")
     run.fabric.backward(run.loss(0))
-    return raised(run.sgd.step)
+    gradients = torch.cat([p.grad.reshape(-1) for p in run.bare.parameters()])
+    run.sgd.step()
+    found = [spread(gradients), spread(run.weights())]
+    run.fabric.setup_optimizers(torch.optim.SGD(run.bare.body.parameters(), lr=0.1))
+    run.fabric.backward(run.loss(1))
+    return {"apart": found, "several": raised(run.sgd.step)}
 
 
 class Pair:
@@ -356,7 +363,7 @@ def joins():
 
 if __name__ == "__main__":
     parts = (
-        trains, goes_on, clipping, two_optimizers, wrapped_optimizer, torchs_own_optimizer, several_modules, evaluates,
+        trains, goes_on, clipping, two_optimizers, wrapped_optimizer, after_backward, several_modules, evaluates,
         copies, ignored_parameters, joins,
     )  # fmt: skip
     outcome = {part.__name__: part() for part in parts}

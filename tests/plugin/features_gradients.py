@@ -3,14 +3,19 @@
 Part of `features.py`.
 """
 
+import warnings
+from contextlib import nullcontext
+
 import torch
 from features_kit import (
     Adam,
     Manual,
     Net,
+    apart,
     dgc,
     fit,
     forced,
+    on_every_rank,
     onebit,
     raised,
     spread,
@@ -164,8 +169,113 @@ class TorchsOptimizer(Manual):
         return super().optimizers(use_pl_optimizer=False)
 
 
+class TorchsOptimizers(OneBackward):
+    def optimizers(self):
+        return super().optimizers(use_pl_optimizer=False)
+
+
 def torchs_own_optimizer():
-    return raised(fit, onebit(), TorchsOptimizer)
+    """How far from Lightning's, where there is one; and what is raised where there are several."""
+    moved = [fit(onebit(), make)[1] for make in (TorchsOptimizer, Manual)]
+    return {"apart": apart(*moved), "several": raised(fit, onebit(), TorchsOptimizers)}
+
+
+class Guarded(Manual):
+    """Clips, and skips steps whose norm is not finite. Rank 1 has a bad example."""
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = Net.training_step(self, batch, index)
+        self.manual_backward(loss * float("nan") if index == 5 and self.global_rank == 1 else loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.norms = [*getattr(self, "norms", ()), norm.item()]
+        if norm.isfinite():
+            optimizer.step()
+
+
+def guarded():
+    """On every rank: norms and steps. And replicas apart."""
+    found = {}
+    for name, strategy in (("dgc", dgc()), ("onebit", onebit())):
+        trainer, moved = fit(strategy, Guarded, epochs=1)
+        seen = [str(trainer.lightning_module.norms), trainer.global_step]
+        found[name] = {"ranks": on_every_rank(seen), "replicas_apart": spread(moved)}
+    return found
+
+
+class Accumulating(Manual):
+    """Steps after every second batch; the first one's gradients stay local if `no_sync`."""
+
+    no_sync = False
+
+    def training_step(self, batch, index):
+        optimizer, first = self.optimizers(), index % 2 == 0
+        with self.trainer.strategy.block_backward_sync() if self.no_sync and first else nullcontext():
+            self.manual_backward(Net.training_step(self, batch, index))
+        if not first:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_before_optimizer_step(self, optimizer):
+        pass  # may find update directions
+
+
+class NotSynced(Accumulating):
+    no_sync = True
+
+
+def manual_accumulation():
+    found = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for make_strategy in (dgc, onebit):
+            (_, moved), (_, expected) = (fit(make_strategy(), make) for make in (Accumulating, NotSynced))
+            found[make_strategy.__name__] = apart(moved, expected)
+    return {**found, "discards": [str(each.message) for each in caught if "discarded" in str(each.message)]}
+
+
+class Toggled(Untoggled):
+    """Both losses before both steps, each with the other optimizer's parameters frozen; averages what it leaves."""
+
+    def training_step(self, batch, index):
+        optimizers = self.optimizers()
+        for sign, optimizer in zip((1, -0.1), optimizers, strict=True):
+            optimizer.zero_grad()
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(sign * Net.training_step(self, batch, index))
+            self.untoggle_optimizer(optimizer)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def toggled_optimizers():
+    return supported(Toggled, ddp={"find_unused_parameters": True})
+
+
+class SkipsOnOneRank(Manual):
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(Net.training_step(self, batch, index))
+        if self.global_rank == 0 or index != 5:
+            optimizer.step()
+
+
+class SkipsOneOfSeveral(OneBackward):
+    def training_step(self, batch, index):
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(Net.training_step(self, batch, index))
+        for place, optimizer in enumerate(optimizers):
+            if self.global_rank == 0 or (index, place) != (5, 0):
+                optimizer.step()
+
+
+def skipped_on_one_rank():
+    unverified = {"verify_replicas_every_n_steps": None}
+    return {make.__name__: raised(fit, onebit(**unverified), make) for make in (SkipsOnOneRank, SkipsOneOfSeveral)}
 
 
 class ClippedManual(Manual):
@@ -188,4 +298,5 @@ def manual_clipping():
 FEATURES = (
     unfrozen_layers_unknown_to_ddp, added_layer, frozen_while_training, untoggled_optimizers,
     one_backward_for_two_optimizers, discarded_gradients, skipped_steps, torchs_own_optimizer, manual_clipping,
+    guarded, manual_accumulation, toggled_optimizers, skipped_on_one_rank,
 )  # fmt: skip

@@ -131,12 +131,12 @@ def nothing_dropped(**options):
 
 def onebit(**options):
     compressor = lgc.OneBit(min_elements=32, warmup_epochs=0)
-    return forced(compressor=compressor, verify_replicas_every_n_steps=1, **options)
+    return forced(compressor=compressor, **{"verify_replicas_every_n_steps": 1, **options})
 
 
 def dgc(clip_norm=None, **options):
     compressor = lgc.DGC(sparsity=0.9, min_elements=32, dense_epochs=0, warmup_epochs=0, clip_norm=clip_norm)
-    return forced(compressor=compressor, verify_replicas_every_n_steps=1, **options)
+    return forced(compressor=compressor, **{"verify_replicas_every_n_steps": 1, **options})
 
 
 def compressed(strategy, make=Net, *, batches=7, **options):

@@ -79,7 +79,7 @@ def test_fabric_clips_the_average(outcome):
             r"Refused: DDP's join\(\) with OneBit: got 'a backward inside it', allowed: the same number of batches",
         ),
         (
-            ("torchs_own_optimizer",),
+            ("after_backward", "several"),
             r"Refused: optimizer: got .*SGD.*, allowed: the optimizer that fabric.setup returns",
         ),
     ],
@@ -89,6 +89,10 @@ def test_fabric_refuses(outcome, got, message):
     for key in got:
         said = said[key]
     assert re.match(message, said), said
+
+
+def test_fabric_averages_after_backward(outcome):
+    assert outcome["after_backward"]["apart"] == [0, 0]
 
 
 def test_fabric_discarded_gradients_stay_discarded(outcome):

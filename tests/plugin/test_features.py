@@ -19,7 +19,7 @@ SUPPORTED = [
     "unused_parameters", "static_graph", "gradient_as_bucket_view", "freezing", "new_parameter_group", "tied_weights",
     "stochastic_weight_averaging", "ema_weight_averaging", "block_backward_sync",
     "two_backward_calls", "unfrozen_layers_unknown_to_ddp", "untoggled_optimizers", "one_backward_for_two_optimizers",
-    "manual_clipping",
+    "manual_clipping", "toggled_optimizers",
 ]  # fmt: skip
 
 
@@ -186,7 +186,6 @@ def check_raised(raised, kind, message):
         ("sparse_gradients", r"gradients of 'table': got 'Embedding\(sparse=True\)', allowed: sparse=False"),
         ("added_layer", r"parameters that train: got .*'more.weight', which was added later"),
         ("frozen_while_training", r"frozen while training: got 'body.weight', allowed: find_unused_parameters=True"),
-        ("torchs_own_optimizer", r"optimizer in manual optimization: got .*SGD.*, allowed: one from self.optimizers"),
         ("uneven_batches", r"training batches an epoch: got 'rank 0: 4, rank 1: 6'"),
     ],
 )
@@ -277,3 +276,41 @@ def test_a_callback_may_change_the_clipping_in_training(result):
 )
 def test_clipping_that_cannot_be_applied_locally_is_refused_in_training(result, how, message):
     check_raised(result("changed_clipping")[how], "Refused", message)
+
+
+def test_torchs_own_optimizer(result):
+    """It steps averages that are there after backward. Several optimizers' steps would have to average."""
+    outcome = result("torchs_own_optimizer")
+    assert outcome["apart"] == 0
+    message = r"optimizer in manual optimization: got .*AdamW.*, allowed: one from self.optimizers"
+    check_raised(outcome["several"], "Refused", message)
+
+
+@pytest.mark.parametrize("compressor", ["dgc", "onebit"])
+def test_norms_after_manual_backward_are_those_of_the_average(result, compressor):
+    outcome = result("guarded")[compressor]
+    [(norms, steps), other] = outcome["ranks"]
+    assert [norms, steps] == other
+    assert norms.count("nan") == 1 and steps == 9
+    assert outcome["replicas_apart"] == 0
+
+
+@pytest.mark.parametrize("compressor", ["dgc", "onebit"])
+def test_manual_accumulation_is_the_same_with_and_without_no_sync(result, compressor):
+    outcome = result("manual_accumulation")
+    assert outcome[compressor] == 0
+    assert outcome["discards"] == []
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        ("SkipsOnOneRank", "rank 0: step 6; rank 1: step 5"),
+        (
+            "SkipsOneOfSeveral",
+            "rank 0: step 10, optimizer 0, backward pass 6; rank 1: step 10, optimizer 1, backward pass 6",
+        ),
+    ],
+)
+def test_a_step_skipped_on_one_rank_is_named(result, make, got):
+    check_raised(result("skipped_on_one_rank")[make], "Refused", rf"{got}', allowed: .* skipped an optimizer step")
