@@ -7,8 +7,9 @@ If the store's server is stopped or unreachable, a TCPStore call blocks forever,
 therefore runs in a daemon thread on its own connection (a blocked call locks its connection), and the caller waits at
 most `STORE_SECONDS`.
 
-gloo's destructors wait for a lost peer as long as its collectives do. After an `ExchangeFailed`, SIGALRM therefore
-kills a process that takes longer than `EXIT_SECONDS` to exit after all other exit handlers.
+gloo's destructors wait for a lost peer as long as its collectives do. If a group whose exchange has failed still exists
+at exit, SIGALRM therefore kills a process that takes longer than `EXIT_SECONDS` to exit after all other exit handlers.
+A program that has destroyed the group and continued exits as usual.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -34,7 +36,7 @@ TIMEOUT = timedelta(minutes=5)
 STORE_SECONDS = 2.0
 """Seconds to wait for the other ranks' reasons. Lightning kills a run's processes 5 s after one has died."""
 EXIT_SECONDS = 1.0
-"""Seconds that the interpreter may take to exit after an `ExchangeFailed` and the exit handlers."""
+"""Seconds that the interpreter may take to exit after the exit handlers if a failed group still exists."""
 LATE_SECONDS = 6.0
 """Seconds that any other exit waits for store calls. To connect, torch resolves the store's host name, which takes 5 s
 if the name server does not answer."""
@@ -45,15 +47,17 @@ class ExchangeFailed(RuntimeError):
 
 
 class _Exit:
-    """An exit handler that limits the duration of the exit if `limited` is set. Otherwise it waits for `late` threads:
-    a return from torch while the interpreter exits would abort the process."""
+    """An exit handler that limits the duration of the exit if one of the `failed` groups still exists.
+
+    Otherwise it waits for `late` threads: a return from torch while the interpreter exits would abort the process.
+    """
 
     def __init__(self) -> None:
-        self.limited = False
+        self.failed: WeakSet[dist.ProcessGroup] = WeakSet()
         self.late: list[threading.Thread] = []
 
     def __call__(self) -> None:
-        if self.limited:
+        if self.failed:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
             return
@@ -97,7 +101,7 @@ def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> 
 
 def explanation(error: BaseException, step: int, doing: str, group: dist.ProcessGroup | None = None) -> str:
     """The message for a failed collective. Logs the failure, and tells the other ranks within `STORE_SECONDS`."""
-    _exit.limited = True
+    _exit.failed.update(each for each in (dist.group.WORLD, group) if each is not None)
     rank = dist.get_rank()
     where, cause = f"rank {rank} of {dist.get_world_size()}, step {step}, {doing}", str(error).splitlines()[0]
     # Logged at once: if a process has died, the launcher may kill this one before it raises.
