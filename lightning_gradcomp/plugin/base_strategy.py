@@ -53,6 +53,10 @@ from lightning_gradcomp.plugin.rank_states import KEY, RankStates, all_ranks_pre
 from lightning_gradcomp.plugin.validation import check_batches, check_callbacks, check_model
 
 log = logging.getLogger(__name__)
+RESTARTABLE = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --max-restarts=3"
+)
+"""The start of a command whose restarted ranks find each other."""
 WAITING_SECONDS = 10.0
 """Seconds after which a save that waits for other ranks logs it."""
 WAITING = (
@@ -114,13 +118,15 @@ def _tell(exception: BaseException) -> None:
 def warn_of_stale_addresses() -> None:
     """Warn if torchrun may restart ranks whose store still has the addresses of dead ranks.
 
+    With `RESTARTABLE` each attempt has its own store. The default rendezvous ignores the variable.
+
     Source: https://github.com/pytorch/pytorch/issues/135712; seen in three of four restarts with torch 2.15 and gloo.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         rank_zero_warn(
             "torchrun --max-restarts: restarted ranks may try to reach dead ones and fail to connect. "
-            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment."
+            f"Start them with {RESTARTABLE}, with the first node's address."
         )
 
 

@@ -1,12 +1,13 @@
 """What torchrun does, in a process of its own and with ranks forked from it, which spares them their imports.
 
-usage: elastic_script.py SCRIPT ARGUMENTS
+usage: elastic_script.py [torchrun's options] SCRIPT ARGUMENTS
 """
 
 import runpy
 import sys
 
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 
 def be_a_rank(*argv):
@@ -15,8 +16,7 @@ def be_a_rank(*argv):
 
 
 if __name__ == "__main__":
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=1, start_method="fork",
-    )  # fmt: skip
-    elastic_launch(config, be_a_rank)(*sys.argv[1:])
+    options = parse_args(sys.argv[1:])
+    config, *_ = config_from_args(options)
+    config.start_method = "fork"
+    elastic_launch(config, be_a_rank)(options.training_script, *options.training_script_args)

@@ -1,17 +1,20 @@
 """A rank that dies, hangs or raises: the others end soon, with a sentence, and the run can go on."""
 
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gradcomp.averaging.faults import is_lost_peer, others_end, post_reason
-from lightning_gradcomp.plugin.base_strategy import warn_of_stale_addresses
-from tests.processes import Forked, run, start_world
+from lightning_gradcomp.plugin.base_strategy import RESTARTABLE, warn_of_stale_addresses
+from tests.processes import Forked, free_port, run, start_world
 
 SCRIPT = str(Path(__file__).with_name("fault_script.py"))
 TORCHRUN = str(Path(__file__).with_name("elastic_script.py"))
@@ -51,8 +54,11 @@ def start(launcher, kind, strategy, folder, *where):
     if launcher == "outside":
         processes = start_world(2, SCRIPT, *arguments, timeout=LIMIT)
         return processes[::-1] if where[:1] == ("0",) else processes
-    script = (TORCHRUN, SCRIPT) if launcher == "torchrun" else (SCRIPT,)
-    return [Forked(*script, *arguments, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})]
+    if launcher == "torchrun":
+        variable, _, *options = RESTARTABLE.replace("HOST:PORT", f"localhost:{free_port()}").split()
+        options += ["--nproc-per-node=2", SCRIPT, *arguments]
+        return [Forked(TORCHRUN, *options, timeout=LIMIT, env=dict([variable.split("=")]))]
+    return [Forked(SCRIPT, *arguments)]
 
 
 @pytest.fixture(scope="module")
@@ -154,15 +160,28 @@ def test_the_optimizers_groups_are_as_the_user_set_them(outcomes, case):
     assert ends and all("ends with momentum [0.9]" in line for line in ends)
 
 
-def test_torchruns_shared_store_is_warned_of(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+@pytest.mark.parametrize("rendezvous", ["static", "c10d", "restartable"])
+def test_torchruns_shared_store_is_warned_of(monkeypatch, recwarn, rendezvous):
+    """The default rendezvous shares its store whatever the variable says."""
+    if rendezvous != "c10d":
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    backend = "static" if rendezvous == "static" else "c10d"
+    options = {"rank": 0, "is_host": True} if backend == "static" else {}
+    parameters = RendezvousParameters(backend, f"localhost:{free_port()}", "test", 1, 1, **options)
+    shares = get_rendezvous_handler(parameters).use_agent_store
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shares))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.warns(UserWarning, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        warn_of_stale_addresses()
+    warn_of_stale_addresses()
+    said = [str(warning.message) for warning in recwarn if "try to reach dead ones" in str(warning.message)]
+    assert len(said) == (rendezvous != "restartable")
+    assert all(RESTARTABLE in line for line in said)
 
 
 def test_torchrun_restarts_from_the_checkpoint(outcomes):
+    """With the command of the documentation, and without a warning."""
+    assert RESTARTABLE in (Path(__file__).parents[2] / "docs/checkpoints_and_faults.md").read_text()
     code, output = outcomes["restart"]
+    assert "try to reach dead ones" not in output
     assert code == 0, output
     assert "kill on rank 1" in output
     assert "rank 0 did 30 steps, restored: True" in output and "rank 1 did 30 steps, restored: True" in output
@@ -226,6 +245,28 @@ def test_a_process_ends_after_its_reason_is_told():
     """Though the store is slow to reach: a thread that is in torch while the interpreter ends aborts the process."""
     done = run(sys.executable, "-c", SLOW_TO_CONNECT)
     assert (done.returncode, done.stdout.splitlines()) == (0, ["ends", "told a reason"])
+
+
+SURVIVES = """
+import atexit, sys, time
+atexit.register(lambda: (time.sleep(0.5), print("ends", flush=True)))
+import torch.distributed as dist
+from lightning_gradcomp.averaging import faults
+
+faults.EXIT_SECONDS = 0.1
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(faults.explanation(RuntimeError("Connection closed by peer"), 3, "averaging"))
+if sys.argv[1] == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("group", "ends"), [("destroyed", True), ("kept", False)])
+def test_an_exit_is_limited_while_a_group_that_failed_exists(group, ends):
+    """Its destructors might wait for the lost rank. A program that goes on without it exits in its own time."""
+    done = run(sys.executable, "-c", SURVIVES, group)
+    assert (done.returncode == 0) == done.stdout.endswith("ends\n") == ends
+    assert ends or done.returncode == -signal.SIGALRM
 
 
 def test_a_rank_alone_asks_no_store(monkeypatch):
