@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks import language_models, report, summaries
 from benchmarks.summaries import Summary, place, ratio
-from lightning_gradcomp.app.sizes import human
+from lightning_gradcomp.app.summary import human
 
 TITLES = {"resnet18": "ResNet-18, SGD", "resnet50": "ResNet-50, SGD", "swin_mini": "small Swin, AdamW"}
 CSV = report.DATA / "results.csv"

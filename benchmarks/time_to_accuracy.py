@@ -38,8 +38,8 @@ from benchmarks.link import emulated, result
 from benchmarks.methods import TITLES, with_hook
 from benchmarks.step_time import link
 from lightning_gradcomp.app import compose
-from lightning_gradcomp.app.messages import hide_messages
-from lightning_gradcomp.app.sizes import human
+from lightning_gradcomp.app.fit import hide_messages
+from lightning_gradcomp.app.summary import human
 from lightning_gradcomp.plugin import CommunicationMonitor
 
 HOOKS = ("ddp", "fp16_hook", "powersgd_hook", "no_exchange")

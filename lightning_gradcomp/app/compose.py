@@ -1,4 +1,4 @@
-"""Builds the objects of a run from the files in conf/ and recipes/."""
+"""Builds the objects of a run from the files in conf/ and recipes/, with the callbacks that every run has."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import nn
 
-from lightning_gradcomp.app import sharding
-from lightning_gradcomp.app.callbacks import SaveOnSigterm, SeedEachStep
 from lightning_gradcomp.app.data import SharedData
 from lightning_gradcomp.app.ranks import Ranks, place
 from lightning_gradcomp.app.task import Task
 from lightning_gradcomp.averaging.fsdp.mesh import mesh_shape
+from lightning_gradcomp.averaging.fsdp.shards import Sharding
+from lightning_gradcomp.averaging.gradients import check_shards
+from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.compressors.kernels.rng import seed_of
 from lightning_gradcomp.errors import Refused, is_whole, refusal
 from lightning_gradcomp.plugin import CommunicationMonitor, CompressedHSDPStrategy
 from lightning_gradcomp.registry import entries
@@ -123,7 +128,7 @@ def build(config: DictConfig) -> Run:
         shape = mesh_shape(config.strategy.replicate, config.strategy.shard, ranks.nodes, ranks.per_node)
         if config.task.get("channels_last"):
             raise refusal("task.channels_last with strategy=hsdp", True, "false: FSDP2 does not support such weights")
-        sharding.check(task, strategy.compressor, shape[1])
+        check_sharding(task, strategy.compressor, shape[1])
     return Run(task, data, _trainer(config, ranks, strategy), ranks)
 
 
@@ -196,6 +201,16 @@ def in_users_code(error: BaseException | None) -> bool:
     return bool({name.partition(".")[0] for name in modules} - LIBRARIES) or in_users_code(error.__cause__)
 
 
+def check_sharding(module: nn.Module, compressor: Compressor, shards: int) -> None:
+    """Raises ValueError if the model can't be divided into `shards`, or the compressor can't handle its shards."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    for name, shape in shapes.items():
+        if not shape:
+            raise refusal(f"the shape of parameter {name!r} with strategy=hsdp", shape, "one dimension or more")
+    last = {name: Sharding(0, shards).shape(shape, shards - 1) for name, shape in shapes.items()}
+    check_shards(compressor, compressor.choose(shapes), last)
+
+
 def _check_numbers(config: DictConfig) -> None:
     """Raises ValueError for numbers that Lightning accepts but the learning rate schedule does not."""
     if not is_whole(config.seed) or not 0 <= config.seed < 2**32:
@@ -246,3 +261,29 @@ def _trainer(config: DictConfig, ranks: Ranks, strategy: ParallelStrategy) -> L.
         resolved |= {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "accumulate_grad_batches": 1}
     make = instantiated("trainer", OmegaConf.merge(config, {"trainer": resolved}), _partial_=True)
     return complete("trainer", make, strategy=strategy, callbacks=callbacks, **options)
+
+
+class SeedEachStep(L.Callback):
+    """Makes a step's random draws, such as MixUp's shares and dropped paths, a function of (seed, rank, epoch, batch).
+
+    Ranks draw different numbers. A resumed run draws the same numbers as an uninterrupted one, without saved state.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        torch.manual_seed(seed_of(self.seed, trainer.global_rank, trainer.current_epoch, batch_idx))
+
+
+class SaveOnSigterm(L.Callback):
+    """Writes a checkpoint when a SIGTERM ends the run, after a whole step and on all ranks together."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> Any:
+        if isinstance(exception, SIGTERMException):
+            trainer.save_checkpoint(self.path, weights_only=False)

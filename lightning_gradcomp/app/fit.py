@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,36 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_gradcomp.app import compose, summary
-from lightning_gradcomp.app.messages import hide_messages
 from lightning_gradcomp.app.ranks import STOPPED
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import CommunicationMonitor
+
+LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.distributed",
+)
+HIDDEN = (
+    "Initializing distributed: ",  # the strategy's own line says how many ranks there are
+    f"{'-' * 100}\ndistributed_backend=",
+    "Restored all states from ",  # follows "Restoring states from"
+    "`Trainer(limit_val_batches=",
+    "`Trainer.fit` stopped: ",
+    "GPU available: ",  # the summary names the device
+    "TPU available: ",
+    "HPU available: ",
+    "💡 Tip: For seamless cloud ",  # advertises other products
+)
+HIDDEN_WARNINGS = (
+    r".*LeafSpec\(?\)?.* is deprecated",  # inside Lightning 2.6 with torch 2.15, once an epoch
+    r".*`torch\.distributed\.\w+` is deprecated",  # the oldest supported torch lacks the new names
+    r"The '\w+' does not have many workers",  # the images are in memory
+    r"Experiment logs directory .* exists and is not empty",  # it holds config.yaml
+    r"You're resuming from a checkpoint that ended before the epoch ended",  # SharedImages skips images already seen
+    r"The dirpath has changed from",  # a resumed run has its own folder
+    r"Be aware that when using `ckpt_path`, callbacks",  # evaluate=true needs none of them
+    r"GPU available but not used",  # trainer.accelerator=cpu
+)
 
 
 def fit(yaml: str) -> dict[str, Any]:
@@ -72,3 +100,11 @@ def _interrupt_is_sigterm() -> None:
         signal.raise_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGINT, once)
+
+
+def hide_messages() -> None:
+    """Hide messages of Lightning and torch, `HIDDEN` and `HIDDEN_WARNINGS`, from now on in this process."""
+    for message in HIDDEN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(HIDDEN))

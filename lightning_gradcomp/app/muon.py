@@ -8,15 +8,16 @@ arXiv 2502.16982) Muon's steps are as large as AdamW's, so both use one learning
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_gradcomp.app.sharding import blocks
 from lightning_gradcomp.errors import refusal
+
+LISTS = (nn.Sequential, nn.ModuleList)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -88,8 +89,20 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
+def blocks(network: nn.Module) -> Iterator[nn.Module]:
+    """The blocks of a network: modules with layers in an `nn.Sequential` or `nn.ModuleList`, other than such lists.
+
+    These are the transformer blocks of Swin and ViT and the residual blocks of ResNet. There may be none.
+    """
+    for child in network.children():
+        if not isinstance(network, LISTS) or isinstance(child, LISTS):
+            yield from blocks(child)
+        elif list(child.children()) and list(child.parameters()):
+            yield child
+
+
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """The two-dimensional parameters named `...weight` in the model's blocks (`sharding.blocks`), without embeddings.
+    """The two-dimensional parameters named `...weight` in the model's `blocks`, without embeddings.
 
     The head and the input layers are outside of all blocks. Tables of positions have other names.
     """

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from omegaconf import OmegaConf
 
-from lightning_gradcomp.app.sizes import digits, human
-from lightning_gradcomp.app.summary import short
+from lightning_gradcomp.app.summary import human, short
 from lightning_gradcomp.errors import refusal
 
 OPTIONS = "RUN..., folders of runs or of sweeps; --out FOLDER"
@@ -95,14 +94,12 @@ class Run:
     """A finished run.
 
     Args:
-        earlier: the folders of the runs that it resumed, latest first.
         options: those in config.yaml, named as on the command line.
         summary: contents of summary.json.
-        metrics: rows of metrics.csv, after those of the runs that it resumed.
+        metrics: rows of metrics.csv; of a resumed run, those since it was resumed.
     """
 
     folder: Path
-    earlier: list[Path]
     options: dict[str, Any]
     summary: dict[str, Any]
     metrics: pd.DataFrame
@@ -144,7 +141,7 @@ def find(folders: Iterable[Path]) -> list[Run]:
     if not runs:
         allowed = "a run that has ended: its folder has metrics.csv (logger=csv) and summary.json"
         raise refusal("RUN", ", ".join(map(str, folders)), allowed)
-    for folder in found.keys() - {each for run in runs for each in (run.folder, *run.earlier)}:
+    for folder in [folder for folder, run in found.items() if run is None]:
         print(f"gradcomp: left out of the report because it has not finished: {folder}", file=sys.stderr)
     return runs
 
@@ -160,28 +157,13 @@ def read(folder: Path) -> Run:
         ValueError: if a file can't be read.
     """
     try:
-        options = _options(folder)
+        options = dict(_flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
         summary = json.loads((folder / "summary.json").read_text())
-        metrics, earlier = _metrics(folder), []
-        ckpt = options["ckpt"]
-        while ckpt and (Path(ckpt).parents[1] / "metrics.csv").exists():
-            earlier.append(before := Path(ckpt).parents[1])
-            rows = _metrics(before)
-            metrics = pd.concat([rows[rows["step"] < metrics["step"].min()], metrics])
-            ckpt = _options(before)["ckpt"]
-        return Run(folder, earlier, options, summary, metrics)
+        rows = pd.read_csv(folder / "metrics.csv")
+        axes = {STEPS: rows["step"] + 1, MEGABYTES: rows["comm/total_bytes_sent"] / 1e6, SECONDS: rows["time/total_s"]}
+        return Run(folder, options, summary, rows.assign(**axes))
     except Exception as error:
         raise ValueError(f"{folder} can't be read: {type(error).__name__}: {error}") from error
-
-
-def _options(folder: Path) -> dict[str, Any]:
-    return dict(_flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
-
-
-def _metrics(folder: Path) -> pd.DataFrame:
-    rows = pd.read_csv(folder / "metrics.csv")
-    axes = {STEPS: rows["step"] + 1, MEGABYTES: rows["comm/total_bytes_sent"] / 1e6, SECONDS: rows["time/total_s"]}
-    return rows.assign(**axes)
 
 
 def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -284,7 +266,7 @@ def draw(groups: list[Group], column: str, title: str) -> Figure | None:
 
 def page(groups: list[Group], figures: list[str]) -> str:
     """The text of report.md, given the names of the `figures`."""
-    runs, places = [run for group in groups for run in group.runs], []
+    runs = [run for group in groups for run in group.runs]
     subjects = _each(f"{run.name('model')} on {run.name('data')}" for run in runs)
     parts = [f"# {subjects}: {groups[0].method if len(groups) == 1 else f'{len(groups)} configurations'}"]
     facts = {
@@ -298,11 +280,7 @@ def page(groups: list[Group], figures: list[str]) -> str:
     rows = [list(cells[0]), ["---"] * len(cells[0]), *(list(row.values()) for row in cells)]
     parts += ["\n".join(f"| {' | '.join(row)} |" for row in rows), NOTES.replace("\n", " ")]
     parts += [f"![{FIGURES[name][1]}](figures/{name}.png)" for name in figures]
-    for group in groups:
-        for run in group.runs:
-            places.append(
-                f"- `{group.label}`: {', resumed from '.join(f'`{each}`' for each in (run.folder, *run.earlier))}"
-            )
+    places = [f"- `{group.label}`: `{run.folder}`" for group in groups for run in group.runs]
     parts.append("Runs:\n\n" + "\n".join(places))
     return "\n\n".join(parts) + "\n"
 
@@ -331,10 +309,19 @@ def _row(group: Group, results: list[str]) -> dict[str, str]:
         "N": str(runs[0].world),
         **found,
         "sent by a rank": human(sum(run.cost["totals"]["bytes_sent"] for run in runs) / len(runs)),
-        "ratio": digits(sum(run.cost["totals"]["ratio"] for run in runs) / len(runs)),
+        "ratio": _digits(sum(run.cost["totals"]["ratio"] for run in runs) / len(runs)),
         "topology": _each(run.cost.get("topology", "rounds") for run in runs),
         "ms a step": _spread([sum(run.cost["milliseconds"].values()) for run in runs], "{:.0f}"),
     }
+
+
+def _digits(number: float) -> str:
+    """A number with three significant digits, or all those before the decimal point.
+
+    >>> _digits(2135.4), _digits(8.5432)
+    ('2,135', '8.54')
+    """
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _spread(values: list[float], form: str) -> str:

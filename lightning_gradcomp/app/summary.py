@@ -14,9 +14,21 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gradcomp.app.compose import Run
-from lightning_gradcomp.app.sizes import human
 
 PACKAGES = ("torch", "lightning", "torchvision", "numpy")
+
+
+def human(size: float) -> str:
+    """A number of bytes with its unit.
+
+    >>> human(999), human(44_700_000)
+    ('999 B', '44.7 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
 
 
 def processor() -> str:

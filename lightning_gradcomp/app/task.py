@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_gradcomp.app.data.shared import SharedData
-from lightning_gradcomp.app.muon import MuonAdamW, with_rules
+from lightning_gradcomp.app.muon import MuonAdamW, blocks, with_rules
 from lightning_gradcomp.app.scheduler import WarmupCosine
-from lightning_gradcomp.app.sharding import blocks
 
 POSITIONS = "relative_position_bias_table"
 """A parameter of Swin's attention: two-dimensional, but not the weight of a linear layer."""

@@ -17,19 +17,34 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_gradcomp.app import checkpoint, compose, plan, ranks, recipes, report
-from lightning_gradcomp.app.fit import fit
-from lightning_gradcomp.app.messages import hide_messages
+from lightning_gradcomp.app import checkpoint, compose, plan, ranks, report
+from lightning_gradcomp.app.fit import fit, hide_messages
 from lightning_gradcomp.errors import Refused, refusal
-
-WORDS = {"plan": plan.main, "recipes": recipes.main, "report": report.main}
-"""Commands that are not runs."""
 
 REFUSALS = (Refused, OSError, HydraException, OmegaConfBaseException)
 """Errors whose message is enough. All others have a traceback."""
 
 DEBUG = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """If True, errors are shown with tracebacks, as in Hydra's own commands."""
+
+
+def list_recipes(words: list[str]) -> int:
+    """`gradcomp recipes`: print the name and the first sentence of every recipe."""
+    if words:
+        raise refusal("gradcomp recipes", " ".join(words), "no further words")
+    for path in sorted(compose.shipped("recipes").glob("*.yaml")):
+        print(f"{path.stem:<24}{_head(path.read_text())}")
+    return 0
+
+
+def _head(text: str) -> str:
+    """The first sentence of a recipe, on one line."""
+    lines = [line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#")]
+    return " ".join(lines).partition(". ")[0].partition(" Result:")[0]
+
+
+WORDS = {"plan": plan.main, "recipes": list_recipes, "report": report.main}
+"""Commands that are not runs."""
 
 
 def main() -> None:

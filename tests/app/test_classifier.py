@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_gradcomp.app.callbacks import SeedEachStep
+from lightning_gradcomp.app.compose import SeedEachStep
 from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.app.summary import table
 from tests.app.conftest import built

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_gradcomp.app import sharding
 from lightning_gradcomp.app.models import gpt_mini, gpt_small
 from lightning_gradcomp.app.models.gpt import GPT, Rope
+from lightning_gradcomp.app.muon import blocks
 
 small = partial(GPT, vocabulary=50, context=12, layers=2, width=16, heads=2)
 
@@ -58,7 +58,7 @@ def test_sizes(make, options, parameters):
     with torch.device("meta"):
         model = make(**options)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    assert len(list(sharding.blocks(model))) == len(model.blocks)
+    assert len(list(blocks(model))) == len(model.blocks)
 
 
 def test_weights_are_initialised_as_in_gpt_2():

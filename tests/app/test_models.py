@@ -8,8 +8,9 @@ import torch
 from hydra.utils import instantiate
 from torch import nn
 
-from lightning_gradcomp.app import sharding
+from lightning_gradcomp.app.compose import check_sharding
 from lightning_gradcomp.app.models import NETWORKS, resnet18, swin_mini, swin_t
+from lightning_gradcomp.app.muon import blocks
 from tests.app.conftest import built, composed
 
 GREY = {"channels": 1, "classes": 10, "size": 8}
@@ -136,10 +137,10 @@ def test_a_network_of_ones_own(monkeypatch, tmp_path):
     ],
 )
 def test_blocks_that_are_sharded_by_themselves(name, number, kinds):
-    found = list(sharding.blocks(NETWORKS[name](channels=3, classes=10, size=32)))
+    found = list(blocks(NETWORKS[name](channels=3, classes=10, size=32)))
     assert len(found) == number and {type(block).__name__ for block in found} == kinds
     layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))
-    assert not list(sharding.blocks(layers))
+    assert not list(blocks(layers))
 
 
 def test_powersgd_is_refused_where_a_shard_is_too_small():
@@ -154,7 +155,7 @@ def test_a_scalar_parameter_is_refused_for_shards():
     task = built("model=swin_mini").task
     task.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"^the shape of parameter 'scale' with strategy=hsdp: got \(\)"):
-        sharding.check(task, built("compressor=powersgd").trainer.strategy.compressor, 2)
+        check_sharding(task, built("compressor=powersgd").trainer.strategy.compressor, 2)
 
 
 def test_memory_format_and_compilation_reach_the_network():

@@ -8,18 +8,17 @@ import pytest
 import yaml
 
 from lightning_gradcomp.app import report
-from lightning_gradcomp.app.report import MEGABYTES, STEPS, find, grouped
+from lightning_gradcomp.app.report import MEGABYTES, find, grouped
 
 
 def write_run(
-    folder, accuracies=(0.5, 0.9), *, compressor="DGC", strategy="CompressedDDPStrategy", world=2, first=0, spent=0,
-    ended=True, seed=0, ckpt=None, optimizer="SGD", lr=0.02, devices="auto", **options,
+    folder, accuracies=(0.5, 0.9), *, compressor="DGC", strategy="CompressedDDPStrategy", world=2,
+    ended=True, seed=0, optimizer="SGD", lr=0.02, devices="auto", **options,
 ):  # fmt: skip
     """A run of two steps an epoch that send 1 MB each, with a validation after each epoch."""
     folder.mkdir(parents=True)
     config = {
         "seed": seed,
-        "ckpt": ckpt,
         "folder": str(folder),
         "model": {"_target_": "lightning_gradcomp.app.models.resnet18"},
         "data": {"_target_": "lightning_gradcomp.app.data.Digits", "seed": "${seed}"},
@@ -31,11 +30,11 @@ def write_run(
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     rows = []
-    for step in range(first, first + 2 * len(accuracies)):
-        so_far = {"step": step, "comm/total_bytes_sent": 1e6 * (spent + step - first + 1), "time/total_s": step + 1.0}
+    for step in range(2 * len(accuracies)):
+        so_far = {"step": step, "comm/total_bytes_sent": 1e6 * (step + 1), "time/total_s": step + 1.0}
         rows.append({**so_far, "train_loss": 1 / (step + 1)})
         if step % 2:
-            rows.append({**so_far, "val_acc": accuracies[(step - first) // 2]})
+            rows.append({**so_far, "val_acc": accuracies[step // 2]})
     pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
     if ended:
         cost = {
@@ -117,20 +116,6 @@ def test_a_label_says_in_what_a_group_differs(tmp_path, runs, expected):
     for number, options in enumerate(runs):
         write_run(tmp_path / str(number), **options)
     assert [group.label for group in grouped(find([tmp_path]))] == expected
-
-
-def test_a_resumed_run_has_the_rows_of_those_before_it(tmp_path, capsys):
-    first = write_run(tmp_path / "a", (0.3, 0.4, 0.99), ended=False)
-    second = write_run(
-        tmp_path / "b", (0.6, 0.7), first=4, spent=4, ended=False, ckpt=str(first / "checkpoints" / "last.ckpt")
-    )
-    write_run(tmp_path / "c", (0.8,), first=8, spent=8, ckpt=str(second / "checkpoints" / "last.ckpt"))
-    [group] = grouped(find([tmp_path]))
-    points = group.curve(STEPS, "val_acc")
-    assert points[STEPS].tolist() == [2, 4, 6, 8, 10] and np.allclose(points["mean"], [0.3, 0.4, 0.6, 0.7, 0.8])
-    text = report.write([tmp_path], tmp_path / "out").read_text()
-    assert f"`{tmp_path / 'c'}`, resumed from `{second}`, resumed from `{first}`" in text
-    assert capsys.readouterr().err == ""  # none of them is left out
 
 
 def test_a_run_that_has_not_ended_is_left_out(tmp_path, capsys):

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.app.callbacks import SaveOnSigterm
+from lightning_gradcomp.app.compose import SaveOnSigterm
 
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
