@@ -38,7 +38,9 @@ from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors import terngrad, twobit
 from lightning_gradcomp.compressors.kernels import bits, rng, rows, topk
 
-ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
+ATEN = torch.ops.aten
+NOTHING = {ATEN.empty, ATEN.empty_like, ATEN.new_empty, ATEN.empty_strided, ATEN._unsafe_view}
+"""Allocations, and a view that its schema does not call one."""
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 
 
@@ -73,7 +75,7 @@ def launches_nothing(op: Any) -> bool:
     """True for views and allocations."""
     returned = [each.alias_info for each in op._schema.returns]
     is_view = any(alias and not alias.is_write for alias in returned)
-    return is_view or op.namespace != "aten" or op.overloadpacket in ALLOCATIONS
+    return is_view or op.namespace != "aten" or op.overloadpacket in NOTHING
 
 
 @contextmanager

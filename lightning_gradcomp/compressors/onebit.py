@@ -60,11 +60,6 @@ def dequantise(bits: torch.Tensor, groups: Rows, pair: torch.Tensor) -> torch.Te
     return groups.view(bits).mul_(step).add_(low)
 
 
-def groups_of(n: int, size: int) -> Rows:
-    """Groups of `size` elements; the last one may be shorter."""
-    return Rows(tuple((many, each) for many, each in ((n // size, size), (1, n % size)) if many and each))
-
-
 def row_size(shape: tuple[int, ...]) -> int:
     """Elements of a unit's fan-in in a weight of this shape. In [1, positions, width], a unit is a position."""
     while len(shape) > 2 and shape[0] == 1:
@@ -136,7 +131,7 @@ class OneBit(TensorCodec):
         codecs = [self.for_tensor(name, shape) for name, shape in zip(layout.names, layout.shapes, strict=True)]
         if any(codec._row for codec in codecs):
             return None
-        groups = (groups_of(n, codec.group_size).runs for n, codec in zip(layout.sizes, codecs, strict=True))
+        groups = (Rows.cut(n, codec.group_size).runs for n, codec in zip(layout.sizes, codecs, strict=True))
         codec: Any = replace(self)
         codec._many = Rows.of(layout.sizes), Rows.join(run for runs in groups for run in runs)
         return codec
@@ -154,7 +149,7 @@ class OneBit(TensorCodec):
             return [means, pack_bits(tensors.pad(bits, 8))]
         means, packed = [], []
         for start, stop in chunks(0, len(x), x.device, multiple=math.lcm(self.group_size, 8)):
-            bits, pairs = quantise(x[start:stop], groups_of(stop - start, self.group_size), self.threshold)
+            bits, pairs = quantise(x[start:stop], Rows.cut(stop - start, self.group_size), self.threshold)
             means.append(pairs)
             packed.append(pack_bits(bits))
         parts = [torch.cat(means), torch.cat(packed)]
@@ -169,7 +164,7 @@ class OneBit(TensorCodec):
         if self._many:
             tensors, groups = self._many
             return dequantise(tensors.unpad(bits, 8), groups, means).view(-1)
-        values = dequantise(bits[:n], groups_of(n, self.group_size), means).view(-1)
+        values = dequantise(bits[:n], Rows.cut(n, self.group_size), means).view(-1)
         for any_in_row in rows:
             values.view(-1, self._row).mul_(unpack_bits(any_in_row, n // self._row).unsqueeze(1))
         return values

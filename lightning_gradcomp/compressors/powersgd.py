@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import ClassVar, NamedTuple
 from zlib import crc32
@@ -25,8 +26,9 @@ from zlib import crc32
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
-from lightning_gradcomp.compressors.decoded import Chunked, Decoded
-from lightning_gradcomp.compressors.layout import CHUNK, Layout
+from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
+from lightning_gradcomp.compressors.kernels.rows import Rows
+from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.updates import AdamStep, Gradient, StateDict, Update, is_adam
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
@@ -52,34 +54,101 @@ def query(name: str, rows: int, rank: int, device: torch.device, step: int = 0) 
 
 
 class Batch(NamedTuple):
-    """A matrix, or several small consecutive ones of one shape, which one call multiplies.
+    """Matrices of one shape, which one call multiplies.
+
+    Args:
+        numbers: the tensors' indices in the layout.
+        bounds: where each is in the flat buffer.
+        shape: (rows, columns).
+    """
+
+    numbers: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    shape: tuple[int, int]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The matrices in `flat`, [m, rows, columns]. Neighbours share its memory."""
+        start, stop = self.bounds[0][0], self.bounds[-1][1]
+        if stop - start == len(self.bounds) * prod(self.shape):
+            return flat[start:stop].view(-1, *self.shape)
+        return torch.stack([flat[start:stop].view(self.shape) for start, stop in self.bounds])
+
+
+class Factors:
+    """Factors with r columns of the matrices of a piece, batch after batch.
+
+    Args:
+        batches: the matrices.
+        side: 0 for P, with a matrix's rows, 1 for Q, with its columns.
+        r: the number of columns.
+    """
+
+    def __init__(self, batches: Sequence[Batch], side: int, r: int) -> None:
+        self._shapes = [(len(batch.numbers), batch.shape[side], r) for batch in batches]
+        self._rows = Rows.join((many, length * r) for many, length, _ in self._shapes)
+        self._longest, self._r = max(size for _, size in self._rows.runs), r
+        self.n = self._rows.n
+
+    def of(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Each batch's factors [m, length, r] in `packed` [n], sharing its memory."""
+        parts = packed.split([prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def padded(self, packed: torch.Tensor) -> torch.Tensor:
+        """All factors as [matrices, longest length, r], with rows of zeros after shorter ones."""
+        return self._rows.pad(packed, self._longest).view(self._rows.many, -1, self._r)
+
+    def packed(self, padded: torch.Tensor) -> torch.Tensor:
+        """The reverse of `padded`."""
+        return self._rows.unpad(padded.reshape(-1), self._longest)
+
+
+class Piece(NamedTuple):
+    """Matrices that are averaged at once.
 
     Args:
         start, stop: where they are in the flat buffer.
-        numbers: the tensors' indices in the layout.
-        shape: (matrices, rows, columns).
+        batches: the matrices by shape.
+        p, q: their factors.
     """
 
     start: int
     stop: int
-    numbers: slice
-    shape: tuple[int, int, int]
+    batches: list[Batch]
+    p: Factors
+    q: Factors
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The matrices in `flat`, sharing its memory."""
-        return flat[self.start : self.stop].view(self.shape)
+    def numbers(self) -> list[int]:
+        """The tensors' indices, batch after batch."""
+        return [number for batch in self.batches for number in batch.numbers]
+
+    def products(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """P Qᵀ of each matrix, in the buffer's order: fp32 [stop - start]."""
+        found = [own @ other.mT for own, other in zip(self.p.of(p), self.q.of(q), strict=True)]
+        if len(found) == 1:
+            return found[0].view(-1)
+        pairs = zip(self.batches, found, strict=True)
+        named = {number: product for batch, each in pairs for number, product in zip(batch.numbers, each, strict=True)}
+        return torch.cat([named[number].view(-1) for number in sorted(named)])
 
 
-def batches_of(layout: Layout) -> list[Batch]:
-    """The batches of all tensors of a layout."""
-    batches: list[Batch] = []
-    for number, (shape, (start, stop)) in enumerate(zip(layout.shapes, layout.bounds, strict=True)):
-        many, begin, matrix = 1, start, (shape[0], prod(shape[1:]))
-        if batches and batches[-1].shape[1:] == matrix and stop - batches[-1].start <= CHUNK:
-            before = batches.pop()
-            many, begin = before.shape[0] + 1, before.start
-        batches.append(Batch(begin, stop, slice(number + 1 - many, number + 1), (many, *matrix)))
-    return batches
+@cache
+def pieces_of(layout: Layout, r: int, device: torch.device) -> list[Piece]:
+    """The pieces of a layout's matrices, whose factors have r columns."""
+    found, number = [], 0
+    for piece in layout.pieces(device):
+        by_shape: dict[tuple[int, int], list[tuple[int, tuple[int, int]]]] = {}
+        for shape, (start, stop) in zip(piece.layout.shapes, piece.layout.bounds, strict=True):
+            matrix = by_shape.setdefault((shape[0], prod(shape[1:])), [])
+            matrix.append((number, (piece.start + start, piece.start + stop)))
+            number += 1
+        batches = [
+            Batch(tuple(number for number, _ in places), tuple(bounds for _, bounds in places), shape)
+            for shape, places in by_shape.items()
+        ]
+        stop = piece.start + piece.layout.n
+        found.append(Piece(piece.start, stop, batches, Factors(batches, 0, r), Factors(batches, 1, r)))
+    return found
 
 
 class Queries(Update):
@@ -195,37 +264,62 @@ class PowerSGD(LossyCompressor):
     ) -> tuple[Decoded, Chunked]:
         """One power iteration: P = orth(mean M Q), Q = mean Mᵀ P. The average is P Qᵀ, and P Q_localᵀ was sent.
 
-        Neither product is stored. Each is computed when it is used, one matrix or several small ones at a time.
+        On a CPU neither product is stored. Each is computed when it is used, a piece at a time.
         """
-        r, batches = self.rank, batches_of(layout)
-        matrices = [batch.of(flat) for batch in batches]
+        pieces = pieces_of(layout, self.rank, flat.device)
         with collectives.phase("compress"):
-            queries = [torch.stack(state.queries[batch.numbers]) for batch in batches]
-            ps = [m @ q for m, q in zip(matrices, queries, strict=True)]
-        packed = collectives.mean(torch.cat([p.view(-1) for p in ps]))
+            matrices = [[batch.of(flat) for batch in piece.batches] for piece in pieces]
+            queries = [torch.cat([state.queries[number].view(-1) for number in piece.numbers()]) for piece in pieces]
+            products = [
+                (m @ q).view(-1)
+                for piece, own, packed in zip(pieces, matrices, queries, strict=True)
+                for m, q in zip(own, piece.q.of(packed), strict=True)
+            ]
+        packed = collectives.mean(torch.cat(products))
         with collectives.phase("compress"):
-            parts = packed.split([p.numel() for p in ps])
-            ps = [orthonormal(part.view(p.shape)) for part, p in zip(parts, ps, strict=True)]
-            local = [m.mT @ p for m, p in zip(matrices, ps, strict=True)]
-        packed = collectives.mean(torch.cat([q.view(-1) for q in local]))
+            parts = packed.split([piece.p.n for piece in pieces])
+            ps = [piece.p.packed(orthonormal(piece.p.padded(part))) for piece, part in zip(pieces, parts, strict=True)]
+            local = [
+                torch.cat([(m.mT @ p).view(-1) for m, p in zip(own, piece.p.of(packed), strict=True)])
+                for piece, own, packed in zip(pieces, matrices, ps, strict=True)
+            ]
+            del matrices  # copies of those that are no neighbours
+        packed = collectives.mean(torch.cat(local))
         with collectives.phase("decompress"):
-            parts = packed.split([q.numel() for q in local])
-            qs = [part.view(q.shape) for part, q in zip(parts, local, strict=True)]
-            largest = [q.abs().amax((1, 2), keepdim=True) for q in qs]
+            qs = packed.split([piece.q.n for piece in pieces])
             # |P Qᵀ| ≤ r · max|Q|, since no element of an orthonormal P exceeds 1.
-            bounds = torch.stack([each.max() for each in largest]) * r
-            finite = bounds.isfinite().all() & torch.stack([p.isfinite().all() for p in ps]).all()
+            finite = (packed.abs().max() * self.rank).isfinite() & torch.stack([p.isfinite().all() for p in ps]).all()
             if self.warm_start:
-                # Only the span matters. A Q at the gradient's scale would give M Q its square, and under- or overflow.
-                # A column of zeros keeps its old query: as zeros it would never find anything.
-                triples = zip(qs, largest, queries, strict=True)
-                found = [torch.where((q != 0).any(1, keepdim=True), q / m, old) for q, m, old in triples]
-                state.next_queries = [q for each in found for q in each.unbind()]
+                state.next_queries = self._next_queries(pieces, qs, queries)
             else:  # with a fixed Q, what lies outside its span would never be sent
                 state.next_queries = self._new_queries(layout, state, collectives.step + 1)
-        places = [(batch.start, batch.stop) for batch in batches]
-        mean = Chunked(places, lambda i: (ps[i] @ qs[i].mT).view(-1), finite)
-        return mean, Chunked(places, lambda i: (ps[i] @ local[i].mT).view(-1))
+        places = [(piece.start, piece.stop) for piece in pieces]
+        sent = Chunked(places, lambda i: pieces[i].products(ps[i], local[i]))
+        mean = Chunked(places, lambda i: pieces[i].products(ps[i], qs[i]), finite)
+        if not flat.is_cuda:
+            return mean, sent
+        with collectives.phase("decompress"):  # a dense mean is written to all gradients by one call
+            whole = collectives.buffer()
+            for number, (start, stop) in enumerate(places):
+                whole[start:stop] = mean.values(number)
+        return Dense(whole), sent
+
+    def _next_queries(
+        self, pieces: Sequence[Piece], qs: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The averaged Q of each tensor, divided by its largest magnitude.
+
+        Only the span matters. A Q at the gradient's scale would give M Q its square, and under- or overflow. A column
+        of zeros keeps its old query: as zeros it would never find anything.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for piece, packed, old in zip(pieces, qs, before, strict=True):
+            q = piece.q.padded(packed)
+            largest = q.abs().amax((1, 2), keepdim=True)
+            scaled = torch.where((q != 0).any(1, keepdim=True), q / largest, piece.q.padded(old))
+            each = [matrix for batch in piece.q.of(piece.q.packed(scaled)) for matrix in batch.unbind()]
+            found.update(zip(piece.numbers(), each, strict=True))
+        return [found[number] for number in range(len(found))]
 
     def _new_queries(self, layout: Layout, state: Queries, step: int) -> list[torch.Tensor]:
         """Random queries for this step."""

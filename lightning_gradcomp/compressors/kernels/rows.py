@@ -38,6 +38,11 @@ class Rows:
         """Rows of these runs; neighbours may have the same length."""
         return cls(tuple((sum(many for many, _ in same), size) for size, same in groupby(runs, key=itemgetter(1))))
 
+    @classmethod
+    def cut(cls, n: int, size: int) -> Rows:
+        """n elements in rows of `size`; the last one may be shorter."""
+        return cls(tuple((many, each) for many, each in ((n // size, size), (1, n % size)) if many and each))
+
     @cached_property
     def many(self) -> int:
         """The number of rows, m."""
@@ -68,7 +73,7 @@ class Rows:
         if x.is_cuda:
             x = x.float()
             return torch.segment_reduce(x, "sum", lengths=_sizes(self.runs, x.device), unsafe=True)
-        return torch.cat([Rows((run,)).sum(x[begin:end], dtype) for run, _, (begin, end) in self._places])
+        return torch.cat([Rows((run,)).sum(x[begin:end], dtype) for run, _, (begin, end) in self.places])
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of each row of x (fp32 [n]): fp32 [m]."""
@@ -77,7 +82,7 @@ class Rows:
             return torch.maximum(rows.amax(1), -rows.amin(1))  # aminmax of rows takes ten times as long
         if x.is_cuda:
             return torch.segment_reduce(x.abs(), "max", lengths=_sizes(self.runs, x.device), unsafe=True)
-        return torch.cat([Rows((run,)).largest(x[begin:end]) for run, _, (begin, end) in self._places])
+        return torch.cat([Rows((run,)).largest(x[begin:end]) for run, _, (begin, end) in self.places])
 
     def mean(self, f: Callable[..., torch.Tensor], x: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
         """The mean over each row of f(x, *spread numbers), where f works element by element: fp32 [m].
@@ -98,7 +103,7 @@ class Rows:
             numbers_of_rows = torch.repeat_interleave(_sizes(self.runs, device), output_size=self.n)
             return [each.index_select(0, numbers_of_rows) for each in numbers]
         return [
-            torch.cat([each[first:last].repeat_interleave(run[1]) for run, (first, last), _ in self._places])
+            torch.cat([each[first:last].repeat_interleave(run[1]) for run, (first, last), _ in self.places])
             for each in numbers
         ]
 
@@ -141,7 +146,7 @@ class Rows:
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
     @cached_property
-    def _places(self) -> list[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]:
+    def places(self) -> list[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]:
         """Each run, the (start, stop) of its rows, and of its elements."""
         found, row, element = [], 0, 0
         for many, size in self.runs:

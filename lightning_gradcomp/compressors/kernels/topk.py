@@ -9,12 +9,12 @@ the k largest, and an exact search among them finds these. If fewer than k pass,
 from __future__ import annotations
 
 import math
-from collections import Counter
 from functools import cache
 
 import numpy as np
 import torch
 
+from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
 
 SAMPLE_AT_LEAST = 65_536
@@ -32,12 +32,12 @@ def count(n: int, density: float) -> int:
 
 def topk_each(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
     """Flat indices (int64, ascending) of the `count(size, density)` largest entries of each tensor of `layout`."""
-    return _topk_of_rows(flat, [(start, 1, stop - start) for start, stop in layout.bounds], density)
+    return _topk_of_rows(flat, Rows.of(layout.sizes), density)
 
 
 def count_each(layout: Layout, density: float) -> int:
     """Number of indices that `topk_each` returns."""
-    return sum(many * count(size, density) for size, many in Counter(layout.sizes).items())
+    return _count_of_rows(Rows.of(layout.sizes), density)
 
 
 TOPK_CHUNK = 4096
@@ -49,65 +49,62 @@ def topk_chunks(flat: torch.Tensor, layout: Layout, density: float) -> torch.Ten
 
     Each chunk gives `count(4096, density)` of them. The rest of a tensor is a shorter chunk.
     """
-    matrices = []
-    for start, stop in layout.bounds:
-        whole, rest = divmod(stop - start, TOPK_CHUNK)
-        matrices += [(start, whole, TOPK_CHUNK), (stop - rest, 1, rest)]
-    return _topk_of_rows(flat, [(start, rows, size) for start, rows, size in matrices if rows and size], density)
+    return _topk_of_rows(flat, _chunk_rows(layout), density)
 
 
 def count_chunks(layout: Layout, density: float) -> int:
     """Number of indices that `topk_chunks` returns."""
-    found, of_chunk = 0, count(TOPK_CHUNK, density)
-    for size, many in Counter(layout.sizes).items():
-        whole, rest = divmod(size, TOPK_CHUNK)
-        found += many * (whole * of_chunk + (count(rest, density) if rest else 0))
-    return found
+    return _count_of_rows(_chunk_rows(layout), density)
 
 
-def _topk_of_rows(flat: torch.Tensor, matrices: list[tuple[int, int, int]], density: float) -> torch.Tensor:
+def _chunk_rows(layout: Layout) -> Rows:
+    return Rows.join(run for n in layout.sizes for run in Rows.cut(n, TOPK_CHUNK).runs)
+
+
+def _count_of_rows(rows: Rows, density: float) -> int:
+    return sum(many * count(size, density) for many, size in rows.runs)
+
+
+def _topk_of_rows(flat: torch.Tensor, rows: Rows, density: float) -> torch.Tensor:
     """Flat indices (int64, ascending) of the largest entries of each row.
 
     Args:
         flat: fp32 [n].
-        matrices: (start, rows, elements per row), consecutive in `flat`.
+        rows: the rows in `flat`.
         density: fraction of each row's entries to select.
     """
     if flat.is_cuda:
-        return _topk_of_equal_sizes(flat.abs(), matrices, density)
-    joined: list[tuple[int, int, int]] = []
-    for start, rows, size in matrices:  # merge matrices with rows of one size
-        if joined and joined[-1][2] == size:
-            start, before, _ = joined.pop()
-            rows += before
-        joined.append((start, rows, size))
+        return _topk_of_equal_sizes(flat.abs(), rows, density)
     return torch.cat(
         [
             topk_rows(flat[begin:end].view(-1, size), count(size, density)) + begin
-            for start, rows, size in joined
-            for begin, end in chunks(start, start + rows * size, flat.device, multiple=size)
+            for (_, size), _, (start, stop) in rows.places
+            for begin, end in chunks(start, stop, flat.device, multiple=size)
         ]
     )
 
 
-def _topk_of_equal_sizes(magnitude: torch.Tensor, matrices: list[tuple[int, int, int]], density: float) -> torch.Tensor:
+def _topk_of_equal_sizes(magnitude: torch.Tensor, rows: Rows, density: float) -> torch.Tensor:
     """`_topk_of_rows` on a GPU: one search for all rows of a size, since a search launches about twenty kernels."""
     by_size: dict[int, list[tuple[int, int]]] = {}
-    for start, rows, size in matrices:
-        by_size.setdefault(size, []).append((start, start + rows * size))
-    found = []
-    for size, parts in by_size.items():
-        rows = torch.cat([magnitude[start:stop] for start, stop in parts]).view(-1, size)
-        indices = torch.topk(rows, count(size, density), sorted=False).indices
-        begins = tuple(begin for start, stop in parts for begin in range(start, stop, size))
-        found.append((indices + to_column(begins, magnitude.device)).view(-1))
-    return torch.cat(found).sort().values
+    for (_, size), _, place in rows.places:
+        by_size.setdefault(size, []).append(place)
+    found, begins, runs = [], [], []
+    for size, places in by_size.items():
+        parts, k = [magnitude[start:stop] for start, stop in places], count(size, density)
+        own = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(-1, size)
+        found.append(torch.topk(own, k, sorted=False).indices.view(-1))
+        begins += [begin for start, stop in places for begin in range(start, stop, size)]
+        runs.append((len(own), k))
+    selected = Rows.join(runs)
+    [begin] = selected.spread(on_device(tuple(begins), magnitude.device))
+    return (selected.view(torch.cat(found)) + begin).view(-1).sort().values
 
 
 @cache
-def to_column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The numbers as a cached column, int64 [m, 1]."""
-    return torch.tensor(numbers).unsqueeze(1).to(device, non_blocking=True)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The numbers, int64 [m], copied once."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def topk_rows(x: torch.Tensor, k: int) -> torch.Tensor:
