@@ -1,13 +1,14 @@
 """Rotated blocks of 64 numbers in 1 to 4 bits a number, with an unbiased scale for each block.
 
-A rotation makes the entries of a block nearly normal, whatever they were: three times random signs and a Hadamard
-transform, multiplied out to one matrix. (After one of each, 1-bit blocks were biased by 6 % of their norm; after three, by
-no more than after a uniformly random rotation.) The quantiser is the optimal one for the normal distribution (Lloyd 1982, Max 1960). With the scale S = ‖y‖² / ⟨y, q⟩ the
-decoded block S·q has the same projection on y as y itself, so that its expectation over rotations is y (DRIVE, Vargaftik
-et al., NeurIPS 2021, arXiv 2105.08339; EDEN, ICML 2022, arXiv 2108.08842). Ranks that share a rotation can add decoded
-blocks before they rotate back (THC, NSDI 2024, arXiv 2302.08545).
+A rotation makes the entries of a block nearly normal, whatever they were. It is three rounds of random signs and a
+Hadamard transform, multiplied out to one matrix. With one round, the mean of many 1-bit blocks was off by 6 % of their
+norm; with three it is as exact as with a uniformly random rotation. The quantiser is the optimal one for the normal
+distribution (Lloyd 1982, Max 1960). With the scale S = ‖y‖² / ⟨y, q⟩ the decoded block S·q has the same projection on y
+as y itself, so that its expectation over rotations is y (DRIVE, Vargaftik et al., NeurIPS 2021, arXiv 2105.08339; EDEN,
+ICML 2022, arXiv 2108.08842). Ranks that share a rotation can add decoded blocks before they rotate back (THC, NSDI
+2024, arXiv 2302.08545).
 
-The mean squared error is a constant share of ‖y‖²: 0.564, 0.128, 0.034, 0.009 for 1 to 4 bits. For long blocks EDEN has
+The mean squared error is a constant share of ‖y‖²: 0.564, 0.128, 0.034, 0.009 for 1 to 4 bits. For long blocks it is
 0.571, 0.133, 0.036, 0.010.
 
 Levels are whole numbers, in 40ths of a block's root mean square. Rotating whole numbers back is exact in fp32, so all
