@@ -4,6 +4,7 @@ from lightning_gradcomp.averaging import GradientAverager, Stats, load_sharded_s
 from lightning_gradcomp.compressors import (
     BF16,
     DGC,
+    EDEN,
     FP16,
     SPARSELOCO,
     Codec,
@@ -41,6 +42,7 @@ from lightning_gradcomp.registry import entries, load_entry_points, register
 __all__ = [
     "BF16",
     "DGC",
+    "EDEN",
     "FP16",
     "SPARSELOCO",
     "AsyncAverager",

@@ -32,6 +32,7 @@ from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.averaging.traffic import dense_step_traffic, messages, traffic
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values
 from lightning_gradcomp.compressors.updates import is_adam
 from lightning_gradcomp.errors import Refused, refusal
@@ -96,7 +97,7 @@ class Plan(NamedTuple):
             sent = dense_step_traffic(layouts, Ranks(None, n), compressor.wire)
             exchange = 2 * (n - 1) * link.latency + sent / link.bandwidth
             exposed = max(0.0, exchange - HIDES * self.backward)
-            how = "two_phase" if compressor.wire == "int8" else "ring"
+            how = "two_phase" if compressor.wire in FORMATS else "ring"
             return Step(how, sent, encode, self.computation + encode + exposed)
         final = compressor.with_sparsity(compressor.final_sparsity)
         parts, sent = messages(final, layouts), traffic(final, layouts, Ranks(None, n), topology)

@@ -22,15 +22,16 @@ from lightning_gradcomp.averaging.exchange import (
     read_flags,
     to_flags,
 )
+from lightning_gradcomp.averaging.few_bits import first_blocks, mean_in_few_bits
 from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.int8 import first_groups, mean_in_int8
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.two_phase import TwoPhaseExchange
 from lightning_gradcomp.compressors.base import LossyCompressor
 from lightning_gradcomp.compressors.decoded import Dense, all_finite
+from lightning_gradcomp.compressors.few_bits import FORMATS, FewBits
 from lightning_gradcomp.errors import refusal
 
 
@@ -119,8 +120,8 @@ def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flag
     """Replace `p.grad` with its mean over the ranks, sent in the format `wire`."""
     gradients.collect(unscale=False)
     present, saturate = [*gradients.present, *flags], gradients.scale == 1
-    if wire == "int8" and ranks.world > 1:
-        mean, dense_mean, found = _mean_in_int8(gradients, ranks, present, step)
+    if wire in FORMATS and ranks.world > 1:
+        mean, dense_mean, found = _mean_in_few_bits(FORMATS[wire], gradients, ranks, present, step)
     else:
         [mean, dense_mean], found = all_reduce_mean(ranks, gradients.flats, present, wire, saturate)
     # Without shards all ranks have the same mean, finite or not, so they need not agree.
@@ -132,19 +133,19 @@ def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flag
     return Average(flags)
 
 
-def _mean_in_int8(
-    gradients: Gradients, ranks: Ranks, present: list[bool], step: int
+def _mean_in_few_bits(
+    form: FewBits, gradients: Gradients, ranks: Ranks, present: list[bool], step: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
     """The means of both buffers over the ranks, and True for each of `present` that any rank set."""
     assert ranks.group is not None
     layout, flat, dense = gradients.layout, gradients.compressed_flat, gradients.dense_flat
-    first, views = first_groups(gradients.chosen), layout.views(flat)
+    first, views = first_blocks(form, gradients.chosen), layout.views(flat)
     large = [(first[name], view) for name, view in zip(layout.names, views, strict=True)]
     shard = ranks.shards.rank() if ranks.shards else 0
     small = [dense, to_flags(present, flat.device).float()]
-    means, small_means = mean_in_int8(ranks.group, large, small, step, shard)
+    means, small_means = mean_in_few_bits(ranks.group, form, large, small, step, shard)
     for view, mean in zip(views, means, strict=True):
-        view.copy_(mean.view(view.shape))
+        view.copy_(mean)
     dense_mean, anywhere = small_means.split([part.numel() for part in small])
     return flat, dense_mean, read_flags(anywhere > 0)
 

@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.errors import refusal
 
 TOPOLOGIES = ("auto", "all_gather", "two_phase", "server")
 PARTITIONED = ("two_phase", "server")
 INSIDE = ("compressed", "dense")
-FALLBACKS = ("none", "int8")
+FALLBACKS = ("none", *FORMATS)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
+from lightning_gradcomp.averaging.few_bits import few_bits_traffic
 from lightning_gradcomp.averaging.framing import Frame
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
-from lightning_gradcomp.averaging.int8 import int8_traffic
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import PARTITIONED
 from lightning_gradcomp.averaging.two_phase import split_dense
 from lightning_gradcomp.compressors.base import LossyCompressor
+from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.compressors.kernels.formats import BITS
 
 
@@ -34,15 +35,15 @@ def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> lis
 
 
 def dense_step_traffic(gradients: Gradients | Layouts, ranks: Ranks, wire: str) -> int:
-    """Bytes that a plain dense step sends between workers: those of a ring all-reduce, or of `mean_in_int8`."""
-    if wire == "int8":
-        return int8_traffic(gradients.layout.sizes, gradients.dense_layout.n, ranks)
+    """Bytes that a plain dense step sends between workers: those of a ring all-reduce, or of `mean_in_few_bits`."""
+    if form := FORMATS.get(wire):
+        return few_bits_traffic(form, gradients.layout.shapes, gradients.dense_layout.n, ranks)
     return ranks.dense_traffic(gradients.nbytes) * BITS[wire] // 32
 
 
 def dense_topology(wire: str) -> str:
     """How plain dense steps travel."""
-    return "two_phase" if wire == "int8" else "all_reduce"
+    return "two_phase" if wire in FORMATS else "all_reduce"
 
 
 def traffic(compressor: LossyCompressor, gradients: Gradients | Layouts, ranks: Ranks, topology: str) -> int:

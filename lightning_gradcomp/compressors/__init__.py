@@ -3,6 +3,7 @@
 from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.dense import BF16, FP16, NoCompression
 from lightning_gradcomp.compressors.dgc import DGC
+from lightning_gradcomp.compressors.eden import EDEN
 from lightning_gradcomp.compressors.gradient_dropping import SPARSELOCO, GradientDropping
 from lightning_gradcomp.compressors.int8 import Int8
 from lightning_gradcomp.compressors.onebit import OneBit
@@ -14,6 +15,7 @@ from lightning_gradcomp.compressors.twobit import TwoBit
 __all__ = [
     "BF16",
     "DGC",
+    "EDEN",
     "FP16",
     "SPARSELOCO",
     "Codec",

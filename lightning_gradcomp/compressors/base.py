@@ -114,9 +114,12 @@ class Compressor(CompressorBase):
     """The method's row in the docs."""
     needs_optimizer: ClassVar[bool] = False
     """True if the method needs a single optimizer that `check_optimizer` accepts."""
-    wire: ClassVar[str] = "fp32"
-    """The format of gradients in dense steps: "fp32", "bf16", "fp16" or "int8". In "int8", the parameters that `choose`
-    leaves out travel in fp32."""
+
+    @property
+    def wire(self) -> str:
+        """The format of gradients in dense steps: "fp32", "bf16", "fp16", or one of few bits (few_bits.py), in which
+        the parameters that `choose` leaves out travel in fp32."""
+        return "fp32"
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """The names of the parameters to compress while they train. `shapes` holds all, in the model's order."""

@@ -1,4 +1,4 @@
-"""Dense averages in fp32, fp16 and bf16: the baselines for compression. int8.py has one more."""
+"""Dense averages in fp32, fp16 and bf16: the baselines for compression. int8.py and eden.py have those in few bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class FP16(Compressor):
     card: ClassVar[Card] = Card(
         sends="everything, in fp16", pick="half the bytes are enough, bf16 is too coarse", source="torch's fp16 hook"
     )
-    wire: ClassVar[str] = "fp16"
+
+    @property
+    def wire(self) -> str:
+        return "fp16"
 
 
 @register("bf16", strategy="ddp_bf16")
@@ -41,4 +44,7 @@ class BF16(Compressor):
     card: ClassVar[Card] = Card(
         sends="everything, in bf16", pick="half the bytes are enough", source="torch's bf16 hook"
     )
-    wire: ClassVar[str] = "bf16"
+
+    @property
+    def wire(self) -> str:
+        return "bf16"

@@ -12,20 +12,41 @@ from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
 
 
-@register("int8", strategy="ddp_int8")
 @dataclass(kw_only=True)
-class Int8(Compressor):
-    """Gradients travel in 8 bits, with a scale for each 256 elements, and are added in fp32.
+class FewBitAverage(Compressor):
+    """Base of averages in few bits: matrices travel in few bits, 1-D and small tensors in fp32 in the same messages.
 
-    Each rank averages a part and sends the mean on, rounded once more (averaging/int8.py). Rounding is stochastic, so
-    its expectation is exact, and there is no residual. Small tensors travel in fp32 in the same messages: they are few
-    elements, and rounding costs them most.
+    The small ones are few elements, and rounding costs them most. Sums are in fp32, and there is no residual
+    (averaging/few_bits.py).
 
     Args:
         min_elements: tensors with fewer elements travel in fp32, as all 1-D tensors do (biases, norm weights).
 
     Raises:
-        ValueError: if `min_elements` is not a whole number from 1.
+        ValueError: if an option is out of range.
+    """
+
+    min_elements: int = 1024
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.min_elements) or self.min_elements < 1:
+            raise refusal(f"{type(self).__name__}.min_elements", self.min_elements, "a whole number from 1")
+
+    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """The parameters that travel in few bits."""
+        return {name for name, shape in shapes.items() if len(shape) > 1 and prod(shape) >= self.min_elements}
+
+
+@register("int8", strategy="ddp_int8")
+@dataclass(kw_only=True)
+class Int8(FewBitAverage):
+    """Gradients travel in 8 bits, with a scale for each 256 elements, and are added in fp32.
+
+    Each rank averages a part and sends the mean on, rounded once more. Rounding is stochastic, so its expectation is
+    exact, and there is no residual.
+
+    Args:
+        min_elements: tensors with fewer elements travel in fp32, as all 1-D tensors do (biases, norm weights).
     """
 
     card: ClassVar[Card] = Card(
@@ -33,14 +54,7 @@ class Int8(Compressor):
         pick="it is your first try: any optimizer, no warm-up, nearly lossless",
         source="CNTK's two phases, torchft's blocks",
     )
-    wire: ClassVar[str] = "int8"
 
-    min_elements: int = 1024
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.min_elements) or self.min_elements < 1:
-            raise refusal("Int8.min_elements", self.min_elements, "a whole number from 1")
-
-    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """The parameters that travel in 8 bits."""
-        return {name for name, shape in shapes.items() if len(shape) > 1 and prod(shape) >= self.min_elements}
+    @property
+    def wire(self) -> str:
+        return "int8"

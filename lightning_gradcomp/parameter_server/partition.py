@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
-from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
+from lightning_gradcomp.compressors.kernels.formats import BITS, pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed, slice_bytes
 from lightning_gradcomp.errors import refusal
@@ -98,11 +98,12 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> Payloads:
 
     Raises ValueError if the payloads can't be decoded without those of other workers.
     """
-    if not isinstance(compressor, LossyCompressor):
+    if isinstance(compressor, LossyCompressor):
+        final = compressor.with_sparsity(compressor.final_sparsity)
+        if isinstance(final, Codec):
+            return final.for_step(worker, step)
+    elif compressor.wire in BITS:
         return Uncompressed(compressor.wire)
-    final = compressor.with_sparsity(compressor.final_sparsity)
-    if isinstance(final, Codec):
-        return final.for_step(worker, step)
     allowed = (
         "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16', 'bf16' or 'int8', whose payloads a server can decode"
     )

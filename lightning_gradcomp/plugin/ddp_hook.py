@@ -1,7 +1,7 @@
 """What DDP sends: gradients of dense steps, initial weights if the ranks' differ, and buffers before they are read.
 
-A dense step keeps DDP's buckets, which are averaged while backward continues: by an all-reduce or, in 8 bits, by
-`Int8Buckets`. In a compressed step the `GradientAverager` runs after backward or, if several optimizers train in manual
+A dense step keeps DDP's buckets, which are averaged while backward continues: by an all-reduce or, in few bits, by
+`FewBitBuckets`. In a compressed step the `GradientAverager` runs after backward or, if several optimizers train in manual
 optimization, before an optimizer's step. If the decision is known before the forward pass (`DDPHook.forward`), DDP is
 skipped, so that backward copies no gradients into its buckets. Otherwise the hook returns the local gradient.
 """
@@ -22,12 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.exchange import to_wire
-from lightning_gradcomp.averaging.int8 import first_groups
+from lightning_gradcomp.averaging.few_bits import first_blocks
 from lightning_gradcomp.averaging.replicas import identical, ignored_by_ddp
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.plugin.int8_buckets import Int8Buckets
+from lightning_gradcomp.plugin.few_bit_buckets import FewBitBuckets
 from lightning_gradcomp.plugin.manual_steps import ManualSteps, parameter_ids
 
 
@@ -57,8 +58,8 @@ class DDPHook(ManualSteps):
         self._known = {id(p) for _, p in self._named}
         self._by_ddp, self._wire, self._grad_scale = True, "fp32", 1.0
         self._step = 0
-        self._int8: Int8Buckets | None = None
-        """Averages buckets, once a step's format is "int8"."""
+        self._few_bits: FewBitBuckets | None = None
+        """Averages buckets, once a step's format is one of few bits."""
         self._ddp_skipped = False
         """True if DDP was told not to synchronize this forward pass."""
         self._gradients_ready: float | None = None
@@ -72,8 +73,8 @@ class DDPHook(ManualSteps):
     def release(self) -> None:
         """Release the DDP module, which holds this hook: Python's garbage collector can't see the cycle through C++."""
         del self._ddp
-        if self._int8:
-            self._int8.close()
+        if self._few_bits:
+            self._few_bits.close()
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
@@ -82,8 +83,8 @@ class DDPHook(ManualSteps):
             return noop_hook(None, bucket)
         if self._wire == "fp32":
             return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-        if self._wire == "int8" and self._int8:
-            return self._int8.average(bucket, self._step)
+        if self._wire in FORMATS and self._few_bits:
+            return self._few_bits.average(bucket, self._step)
         sent = to_wire(bucket.buffer(), dist.get_world_size(), self._wire, saturate=self._grad_scale == 1)
         arrived = dist.all_reduce(sent, async_op=True).get_future()
         return arrived.then(lambda future: bucket.buffer().copy_(future.value()[0]))
@@ -128,10 +129,11 @@ class DDPHook(ManualSteps):
         scaler = getattr(precision, "scaler", None)
         self._grad_scale, self._step = scaler.get_scale() if scaler else 1.0, averager.steps
         self._wire = decision.wire if averager.world > 1 else "fp32"
-        if self._wire == "int8" and self._int8 is None:
-            first, named = first_groups(averager.gradients.chosen), self._ddp.module.named_parameters()
+        if self._wire in FORMATS and self._few_bits is None:
+            form, named = FORMATS[self._wire], self._ddp.module.named_parameters()
+            first = first_blocks(form, averager.gradients.chosen)
             large = {id(p): first[plain_name(name)] for name, p in named if plain_name(name) in first}
-            self._int8 = Int8Buckets(large, averager.gradients.device)
+            self._few_bits = FewBitBuckets(form, large, averager.gradients.device)
         self._by_ddp = not self._ddp_skipped and self._can_be_by_ddp(decision)
         self._gradients_ready = None
 

@@ -31,7 +31,7 @@ from features_kit import (
 )
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.plugin import int8_buckets
+from lightning_gradcomp.plugin import few_bit_buckets
 
 SMALL = 0.0004
 """MB of a bucket that the head's weights fill."""
@@ -200,7 +200,7 @@ class Waiting(Net):
 
 def overlap():
     """True on both ranks if buckets are exchanged while backward computes others."""
-    Waiting.begun, average = threading.Event(), int8_buckets.mean_in_int8
+    Waiting.begun, average = threading.Event(), few_bit_buckets.mean_in_few_bits
 
     def recorded(*arguments):
         if trainer.global_step == 2:
@@ -208,7 +208,7 @@ def overlap():
         return average(*arguments)
 
     trainer, net = trainer_for(int8(bucket_cap_mb=SMALL), epochs=1, limit_train_batches=3), Waiting()
-    with mock.patch.object(int8_buckets, "mean_in_int8", recorded):
+    with mock.patch.object(few_bit_buckets, "mean_in_few_bits", recorded):
         trainer.fit(net, loader())
     return on_every_rank(net.seen)
 

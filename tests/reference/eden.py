@@ -39,11 +39,10 @@ def quantise(block: np.ndarray, bits: int) -> tuple[np.ndarray, np.float32]:
     return np.array(found), squares / products
 
 
-def to_bf16(scale: np.float32, key: int) -> np.float32:
-    """Round up if the discarded 16 bits plus 16 pseudo-random ones overflow."""
+def to_bf16(scale: np.float32, seed: int) -> np.float32:
+    """Round up if the discarded 16 bits plus 16 random ones overflow."""
     number = int(np.float32(scale).view(np.uint32))
-    draw = ((number ^ key) * 0x9E3779B1 % 2**32) >> 16
-    return np.uint32((number + draw) >> 16 << 16).view(np.float32)
+    return np.uint32((number + seed % 2**16) >> 16 << 16).view(np.float32)
 
 
 def packed(levels: np.ndarray, scales: list[np.float32], bits: int) -> bytes:
@@ -54,3 +53,29 @@ def packed(levels: np.ndarray, scales: list[np.float32], bits: int) -> bytes:
     stream = (codes[:, None] >> np.arange(bits) & 1).astype(np.uint8)
     upper = np.array(scales, np.float32).view(np.uint32) >> 16
     return upper.astype("<u2").tobytes() + np.packbits(stream.ravel(), bitorder="little").tobytes()
+
+
+def blocks_of(tensor: np.ndarray) -> np.ndarray:
+    """Blocks inside rows of 64 elements or more, the last one of a row filled with zeros; else of the whole tensor."""
+    rows = tensor.reshape(len(tensor), -1)
+    if rows.shape[1] < BLOCK:
+        rows = tensor.reshape(1, -1)
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK))).reshape(-1, BLOCK)
+
+
+def mean(tensors: list[np.ndarray], bits: int, turn: np.ndarray, first: int, seeds) -> np.ndarray:
+    """The mean over ranks of whole numbers, as blocks, fp32 [blocks, 64].
+
+    `seeds(phase, block)` is the draw of a block for the way to its owner, phase (0, rank), or back, phase (1,).
+    """
+    result = []
+    for number, shares in enumerate(zip(*map(blocks_of, tensors), strict=True)):
+        total = np.zeros(BLOCK, np.float32)
+        for rank, share in enumerate(shares):
+            rotated = (share.astype(np.int64) @ turn).astype(np.float32) / np.float32(len(tensors))
+            levels, scale = quantise(rotated, bits)
+            total += levels.astype(np.float32) * to_bf16(scale, seeds((0, rank), first + number))
+        levels, scale = quantise(total, bits)
+        back = (levels @ turn.T).astype(np.float32)
+        result.append(back * (to_bf16(scale, seeds((1,), first + number)) / np.float32(BLOCK**3)))
+    return np.array(result)

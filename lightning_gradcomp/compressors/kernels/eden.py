@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ def eden_bytes(n: int, bits: int) -> int:
     return SCALE_BYTES * (n // BLOCK) + n * bits // 8
 
 
+@lru_cache(maxsize=16)
 def rotation(device: torch.device, *key: int) -> torch.Tensor:
     """A random rotation times √GAIN, whose entries are whole numbers: fp32 [BLOCK, BLOCK], a function of its key.
 
@@ -87,19 +88,19 @@ def _tables(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
     return torch.from_numpy(of_pairs).to(device), torch.from_numpy(of_words).to(device)
 
 
-def pack_eden(y: torch.Tensor, out: torch.Tensor, bits: int, key: int) -> torch.Tensor:
+def pack_eden(y: torch.Tensor, out: torch.Tensor, bits: int, seeds: torch.Tensor) -> torch.Tensor:
     """Fill `out` with the scales and codes of rotated values.
 
     Args:
         y: rotated blocks, fp32 [n], contiguous; n is a multiple of `BLOCK`.
         out: uint8 [eden_bytes(n, bits)].
         bits: 1 to 4.
-        key: 31 bits that differ between ranks and steps, for stochastic rounding of scales to bf16.
+        seeds: random numbers, int32 [n / BLOCK], for stochastic rounding of the scales to bf16.
 
     Returns:
         `out`.
     """
-    of_pairs, _ = _tables(bits, y.device)
+    of_pairs, block = _tables(bits, y.device)[0], 0
     for values, scales, codes in _chunks(y, out, bits):
         squares = torch.linalg.vecdot(values, values).unsqueeze(1)
         unit = UNIT * math.sqrt(BLOCK) / squares.sqrt().clamp(min=torch.finfo(torch.float32).tiny)
@@ -108,7 +109,7 @@ def pack_eden(y: torch.Tensor, out: torch.Tensor, bits: int, key: int) -> torch.
         products = torch.linalg.vecdot(values, _levels(codes, bits).float()).unsqueeze(1)
         scale = torch.where(squares > 0, squares / products, squares)  # 0, or NaN
         scale = torch.where(squares.isfinite(), scale, torch.nan)
-        scales.copy_(_to_bf16(scale, key))
+        scales.copy_(_to_bf16(scale, seeds[block : (block := block + len(values))].unsqueeze(1)))
     return out
 
 
@@ -153,14 +154,9 @@ def _levels(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return of_words.index_select(0, words).view(torch.int8).view(-1, BLOCK)
 
 
-def _to_bf16(x: torch.Tensor, key: int) -> torch.Tensor:
-    """x, fp32, not negative, rounded up or down at random so that the expectation is exact: the upper 16 bits, int16.
-
-    The draws are a hash of key and value (multiplication by 2³² / golden ratio, Knuth, vol. 3, §6.4).
-    """
-    numbers = x.view(torch.int32)
-    draws = (((numbers ^ key) * 0x9E3779B1 - (1 << 32)) >> 16) & 0xFFFF
-    return ((numbers + draws) >> 16).to(torch.int16)
+def _to_bf16(x: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """The upper 16 bits of x, fp32 and not negative, rounded at random so that the expectation is exact: int16."""
+    return ((x.view(torch.int32) + (draws & 0xFFFF)) >> 16).to(torch.int16)
 
 
 def _from_bf16(scales: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,9 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def packed(y, bits, key=1):
-    return pack_eden(y, torch.empty(eden_bytes(y.numel(), bits), dtype=torch.uint8), bits, key)
+def packed(y, bits, seed=1):
+    seeds = torch.randint(-(2**31), 2**31, (y.numel() // BLOCK,), generator=seeded(seed), dtype=torch.int32)
+    return pack_eden(y, torch.empty(eden_bytes(y.numel(), bits), dtype=torch.uint8), bits, seeds)
 
 
 def there_and_back(x, bits, step):
@@ -53,7 +54,8 @@ def test_packing_is_byte_identical_to_the_twin(bits):
     y[BLOCK : 2 * BLOCK] = 0
     y[2 * BLOCK : 3 * BLOCK - 1] = 0  # a single entry
     found = [reference.quantise(block, bits) for block in y.view(-1, BLOCK).numpy()]
-    scales = [reference.to_bf16(scale, 12345) for _, scale in found]
+    seeds = torch.randint(-(2**31), 2**31, (6,), generator=seeded(12345), dtype=torch.int32).tolist()
+    scales = [reference.to_bf16(scale, seed) for (_, scale), seed in zip(found, seeds, strict=True)]
     expected = reference.packed(np.stack([levels for levels, _ in found]), scales, bits)
     assert packed(y, bits, 12345).numpy().tobytes() == expected
     total = torch.ones_like(y)
@@ -108,6 +110,9 @@ def test_scales_are_rounded_without_bias():
 def test_values_do_not_depend_on_what_is_packed_beside_them():
     y = torch.randn(40 * BLOCK, generator=seeded(3))
     whole, part = torch.zeros_like(y), torch.zeros(7 * BLOCK)
-    add_eden(packed(y, 3), whole, 3)
-    add_eden(packed(y[5 * BLOCK : 12 * BLOCK].clone(), 3), part, 3)
+    seeds = torch.arange(40, dtype=torch.int32) * 1_000_003
+    for blocks, total in ((slice(0, 40), whole), (slice(5, 12), part)):
+        values = y.view(-1, BLOCK)[blocks].flatten()
+        message = torch.empty(eden_bytes(values.numel(), 3), dtype=torch.uint8)
+        add_eden(pack_eden(values, message, 3, seeds[blocks]), total, 3)
     assert torch.equal(whole[5 * BLOCK : 12 * BLOCK], part)

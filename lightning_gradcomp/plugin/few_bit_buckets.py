@@ -1,4 +1,4 @@
-"""DDP's buckets averaged in 8 bits by a thread, while backward computes the next ones."""
+"""DDP's buckets averaged in few bits by a thread, while backward computes the next ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_gradcomp.averaging.int8 import mean_in_int8
+from lightning_gradcomp.averaging.few_bits import mean_in_few_bits
 from lightning_gradcomp.averaging.ranks import subgroup
+from lightning_gradcomp.compressors.few_bits import FewBits
 
 
 class Task(NamedTuple):
@@ -19,7 +20,7 @@ class Task(NamedTuple):
 
     buffer: torch.Tensor
     large: list[tuple[int, torch.Tensor]]
-    """Those that travel in 8 bits, each with the number of its first group."""
+    """Those that travel in few bits, each with the number of its first block."""
     small: list[torch.Tensor]
     step: int
     ready: Any
@@ -27,29 +28,30 @@ class Task(NamedTuple):
     future: torch.futures.Future[Any]
 
 
-class Int8Buckets:
+class FewBitBuckets:
     """A thread that averages one bucket after another, in the order in which DDP fills them.
 
     The thread has a process group of its own, because other threads' collectives may come in any order in between. On a
     GPU it also has its own stream. To make one is collective.
 
     Args:
-        large: for each parameter whose gradient travels in 8 bits, its id -> its first group. The others' travel in
+        form: the format.
+        large: for each parameter whose gradient travels in few bits, its id -> its first block. The others' travel in
             fp32.
         device: the device of the gradients.
     """
 
-    def __init__(self, large: Mapping[int, int], device: torch.device) -> None:
+    def __init__(self, form: FewBits, large: Mapping[int, int], device: torch.device) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self._large, self._device = large, device
+        self._form, self._large, self._device = form, large, device
         self._group = subgroup(world, list(range(world.size())))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._num_threads = torch.get_num_threads()
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         # A daemon thread, so that a rank that raises can exit without waiting for the other ranks.
-        self._thread = threading.Thread(target=self._run, name="int8 buckets", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="few-bit buckets", daemon=True)
         self._thread.start()
 
     def average(self, bucket: dist.GradBucket, step: int) -> torch.futures.Future[torch.Tensor]:
@@ -82,7 +84,8 @@ class Int8Buckets:
             if self._stream:
                 self._stream.wait_event(task.ready)
             none, shard = task.buffer[:0], 0
-            means, small_mean = mean_in_int8(self._group, task.large, [*task.small, none], task.step, shard)
+            small = [*task.small, none]
+            means, small_mean = mean_in_few_bits(self._group, self._form, task.large, small, task.step, shard)
             means += small_mean.split([gradient.numel() for gradient in task.small]) if task.small else ()
             for gradient, mean in zip([*(each for _, each in task.large), *task.small], means, strict=True):
                 gradient.copy_(mean.view(gradient.shape))

@@ -1,0 +1,148 @@
+"""A dense average in few bits, in two phases.
+
+The blocks of the tensors are divided among the ranks, which own a part each. Every rank sends each owner its share of
+the sum: large tensors in few bits, small ones in fp32. The owner adds the shares in rank order in fp32, rounds the mean
+of the large tensors once more, and sends it to all. Every rank, the owner too, uses what it decodes from that message.
+
+The mean of a tensor does not depend on the tensors that are averaged with it, on their order, or on the owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from lightning_gradcomp.averaging.ranks import SHORT, Ranks, start_swap
+from lightning_gradcomp.compressors.few_bits import FewBits
+from lightning_gradcomp.compressors.kernels.rng import row_seeds
+
+PIECES = 4
+"""Maximum number of pieces of a rank's part, each of `SHORT` elements or more."""
+
+
+def first_blocks(form: FewBits, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """The number of each parameter's first block, if the blocks of all these parameters are counted in order."""
+    numbers = [0, *accumulate(form.length(shape) // form.block for shape in shapes.values())]
+    return dict(zip(shapes, numbers[:-1], strict=True))
+
+
+def mean_in_few_bits(
+    group: dist.ProcessGroup,
+    form: FewBits,
+    large: Sequence[tuple[int, torch.Tensor]],
+    small: Sequence[torch.Tensor],
+    *key: int,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The means over the ranks, bit-identical on all. Collective; all ranks have tensors of the same shapes.
+
+    A NaN or an infinity in `large` makes its block NaN.
+
+    Args:
+        group: the ranks.
+        form: the format of `large`.
+        large: tensors that travel in few bits, each with the number of its first block in the model.
+        small: tensors that travel in fp32, with m elements together. Not empty.
+        key: numbers that differ between the averages of a run, for random draws.
+
+    Returns:
+        The mean of each of `large`, fp32 in its shape, and the means of `small`, concatenated: fp32 [m].
+    """
+    world, rank, device = group.size(), group.rank(), small[0].device
+    shapes, m = [tuple(tensor.shape) for _, tensor in large], sum(tensor.numel() for tensor in small)
+    lengths = [form.length(shape) for shape in shapes]
+    if not any(lengths) and not m:  # a bucket of parameters without elements
+        return [tensor.float() for _, tensor in large], small[0].float()
+    part, small_part = part_sizes(form, sum(lengths), m, world)
+    flat = torch.empty(world * part, dtype=torch.float32, device=device)
+    places = torch.zeros(world * part // form.block, dtype=torch.int64, device=device)
+    rows = flat[: sum(lengths)].split(lengths)
+    for (first, tensor), row, place in zip(large, rows, _split(places, lengths, form), strict=True):
+        form.put(tensor, world, row, key)
+        torch.arange(first, first + len(place), out=place)
+    flat[sum(lengths) :].zero_()
+    parts, small_parts, places = flat.view(world, part), _divided(small, world, small_part), places.view(world, -1)
+    pieces = _pieces(form, parts, small_parts)
+    to_owners, to_all = row_seeds(places, *key, 0, rank), row_seeds(places[rank], *key, 1)
+
+    # A piece travels while the next one is rounded and the previous one is decoded.
+    there = [
+        start_swap(group, _messages(form, own, small_own, to_owners[:, blocks])) for own, small_own, blocks in pieces
+    ]
+    back = []
+    for shares, (own, small_own, blocks) in zip(there, pieces, strict=True):
+        mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
+        for share in shares():
+            values, small_values = _cut(form, share, mean.numel())
+            form.add(values, mean)
+            small_mean += small_values
+        message = _messages(form, mean[None], small_mean[None], to_all[None, blocks])
+        back.append(start_swap(group, message.expand(world, -1)))
+    for means, (own, small_own, _) in zip(back, pieces, strict=True):
+        for row, out, small_out in zip(means(), own, small_own, strict=True):
+            values, small_values = _cut(form, row, out.numel())
+            form.unpack(values, out, key)
+            small_out.copy_(small_values)
+    return [form.take(row, shape) for row, shape in zip(rows, shapes, strict=True)], small_parts.view(-1)[:m]
+
+
+def part_sizes(form: FewBits, n: int, m: int, world: int) -> tuple[int, int]:
+    """Number of elements in a rank's part of n elements in whole blocks, and of m small elements."""
+    return form.block * -(-n // (form.block * world)), -(-m // world)
+
+
+def few_bits_traffic(form: FewBits, shapes: Sequence[tuple[int, ...]], m: int, ranks: Ranks) -> int:
+    """Bytes that a rank sends to other workers in `mean_in_few_bits` of large tensors and m small elements."""
+    part, small_part = part_sizes(form, sum(form.length(shape) for shape in shapes), m, ranks.world)
+    return 2 * (ranks.world - ranks.per_worker) * (form.nbytes(part) + 4 * small_part)
+
+
+def _split(places: torch.Tensor, lengths: Sequence[int], form: FewBits) -> tuple[torch.Tensor, ...]:
+    """The parts of `places` for tensors of these lengths."""
+    counts = [length // form.block for length in lengths]
+    return places[: sum(counts)].split(counts)
+
+
+def _divided(tensors: Sequence[torch.Tensor], world: int, part: int) -> torch.Tensor:
+    """The elements of `tensors` divided by `world`, then zeros: fp32 [world, part]."""
+    rest = world * part - sum(tensor.numel() for tensor in tensors)
+    flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), tensors[0].new_zeros(rest)])
+    return flat.float().div_(world).view(world, part)
+
+
+def _messages(form: FewBits, large: torch.Tensor, small: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """A message for each row of `large`, fp32 [rows, n], and of `small`, fp32 [rows, m]: uint8 [rows, L].
+
+    `seeds` are those of the blocks in `large`: int32 [rows, n / block].
+    """
+    end = form.nbytes(large.size(1))
+    messages = torch.empty(len(large), end + 4 * small.size(1), dtype=torch.uint8, device=large.device)
+    for message, values, own in zip(messages, large, seeds, strict=True):
+        form.pack(values, message[:end], own)
+    messages[:, end:] = small.contiguous().view(torch.uint8)
+    return messages
+
+
+def _cut(form: FewBits, message: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_messages` wrote: the packed values of n large elements, and the small ones in fp32."""
+    end = form.nbytes(n)
+    return message[:end], message[end:].view(torch.float32)
+
+
+def _pieces(
+    form: FewBits, parts: torch.Tensor, small_parts: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor, slice]]:
+    """Divide the columns of `parts` into pieces of about equal length. The first one has all of `small_parts`.
+
+    Returns:
+        For each piece its columns of `parts` and of `small_parts`, and its blocks.
+    """
+    blocks = parts.size(1) // form.block
+    number = max(1, min(PIECES, parts.size(1) // SHORT))
+    length, none = max(1, -(-blocks // number)), small_parts[:, :0]
+    return [
+        (columns, none if place else small_parts, slice(place * length, (place + 1) * length))
+        for place, columns in enumerate(parts.split(form.block * length, 1))
+    ]

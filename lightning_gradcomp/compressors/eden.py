@@ -1,0 +1,49 @@
+"""EDEN: unbiased averages in 1 to 4 bits, sent at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_gradcomp.compressors.base import Card
+from lightning_gradcomp.compressors.int8 import FewBitAverage
+from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.registry import register
+
+
+@register("eden")
+@dataclass(kw_only=True)
+class EDEN(FewBitAverage):
+    """Gradients travel as unbiased estimates in 1 to 4 bits an element, overlapped with backward.
+
+    A random rotation of blocks of 64 elements makes their distribution nearly normal, for which the quantiser is
+    optimal (kernels/eden.py; Vargaftik et al., ICML 2022, arXiv 2108.08842). All ranks share a step's rotation. The
+    owner of a part adds the decoded blocks before they are rotated back, and quantises the mean once more (as in THC,
+    Li et al., NSDI 2024, arXiv 2302.08545). No residual is kept: the gradient is complete in each step, and `p.grad` is
+    the average, with any optimizer. The noise is a fixed share of the squared gradient of a rank, and averaging over
+    ranks reduces it as it reduces the noise of batches.
+
+    Differences from the paper: blocks of 64 instead of whole vectors, three rounds of signs and Hadamard transform
+    instead of one, bf16 scales, and a second quantisation of the mean.
+
+    Args:
+        bits: bits of an element, from 1 to 4. A block's scale adds a quarter of a bit to each of its elements.
+        min_elements: tensors with fewer elements travel in fp32, as all 1-D tensors do (biases, norm weights).
+    """
+
+    card: ClassVar[Card] = Card(
+        sends="everything, as unbiased estimates in 2 bits",
+        pick="you train with Adam or on many ranks: any optimizer, no warm-up, no residual",
+        source="Vargaftik et al. 2022",
+    )
+
+    bits: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (1, 2, 3, 4):
+            raise refusal("EDEN.bits", self.bits, "1, 2, 3 or 4")
+
+    @property
+    def wire(self) -> str:
+        return f"eden{self.bits}"

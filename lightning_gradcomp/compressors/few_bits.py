@@ -1,0 +1,135 @@
+"""Formats of few bits for dense averages: blocks of numbers that ranks send, add and round once more.
+
+A block lies within one tensor, and its random draws follow from its place in the model. What a tensor becomes therefore
+does not depend on the tensors that travel with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import pad
+
+from lightning_gradcomp.compressors.kernels import eden
+from lightning_gradcomp.compressors.kernels.int8 import GROUP, add_int8, int8_bytes, pack_int8, unpack_int8
+
+Key = tuple[int, ...]
+"""Numbers that differ between the averages of a run, for random draws."""
+
+
+class FewBits(ABC):
+    """A format of numbers in blocks. Ranks with the same key can add what they decode."""
+
+    block: ClassVar[int]
+    """Number of elements in a block."""
+
+    @abstractmethod
+    def length(self, shape: tuple[int, ...]) -> int:
+        """Number of elements of a tensor after `put`: whole blocks."""
+
+    @abstractmethod
+    def nbytes(self, n: int) -> int:
+        """Bytes of n elements after `pack`: a multiple of 4, so that fp32 numbers may follow."""
+
+    @abstractmethod
+    def put(self, tensor: torch.Tensor, divisor: int, out: torch.Tensor, key: Key) -> None:
+        """Fill `out`, fp32 [length(shape)], with the blocks of `tensor` / `divisor`."""
+
+    @abstractmethod
+    def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
+        """Round blocks, fp32 [n], contiguous, to `out`, uint8 [nbytes(n)]. `seeds`: int32, one for each block."""
+
+    @abstractmethod
+    def add(self, packed: torch.Tensor, total: torch.Tensor) -> None:
+        """Add packed blocks to `total`, fp32 [n], contiguous."""
+
+    @abstractmethod
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key) -> None:
+        """Fill `out`, fp32 [n], contiguous, with the values of packed blocks."""
+
+    @abstractmethod
+    def take(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of this shape in the values of its blocks, fp32 [length(shape)]."""
+
+
+class Int8Blocks(FewBits):
+    """8 bits, with an fp32 scale for each 256 elements of a tensor and stochastic rounding."""
+
+    block = GROUP
+
+    def length(self, shape: tuple[int, ...]) -> int:
+        return GROUP * -(-prod(shape) // GROUP)
+
+    def nbytes(self, n: int) -> int:
+        return int8_bytes(n)
+
+    def put(self, tensor: torch.Tensor, divisor: int, out: torch.Tensor, key: Key) -> None:
+        n = tensor.numel()
+        out[:n].copy_(tensor.reshape(-1)).div_(divisor)
+        out[n:].zero_()
+
+    def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
+        pack_int8(blocks, out, seeds)
+
+    def add(self, packed: torch.Tensor, total: torch.Tensor) -> None:
+        add_int8(packed, total)
+
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key) -> None:
+        unpack_int8(packed, out)
+
+    def take(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return values[: prod(shape)].view(shape)
+
+
+@dataclass(frozen=True)
+class RotatedBlocks(FewBits):
+    """1 to 4 bits, with a bf16 scale for each 64 rotated elements (kernels/eden.py).
+
+    Blocks lie inside rows, so that a row of zeros stays zero: in an embedding, most rows have no gradient. The last
+    block of a row is filled with zeros. Rows of fewer than 64 elements are joined.
+    """
+
+    bits: int
+    block = eden.BLOCK
+
+    def _rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Number of rows, and elements in each."""
+        n, width = prod(shape), prod(shape[1:])
+        return (n // width, width) if width >= self.block else (1, n)
+
+    def length(self, shape: tuple[int, ...]) -> int:
+        rows, width = self._rows(shape)
+        return rows * self.block * -(-width // self.block)
+
+    def nbytes(self, n: int) -> int:
+        return 4 * -(-eden.eden_bytes(n, self.bits) // 4)
+
+    def put(self, tensor: torch.Tensor, divisor: int, out: torch.Tensor, key: Key) -> None:
+        rows = tensor.reshape(self._rows(tuple(tensor.shape))).float()
+        blocks = pad(rows, (0, -rows.size(1) % self.block)).view(-1, self.block)
+        turn = eden.rotation(out.device, *key)
+        # A product of fixed size each, so that a row's rounding errors don't depend on the rows beside it.
+        at_once = len(blocks) if out.is_cuda else eden.CHUNK // self.block
+        for part, result in zip(blocks.split(at_once), out.view(-1, self.block).split(at_once), strict=True):
+            torch.mm(part, turn, out=result).div_(divisor)
+
+    def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
+        eden.pack_eden(blocks, out, self.bits, seeds)
+
+    def add(self, packed: torch.Tensor, total: torch.Tensor) -> None:
+        eden.add_eden(packed, total, self.bits)
+
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key) -> None:
+        eden.unpack_eden(packed, eden.rotation(out.device, *key), out, self.bits)
+
+    def take(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        rows, width = self._rows(shape)
+        return values.view(rows, -1)[:, :width].reshape(shape)
+
+
+FORMATS: dict[str, FewBits] = {"int8": Int8Blocks(), **{f"eden{bits}": RotatedBlocks(bits) for bits in eden.LEVELS}}
+"""The formats by their name in `Compressor.wire`."""
