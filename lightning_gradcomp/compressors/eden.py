@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 from lightning_gradcomp.compressors.base import Card
 from lightning_gradcomp.compressors.int8 import FewBitAverage
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
+
+NARROW = 16
+"""Smallest number of elements in a row that a block of 64 in few bits is worth: a quarter of it or more."""
 
 
 @register("eden")
@@ -28,7 +33,8 @@ class EDEN(FewBitAverage):
 
     Args:
         bits: bits of an element, from 1 to 4. A block's scale adds a quarter of a bit to each of its elements.
-        min_elements: tensors with fewer elements travel in fp32, as all 1-D tensors do (biases, norm weights).
+        min_elements: tensors with fewer elements travel in fp32, as do all 1-D tensors (biases, norm weights) and those
+            with fewer than 16 elements in a row (3x3 depthwise convolutions).
     """
 
     card: ClassVar[Card] = Card(
@@ -41,8 +47,12 @@ class EDEN(FewBitAverage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in (1, 2, 3, 4):
+        if not is_whole(self.bits) or not 1 <= self.bits <= 4:
             raise refusal("EDEN.bits", self.bits, "1, 2, 3 or 4")
+
+    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """The parameters that travel in few bits. Shorter rows than `NARROW` are left out: a row fills whole blocks."""
+        return {name for name in super().choose(shapes) if prod(shapes[name][1:]) >= NARROW}
 
     @property
     def wire(self) -> str:

@@ -90,26 +90,20 @@ class RotatedBlocks(FewBits):
     """1 to 4 bits, with a bf16 scale for each 64 rotated elements (kernels/eden.py).
 
     Blocks lie inside rows, so that a row of zeros stays zero: in an embedding, most rows have no gradient. The last
-    block of a row is filled with zeros. Rows of fewer than 64 elements are joined.
+    block of a row is filled with zeros.
     """
 
     bits: int
     block = eden.BLOCK
 
-    def _rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Number of rows, and elements in each."""
-        n, width = prod(shape), prod(shape[1:])
-        return (n // width, width) if width >= self.block else (1, n)
-
     def length(self, shape: tuple[int, ...]) -> int:
-        rows, width = self._rows(shape)
-        return rows * self.block * -(-width // self.block)
+        return shape[0] * self.block * -(-prod(shape[1:]) // self.block)
 
     def nbytes(self, n: int) -> int:
         return 4 * -(-eden.eden_bytes(n, self.bits) // 4)
 
     def put(self, tensor: torch.Tensor, divisor: int, out: torch.Tensor, key: Key) -> None:
-        rows = tensor.reshape(self._rows(tuple(tensor.shape))).float()
+        rows = tensor.reshape(len(tensor), -1).float()
         blocks = pad(rows, (0, -rows.size(1) % self.block)).view(-1, self.block)
         turn = eden.rotation(out.device, *key)
         # A product of fixed size each, so that a row's rounding errors don't depend on the rows beside it.
@@ -118,7 +112,9 @@ class RotatedBlocks(FewBits):
             torch.mm(part, turn, out=result).div_(divisor)
 
     def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
-        eden.pack_eden(blocks, out, self.bits, seeds)
+        end = eden.eden_bytes(len(blocks), self.bits)
+        eden.pack_eden(blocks, out[:end], self.bits, seeds)
+        out[end:] = 0
 
     def add(self, packed: torch.Tensor, total: torch.Tensor) -> None:
         eden.add_eden(packed, total, self.bits)
@@ -127,8 +123,7 @@ class RotatedBlocks(FewBits):
         eden.unpack_eden(packed, eden.rotation(out.device, *key), out, self.bits)
 
     def take(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        rows, width = self._rows(shape)
-        return values.view(rows, -1)[:, :width].reshape(shape)
+        return values.view(shape[0], -1)[:, : prod(shape[1:])].reshape(shape)
 
 
 FORMATS: dict[str, FewBits] = {"int8": Int8Blocks(), **{f"eden{bits}": RotatedBlocks(bits) for bits in eden.LEVELS}}

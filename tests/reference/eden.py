@@ -56,10 +56,8 @@ def packed(levels: np.ndarray, scales: list[np.float32], bits: int) -> bytes:
 
 
 def blocks_of(tensor: np.ndarray) -> np.ndarray:
-    """Blocks inside rows of 64 elements or more, the last one of a row filled with zeros; else of the whole tensor."""
+    """Blocks inside rows, the last one of a row filled with zeros."""
     rows = tensor.reshape(len(tensor), -1)
-    if rows.shape[1] < BLOCK:
-        rows = tensor.reshape(1, -1)
     return np.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK))).reshape(-1, BLOCK)
 
 

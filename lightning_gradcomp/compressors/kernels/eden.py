@@ -12,8 +12,8 @@ The mean squared error is a constant share of ‖y‖²: 0.564, 0.128, 0.034, 0.
 0.571, 0.133, 0.036, 0.010.
 
 Levels are whole numbers, in 40ths of a block's root mean square. Rotating whole numbers back is exact in fp32, so all
-ranks get the same bits whatever their processors. A block whose squares sum to 0 in fp32 (all |y| below 1e-23) decodes
-to 0; one with a NaN or an infinity, or whose squares overflow, decodes to NaN.
+ranks get the same bits whatever their processors. A block with a NaN or an infinity decodes to NaN, and so does one
+that overflows in the rotation, which multiplies by 512 (values above 1e34).
 """
 
 from __future__ import annotations
@@ -102,12 +102,15 @@ def pack_eden(y: torch.Tensor, out: torch.Tensor, bits: int, seeds: torch.Tensor
     """
     of_pairs, block = _tables(bits, y.device)[0], 0
     for values, scales, codes in _chunks(y, out, bits):
-        squares = torch.linalg.vecdot(values, values).unsqueeze(1)
+        largest = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True)
+        power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(-126, 126))
+        near_1 = values / power  # exact, and its squares neither overflow nor vanish
+        squares = torch.linalg.vecdot(near_1, near_1).unsqueeze(1)
         unit = UNIT * math.sqrt(BLOCK) / squares.sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-        numbers = torch.mul(values, unit).floor_().clamp_(-128, 127).to(torch.int8)
+        numbers = torch.mul(near_1, unit).floor_().clamp_(-128, 127).to(torch.int8)
         _join(of_pairs.index_select(0, numbers.view(torch.int16).view(-1).int() & 0xFFFF), codes, bits)
-        products = torch.linalg.vecdot(values, _levels(codes, bits).float()).unsqueeze(1)
-        scale = torch.where(squares > 0, squares / products, squares)  # 0, or NaN
+        products = torch.linalg.vecdot(near_1, _levels(codes, bits).float()).unsqueeze(1)
+        scale = torch.where(squares > 0, squares / products, squares) * power  # 0 for a block of zeros
         scale = torch.where(squares.isfinite(), scale, torch.nan)
         scales.copy_(_to_bf16(scale, seeds[block : (block := block + len(values))].unsqueeze(1)))
     return out
