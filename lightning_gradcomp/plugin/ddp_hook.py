@@ -1,9 +1,9 @@
 """What DDP sends: gradients of dense steps, initial weights if the ranks' differ, and buffers before they are read.
 
 A dense step keeps DDP's buckets, which are averaged while backward continues: by an all-reduce or, in few bits, by
-`FewBitBuckets`. In a compressed step the `GradientAverager` runs after backward or, if several optimizers train in manual
-optimization, before an optimizer's step. If the decision is known before the forward pass (`DDPHook.forward`), DDP is
-skipped, so that backward copies no gradients into its buckets. Otherwise the hook returns the local gradient.
+`FewBitBuckets`. In a compressed step the `GradientAverager` runs after backward or, if several optimizers train in
+manual optimization, before an optimizer's step. If the decision is known before the forward pass (`DDPHook.forward`),
+DDP is skipped, so that backward copies no gradients into its buckets. Otherwise the hook returns the local gradient.
 """
 
 # No postponed annotations in this file: DDP checks the hook's annotations and needs the types themselves.

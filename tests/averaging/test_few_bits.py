@@ -8,8 +8,8 @@ import torch
 import torchvision
 
 from lightning_gradcomp.averaging import few_bits
-from lightning_gradcomp.averaging.few_bits import first_blocks, mean_in_few_bits
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
+from lightning_gradcomp.averaging.few_bits import first_blocks, mean_in_few_bits
 from lightning_gradcomp.averaging.gradients import Layouts
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.traffic import dense_step_traffic
