@@ -1,6 +1,6 @@
-"""Averages in 8 bits inside DDP, with what DDP's own hooks work with. Runs on both ranks; prints one JSON line.
+"""Averages in few bits inside DDP, with what DDP's own hooks work with. Runs on both ranks; prints one JSON line.
 
-usage: int8_script.py FOLDER
+usage: few_bits_script.py FOLDER
 """
 
 import threading
@@ -37,23 +37,28 @@ SMALL = 0.0004
 """MB of a bucket that the head's weights fill."""
 
 
-def int8(**ddp):
-    """Of a `Net`, both weights travel in 8 bits."""
-    return forced(lgc.Int8(min_elements=32), verify_replicas_every_n_steps=1, **ddp)
+METHODS = {"int8": lgc.Int8(min_elements=32), "eden": lgc.EDEN(bits=4, min_elements=32)}
+"""Of a `Net`, both weights travel in few bits."""
+
+
+def few_bits(method, **ddp):
+    return forced(METHODS[method], verify_replicas_every_n_steps=1, **ddp)
 
 
 def compared(make=Net, *, ddp=None, **options):
-    """How far the weights are from those of dense averages and between the ranks, and what the exchange came to."""
-    options, ddp = {"batches": 7, "epochs": 1, **options}, ddp or {}
+    """By method, how far weights are from those of dense averages and between the ranks, and what exchanges came to."""
+    options, ddp, found = {"batches": 7, "epochs": 1, **options}, ddp or {}, {}
     exact = fit(dense(**ddp), make, **options)[1]
-    trainer, after = fit(int8(**ddp), make, **options)
-    threads = [thread.name for thread in threading.enumerate() if thread.name == "int8 buckets"]
-    return {
-        "apart": apart(exact.float(), after.float()),
-        "replicas_apart": spread(after.float()),
-        "ratio": trainer.strategy.averager.stats.ratio,
-        "threads_left": len(threads),
-    }
+    for method in METHODS:
+        trainer, after = fit(few_bits(method, **ddp), make, **options)
+        threads = [thread.name for thread in threading.enumerate() if thread.name == "few-bit buckets"]
+        found[method] = {
+            "apart": apart(exact.float(), after.float()),
+            "replicas_apart": spread(after.float()),
+            "ratio": trainer.strategy.averager.stats.ratio,
+            "threads_left": len(threads),
+        }
+    return found
 
 
 def accumulation():
@@ -116,8 +121,11 @@ def uneven_inputs():
                 optimizer.step()
         return weights(net)
 
-    after = trained(lgc.CompressedFabricStrategy(lgc.Int8(min_elements=32)))
-    return {"apart": apart(after, trained("ddp")), "replicas_apart": spread(after)}
+    exact, found = trained("ddp"), {}
+    for method, compressor in METHODS.items():
+        after = trained(lgc.CompressedFabricStrategy(compressor))
+        found[method] = {"apart": apart(after, exact), "replicas_apart": spread(after)}
+    return found
 
 
 class Recorded(Net):
@@ -134,15 +142,20 @@ class Recorded(Net):
 
 def same_whatever_the_buckets():
     """How far each run is from the uninterrupted one: resumed, in smaller buckets, and by an averager without DDP."""
-    trainer, whole = fit(int8(), Recorded)
-    batches, path = trainer.lightning_module.batches, FOLDER / "int8.ckpt"
-    fit(int8(), epochs=1)[0].save_checkpoint(path)
-    others = {"resumed": fit(int8(), ckpt_path=path)[1], "small buckets": fit(int8(bucket_cap_mb=SMALL))[1]}
+    return {method: _same_whatever_the_buckets(method) for method in METHODS}
+
+
+def _same_whatever_the_buckets(method):
+    trainer, whole = fit(few_bits(method), Recorded)
+    batches, path = trainer.lightning_module.batches, FOLDER / f"{method}.ckpt"
+    fit(few_bits(method), epochs=1)[0].save_checkpoint(path)
+    small = few_bits(method, bucket_cap_mb=SMALL)
+    others = {"resumed": fit(few_bits(method), ckpt_path=path)[1], "small buckets": fit(small)[1]}
 
     L.seed_everything(0, verbose=False)
     net = Net()
     optimizer = net.configure_optimizers()
-    averager = lgc.GradientAverager(net, lgc.Int8(min_elements=32), optimizer=optimizer)
+    averager = lgc.GradientAverager(net, METHODS[method], optimizer=optimizer)
     for batch in batches:
         optimizer.zero_grad()
         net.training_step(batch, 0).backward()
@@ -179,8 +192,8 @@ class SecondOrder(Net):
 
 
 def closures():
-    trainer, _ = fit(int8(), LineSearch, epochs=1, limit_train_batches=3)
-    _, after = fit(int8(), SecondOrder, epochs=1, limit_train_batches=3)
+    trainer, _ = fit(few_bits("int8"), LineSearch, epochs=1, limit_train_batches=3)
+    _, after = fit(few_bits("int8"), SecondOrder, epochs=1, limit_train_batches=3)
     return {"apart": trainer.optimizers[0].apart, "replicas_apart": spread(after)}
 
 
@@ -207,7 +220,7 @@ def overlap():
             Waiting.begun.set()
         return average(*arguments)
 
-    trainer, net = trainer_for(int8(bucket_cap_mb=SMALL), epochs=1, limit_train_batches=3), Waiting()
+    trainer, net = trainer_for(few_bits("eden", bucket_cap_mb=SMALL), epochs=1, limit_train_batches=3), Waiting()
     with mock.patch.object(few_bit_buckets, "mean_in_few_bits", recorded):
         trainer.fit(net, loader())
     return on_every_rank(net.seen)
