@@ -23,6 +23,7 @@ from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.traffic import dense_step_traffic, traffic
+from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.compressors.kernels.formats import value_bytes
 
 DOCS = Path(__file__).parent
@@ -48,6 +49,7 @@ def page_of(name: str) -> str:
         "onebit": "other_compressors.md#1-bit-sgd",
         "terngrad": "other_compressors.md#terngrad",
         "twobit": "other_compressors.md#2-bit",
+        "eden": "other_compressors.md#eden",
         "int8": "other_compressors.md#8-bits",
     }
     return headings.get(name, "other_compressors.md#16-bits-and-dense")
@@ -58,11 +60,10 @@ def step(compressor: lgc.Compressor, model: torch.nn.Module) -> tuple[float, flo
     gradients = Gradients(model, compressor)
     dense = dense_traffic(gradients.nbytes, 2)
     if not isinstance(compressor, lgc.LossyCompressor):
-        bits, ratio = (
-            value_bytes(256, compressor.wire) / 32,
-            dense / dense_step_traffic(gradients, Ranks(None, 2), compressor.wire),
-        )
-        return bits, ratio, ["all-to-all", "all-gather"] if compressor.wire == "int8" else ["all-reduce"]
+        ratio = dense / dense_step_traffic(gradients, Ranks(None, 2), compressor.wire)
+        if form := FORMATS.get(compressor.wire):
+            return form.nbytes(1024) / 128, ratio, ["all-to-all", "all-gather"]
+        return value_bytes(256, compressor.wire) / 32, ratio, ["all-reduce"]
     final = compressor.with_sparsity(compressor.final_sparsity)
     messages = final.messages(gradients.layout)
     bits = 8 * sum(size for _, size in messages) / gradients.layout.n

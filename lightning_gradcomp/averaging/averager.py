@@ -79,8 +79,8 @@ class GradientAverager:
         inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average their
             gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is "dense"
             if several nodes have several ranks each (`ranks_per_node`).
-        fallback: "int8": the steps that topology="auto" does not compress after the warm-up travel in 8 bits. "none":
-            in fp32.
+        fallback: the format of the steps that topology="auto" does not compress after the warm-up: "int8", as with
+            `Int8`; "eden1" to "eden4", as with `EDEN` in so many bits; or "none", in fp32.
         ranks_per_node: for inside="dense". Default: the number that torchrun started on this node.
         steps_per_epoch: lets a schedule that counts epochs derive them from steps.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.

@@ -28,7 +28,8 @@ class Topology:
             dense means. "auto": a trial over the first steps chooses the fastest of dense steps and the first two.
         inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely and form one worker.
             None: "dense" if several nodes have several ranks each, else "compressed".
-        fallback: the format of the steps that "auto" does not compress after the warm-up: "none" (fp32) or "int8".
+        fallback: the format of the steps that "auto" does not compress after the warm-up: "none" (fp32) or one of few
+            bits.
     """
 
     name: str = "all_gather"

@@ -54,8 +54,8 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average their
             gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is
             "dense" if several nodes have several ranks each.
-        fallback: "int8": the steps that topology="auto" does not compress after the warm-up travel in 8 bits, as with
-            `Int8`. "none": in fp32.
+        fallback: the format of the steps that topology="auto" does not compress after the warm-up: "int8", as with
+            `Int8`; "eden1" to "eden4", as with `EDEN` in so many bits; or "none", in fp32.
         checkpoint_state: how a checkpoint saves the residuals. "gather": all of them, in the checkpoint. "sidecar": a
             file per rank in a folder next to the checkpoint. "auto": "gather" on one node up to 1 GiB, otherwise
             "sidecar". "mean": one copy of their mean; a resumed run is then not exact. "drop": none.

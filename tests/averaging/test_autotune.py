@@ -293,7 +293,7 @@ def test_with_a_fallback_steps_that_are_not_compressed_travel_in_8_bits(seconds,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fallback": "int4"}, "fallback: got 'int4', allowed: 'none', 'int8'"),
+        ({"fallback": "int4"}, "fallback: got 'int4', allowed: 'none', 'int8', 'eden1', 'eden2', 'eden3', 'eden4'"),
         (
             {"fallback": "int8", "topology": "all_gather"},
             "fallback with topology='all_gather': got 'int8', allowed: 'none'",
