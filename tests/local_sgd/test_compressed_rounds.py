@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.local_sgd.rounds import report_bytes
 from tests.averaging.laws import REMEMBERING
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, weights
@@ -66,7 +67,7 @@ def test_each_round_has_one_exchange():
 
     with checked_collectives(3) as log:
         stats = run_ranks(3, work)
-        message = 4 * (len(weights(Table())) + len(list(Table().parameters())) + 2)  # one number each, and two flags
+        message = 4 * (len(weights(Table())) + len(list(Table().parameters())) + CALLER_FLAGS)  # one number each
         gradients = 4 * len(weights(Table()))
         assert log[0] == [("all_to_all_single", report_bytes(4)), *short_sum(3, message)] * 5
     assert stats[0].rounds == 5
