@@ -60,7 +60,7 @@ def run(tmp_path, monkeypatch):
         (["+trainer.check_val_every_n_epoch=2", "strategy=dga"], 9),
         (["+trainer.check_val_every_n_epoch=2", "strategy=hsdp"], 9),
         (["+trainer.check_val_every_n_epoch=2", "strategy=dist_async", "optimizer=sgd", "~optimizer.betas"], 9),
-        (["+trainer.check_val_every_n_epoch=2", "callbacks=[default,ema]", "callbacks.ema.decay=0.5"], 9),
+        (["+trainer.check_val_every_n_epoch=2", "callbacks=[default,ema]", "callbacks.ema.update_every_n_steps=1"], 9),
         (["+trainer.val_check_interval=2"], 9),
         (["callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=0", "optimizer.lr=0"], 6),
     ],
