@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_gradcomp.averaging import mean_state
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.compressors import LossyCompressor
 from tests.averaging.laws import EVERY, LOSSY, REMEMBERING, finite, with_defaults
 from tests.averaging.matrix import (
@@ -101,8 +102,8 @@ def test_replicas_are_equal_to_the_bit_after_every_step(cell):
 
 @on(ALONE)
 def test_reported_bytes_are_what_collectives_carried_and_what_was_announced(cell):
-    """A dense step reports its gradients, but not the one extra number per parameter."""
-    ranks, flags = straight(cell), 4 * 3 * len(list(Table().parameters()))
+    """A dense step reports its gradients, but not the one extra number per parameter and flag."""
+    ranks, flags = straight(cell), 4 * 3 * (len(list(Table().parameters())) + CALLER_FLAGS)
     for step in range(END):
         sent, received, carried = zip(*(rank.traffic[step] for rank in ranks), strict=True)
         assert sum(sent) == sum(received)
