@@ -117,19 +117,15 @@ class Compression:
         name: of the method, as in benchmarks/methods.py.
         optimizer: one of methods.OPTIMIZERS.
         model: its gradients are replaced by random ones.
-        ranks: the world in which the messages travel.
-        topology: how they travel.
     """
 
-    def __init__(
-        self, name: str, optimizer: str, model: torch.nn.Module, ranks: Ranks, topology: str = "all_gather"
-    ) -> None:
-        self.model, self.topology, self.steps = model, topology, 0
+    def __init__(self, name: str, optimizer: str, model: torch.nn.Module) -> None:
+        self.model, self.steps = model, 0
         stepped = methods.OPTIMIZERS[optimizer](model)
         how = methods.compressor(name).for_optimizer(stepped)
         assert isinstance(how, lgc.LossyCompressor)
         self.final = how.with_sparsity(how.final_sparsity)
-        self.memory = Memory(how, Gradients(model, how), ranks, Topology(topology), stepped)
+        self.memory = Memory(how, Gradients(model, how), Alone(), Topology(), stepped)
 
     def new_gradients(self) -> None:
         for number, parameter in enumerate(self.model.parameters()):
@@ -137,7 +133,7 @@ class Compression:
 
     def average(self, stats: lgc.Stats) -> None:
         """Compress the gradients, exchange them and decompress the average."""
-        average = average_compressed(self.memory, self.final, self.topology, self.steps, Flags(), stats)
+        average = average_compressed(self.memory, self.final, "all_gather", self.steps, Flags(), stats)
         self.steps += 1
         assert average.commit is not None
         average.commit(average.names)
@@ -179,7 +175,7 @@ def compressed(
             made.pop(case, None)
 
     def make(case: tuple[str, str]) -> None:
-        made[case] = Compression(*case, layout().to(device), Alone())
+        made[case] = Compression(*case, layout().to(device))
 
     for case in cases:
         attempt(case, partial(make, case))

@@ -7,9 +7,8 @@ Each part runs other commands of this project, one at a time, each with a time l
 
 - tests: `tests/gpu`, in tests.csv
 - encode: `benchmarks.encode` for gradients of ResNet-18 and ResNet-50, in encode.csv
-- nccl: `benchmarks.collectives`, in nccl.csv
 - steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, in steps.csv
-- memory: `benchmarks.gpu_memory`, in memory.csv
+- memory: `benchmarks.memory` of the same network, in memory.csv
 - accuracy: `benchmarks.time_to_accuracy` of the digits recipe, as many seeds as the time allows, in accuracy.csv
 
 parts.csv has a line for each command, with its error if it failed, was late or was skipped; the next command runs all
@@ -101,11 +100,6 @@ def encode(out: Path, dry_run: bool) -> Iterator[Command]:
     yield Command("encode", "", 60, words)
 
 
-def nccl(out: Path, dry_run: bool) -> Iterator[Command]:
-    how = ["--backend=gloo", "--elements=1000"] if dry_run else ["--backend=nccl"]
-    yield Command("nccl", "", 45, ["-m", "benchmarks.collectives", *how, f"--csv={out / 'nccl.csv'}"])
-
-
 def steps(out: Path, dry_run: bool) -> Iterator[Command]:
     model = ["--model=small", "--size=32", "--batch=4"] if dry_run else ["--model=torchvision.resnet50", "--size=224"]
     emulates = link.possible()
@@ -117,9 +111,10 @@ def steps(out: Path, dry_run: bool) -> Iterator[Command]:
 
 
 def memory(out: Path, dry_run: bool) -> Iterator[Command]:
-    how = ["--model=small", "--size=32", "--batch=4", "--methods=ddp,dgc@all_gather"] if dry_run else []
-    words = [*over(0), "-m", "benchmarks.gpu_memory", *how, f"--csv={out / 'memory.csv'}"]
-    yield Command("memory", "", 75, words)
+    how = ["--model=torchvision.resnet50", "--size=224", "--methods=ddp,dgc@all_gather,powersgd@all_gather"]
+    if dry_run:
+        how = ["--model=small", "--batch=4", "--methods=ddp,dgc@all_gather"]
+    yield Command("memory", "", 75, ["-m", "benchmarks.memory", *how, f"--csv={out / 'memory.csv'}"])
 
 
 def accuracy(out: Path, dry_run: bool) -> Iterator[Command]:
@@ -139,7 +134,7 @@ def of(rate: int) -> str:
     return f"{rate} Mbit/s" if rate else "loopback"
 
 
-PARTS = {each.__name__: each for each in (tests, encode, nccl, steps, memory, accuracy)}
+PARTS = {each.__name__: each for each in (tests, encode, steps, memory, accuracy)}
 """The most valuable first."""
 
 

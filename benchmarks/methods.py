@@ -17,7 +17,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 import torchvision
@@ -107,9 +106,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
-
-RECIPE = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=5e-3, fused=True)
-"""The optimizer of recipe=digits."""
 
 
 def forward_backward(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:

@@ -9,18 +9,16 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import collectives, encode, gpu, methods, time_to_accuracy
+from benchmarks import encode, gpu, memory, methods, time_to_accuracy
 from tests.processes import run_world
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = {
     "encode": "layout elements method optimizer compress_ms decompress_ms step_ms gb_per_s copy_gb_per_s "
     "kernels busy_ms error machine",
-    "nccl": "number backend collective tensors used_by works ms error machine",
     "steps": "rate_mbit method ms compute_ms bytes_sent compress_ms exchange_ms decompress_ms machine",
-    "memory": "model optimizer method peak_mb between_steps_mb state_mb machine",
 }
-LINES = {"encode": 3 + 7, "nccl": 50, "steps": 7, "memory": 2}
+LINES = {"encode": 3 + 7, "steps": 7}
 """At least so many: there may be more methods."""
 
 
@@ -42,12 +40,29 @@ def test_a_part_writes_its_csv_without_errors(part, tmp_path):
     assert "error" not in found or found["error"].isna().all(), found["error"].dropna().tolist()
 
 
-def test_a_run_of_the_digits_is_recorded_over_loopback(tmp_path, monkeypatch):
-    def result(launcher, module, *words):
-        place = tmp_path / "curve.json"
-        run_world(2, str(ROOT / "benchmarks/time_to_accuracy.py"), *words, "--place", str(place))
+@pytest.fixture
+def result(tmp_path):
+    """`link.result` on forked ranks."""
+
+    def run_forked(launcher, module, *words):
+        place = tmp_path / "result.json"
+        run_world(2, str(ROOT / f"{module.replace('.', '/')}.py"), *words, "--place", str(place))
         return json.loads(place.read_text()), ""
 
+    return run_forked
+
+
+def test_the_memory_of_two_methods_is_recorded(tmp_path, monkeypatch, result):
+    monkeypatch.setattr(memory, "result", result)
+    [command] = gpu.memory(tmp_path, dry_run=True)
+    monkeypatch.setattr(sys, "argv", list(command.words[1:]))
+    memory.main()
+    found = pd.read_csv(tmp_path / "memory.csv")
+    assert list(found["method"]) == ["ddp", "dgc@all_gather"]
+    assert (found["mb"] > 0).all() and (found["ranks"] == 2).all()
+
+
+def test_a_run_of_the_digits_is_recorded_over_loopback(tmp_path, monkeypatch, result):
     monkeypatch.setattr(time_to_accuracy, "result", result)
     [command] = gpu.accuracy(tmp_path, dry_run=True)
     monkeypatch.setattr(sys, "argv", [*command.words[1:], "--accuracy=0"])
@@ -61,14 +76,6 @@ def test_a_method_that_fails_is_a_line_with_its_error():
     found = encode.compressed(methods.small, [("nonsense", "sgd"), ("twobit", "sgd")], torch.device("cpu"), steps=1)
     assert found["nonsense", "sgd"].error.startswith("ValueError") and not found["nonsense", "sgd"].times
     assert not found["twobit", "sgd"].error and len(found["twobit", "sgd"].times) == 1
-
-
-def test_a_collective_that_fails_is_a_line_with_its_error():
-    def call():
-        raise RuntimeError("NCCL does not")
-
-    line = collectives.line(3, "nccl", collectives.Call("broadcast", "uint8", "", call), torch.device("cpu"))
-    assert not line.works and line.error == "RuntimeError: NCCL does not"
 
 
 STARTS_ANOTHER = """
