@@ -1,8 +1,8 @@
-"""Draws the pictures of README and docs: `python -m docs.pictures`, after data or methods have changed.
+"""Draws the charts of README and docs: `python -m docs.pictures`, after data or methods have changed.
 
-The charts are here, with figures from docs/data/*.csv, from the byte formulas of the registered compressors, and from
-the model of `gradcomp plan`. docs/diagrams.py and docs/notes.py have the others. Pictures are five inches wide, so that
-their words can be read on a telephone.
+Their figures come from docs/data/*.csv, from the byte formulas of the registered compressors, and from the model of
+`gradcomp plan`. Charts are five inches wide, so that their words can be read on a telephone. The other files of
+docs/pictures/ are drawings, which are edited by hand.
 """
 
 from __future__ import annotations
@@ -429,19 +429,11 @@ PICTURES: dict[str, Picture] = {
 }
 
 
-def everything() -> dict[str, Picture]:
-    """The pictures of all modules."""
-    from docs import diagrams, notes  # which may take colours from here
-
-    return PICTURES | diagrams.PICTURES | notes.PICTURES
-
-
 def draw(folder: Path, names: Sequence[str] = ()) -> None:
     """Write pictures into `folder`: those of these names, or all."""
     folder.mkdir(exist_ok=True)
-    known = everything()
-    for name in names or known:
-        on, size = known[name]
+    for name in names or PICTURES:
+        on, size = PICTURES[name]
         with mpl.rc_context(STYLE):
             figure = Figure(figsize=size, layout="constrained")
             on(figure.subplots())
