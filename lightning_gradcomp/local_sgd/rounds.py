@@ -323,5 +323,6 @@ def check_in_step(reports: Sequence[RoundReport], rank: int, names: Sequence[str
         found = ", ".join(f"rank {other} is at step {step}" for other, step in enumerate(steps))
         raise ExchangeFailed(
             f"rank {rank} of {len(steps)}, step {steps[rank]}, {doing}: the exchange failed; {found}. All ranks must "
-            "have the same number of batches, and save checkpoints and validate at the same step."
+            "have the same number of batches, step in the same batches, and save checkpoints and validate at the same "
+            "step."
         )

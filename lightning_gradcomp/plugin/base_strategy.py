@@ -20,11 +20,12 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
@@ -146,6 +147,8 @@ class BaseStrategy(ParallelStrategy):
     _start_method: Any = "popen"
     no_sync_batchnorm = ""
     """The reason why the strategy can't convert batch norms; empty if it can."""
+    _watches: Sequence[Any] = ()
+    """Handles of the hooks that `watch_steps` registered."""
     one_optimizer = ""
     """If the strategy allows only one optimizer: "1", with the reason."""
 
@@ -220,7 +223,18 @@ class BaseStrategy(ParallelStrategy):
     def on_predict_start(self) -> None:
         self.agree()
 
+    def watch_steps(self, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> None:
+        """Call `before(optimizer, ...)` and `after(optimizer, ...)` around each step of the optimizers, also if the
+        module steps torch's own, until the teardown."""
+        # A wrapper of another optimizer may lack torch's hooks.
+        hooked = [each for each in self.optimizers if hasattr(each, "_optimizer_step_post_hooks")]
+        guards = [each.register_step_pre_hook(before) for each in hooked if before is not None]
+        self._watches = [*guards, *(each.register_step_post_hook(after) for each in hooked if after is not None)]
+
     def teardown(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self._watches = ()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             sigterm.restore_handler(self.lightning_module._trainer)
         super().teardown()
@@ -455,6 +469,40 @@ class UnwrappedStrategy(DDPBase):
     """
 
     no_sync_batchnorm = "it waits for the network in each forward pass"
+    _stepping = False
+    """True in `optimizer_step`."""
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Like DDP's.
+
+        Raises:
+            ValueError: if no optimizer has parameters of the module, so that no step would be averaged.
+        """
+        super().setup_optimizers(trainer)
+        stepped = {id(p) for each in self.optimizers for group in each.param_groups for p in group["params"]}
+        if not any(id(p) in stepped for p in self.pl_module.parameters()):
+            allowed = "at least one, because its steps are averaged"
+            raise refusal(f"configure_optimizers with {type(self).__name__}", "no optimizer of the model", allowed)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.watch_steps(before=self._check_stepping)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._stepping = True
+        try:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        finally:
+            self._stepping = False
+
+    def _check_stepping(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        """Raise ValueError before a step of which the strategy does not know, because nothing would average it."""
+        if not self._stepping:
+            allowed = "one from self.optimizers(), or that of the hook optimizer_step: their steps are averaged"
+            raise refusal(f"optimizer with {type(self).__name__}", f"torch's own {type(optimizer).__name__}", allowed)
 
     def _check_ddp_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for an option that only DDP uses."""

@@ -28,7 +28,8 @@ class DirectionHooks:
     """Warns, once each, of hooks that find update directions in `p.grad`, and of hooks that rescale or discard them.
 
     Without such hooks it measures nothing. With them, the first step takes a norm of the gradients, and the first
-    `WATCHED` steps take two norms of the directions.
+    `WATCHED` steps take two norms of the directions. In manual optimization these two are always taken, because
+    `training_step` may rescale the directions itself.
 
     Args:
         averager: averages the gradients.
@@ -43,6 +44,8 @@ class DirectionHooks:
         found = [f"{_name(each)}.{hook}" for each in (*callbacks, module) for hook in hooks if _has(each, hook)]
         self._hooks = list(dict.fromkeys(found))
         automatic = module.automatic_optimization  # else nothing calls the module's optimizer_step
+        self._training_step = [] if automatic else [f"{_name(module)}.training_step"]
+        """Steps by itself in manual optimization. Nothing shows whether it reads the directions."""
         self._own_step = f"{_name(module)}.optimizer_step" if automatic and _has(module, "optimizer_step") else ""
         self._gradients: dict[int, torch.Tensor] = {}
         """id of each parameter -> norm of its gradient before the first average."""
@@ -52,11 +55,11 @@ class DirectionHooks:
 
     def before_average(self) -> None:
         """Call before gradients are averaged."""
-        if not (self._hooks or self._own_step) or not self._left:
+        if not (self._hooks or self._own_step or self._training_step) or not self._left:
             return
         if self._averaged is not None:
             self._compare(0.0)
-        if not self._warned and self._averager.begin_step().compressor is not None:
+        if (self._hooks or self._own_step) and not self._warned and self._averager.begin_step().compressor is not None:
             grads = [(id(p), local(p.grad)) for p in self._averager.gradients.averaged if p.grad is not None]
             self._gradients = {key: torch.linalg.vector_norm(grad, dtype=torch.float32) for key, grad in grads}
 
@@ -70,10 +73,10 @@ class DirectionHooks:
         if self._own_step and not in_step:
             self._hooks.append(self._own_step)
         self._own_step = ""
-        if not self._hooks or not self._left or not (directions := self._directions()):
+        if not (self._hooks or self._training_step) or not self._left or not (directions := self._directions()):
             return
         averaged = norm([local(p.grad) for p in directions if p.grad is not None])
-        if not self._warned:
+        if self._hooks and not self._warned:
             before = norm([self._gradients[id(p)] for p in directions if id(p) in self._gradients])
             self._warn_of_hooks(averaged / before if before else math.nan)
         autotune = self._averager.autotune
@@ -111,9 +114,10 @@ class DirectionHooks:
         did = f"had a norm of {averaged:.2g} in p.grad, and of {used:.2g} when the optimizer used them"
         if not used:
             did = f"had a norm of {averaged:.2g} in p.grad, and were discarded before the optimizer used them"
+        where = " or ".join([*self._hooks, *self._training_step])
         rank_zero_warn(
-            f"{' or '.join(self._hooks)}: the update directions of {self._method} {did}. A limit that "
-            f"is meant for gradients shortens or skips nearly every step. {INSTEAD}"
+            f"{where}: the update directions of {self._method} {did}. A limit "
+            f"that is meant for gradients shortens or skips nearly every step. {INSTEAD}"
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -50,7 +50,6 @@ class GradientStrategy(BaseStrategy):
     """True if buffers are rank 0's whenever Lightning reads them."""
     _compared = 0
     """Number of steps at the last comparison of replicas."""
-    _guards: Sequence[Any] = ()
     _in_step = False
     """True inside `optimizer_step`."""
 
@@ -104,9 +103,8 @@ class GradientStrategy(BaseStrategy):
                 self.averager.compare_all_local_weights()
             self._direction_hooks = DirectionHooks(self.averager, trainer, self.pl_module)
             setattr(self.precision_plugin, "clip_gradients", self._clip_gradients)  # noqa: B010 - shadows the method
-            if not self.pl_module.automatic_optimization:
-                hooked = [each for each in self.optimizers if hasattr(each, "_optimizer_step_pre_hooks")]
-                self._guards = [each.register_step_pre_hook(self._check_averaged) for each in hooked]
+            manual = not self.pl_module.automatic_optimization
+            self.watch_steps(before=self._check_averaged if manual else None, after=self._after_step)
 
     def agree(self) -> None:
         """Compare frozen parameters that have changed, and copy rank 0's buffers to all ranks.
@@ -124,9 +122,6 @@ class GradientStrategy(BaseStrategy):
 
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_gradients", None)
-        for guard in self._guards:
-            guard.remove()
-        self._guards = ()
         if self.averager is not None:
             self.averager.detach()
         super().teardown()
@@ -223,7 +218,7 @@ class GradientStrategy(BaseStrategy):
                 result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
         finally:
             self._in_step = False
-        self._direction_hooks.after_step(optimizer)
+        self._direction_hooks.after_step(optimizer)  # also if a loss scaler skipped it
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # a wrapper of another optimizer may lack torch's
             averager.commit(optimizer)
         every = self.verify_replicas_every_n_steps
@@ -273,6 +268,9 @@ class GradientStrategy(BaseStrategy):
             return
         precision = self.precision_plugin
         type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        self._direction_hooks.after_step(optimizer)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         allowed = "one from self.optimizers(), whose step averages the gradients first"

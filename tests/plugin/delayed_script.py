@@ -206,10 +206,27 @@ class SavesAfterStepping(Several):
         self.trainer.save_checkpoint(FOLDER / "in_step.ckpt")
 
 
-def saves(make):
-    """What saving there raises."""
+class TorchsOptimizer(Net):
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        optimizer.optimizer.step(closure)
+
+
+class TorchsOptimizers(Several):
+    def optimizers(self):
+        return super().optimizers(use_pl_optimizer=False)
+
+
+class NoOptimizer(Several):
+    """Steps an optimizer that Lightning does not know."""
+
+    def configure_optimizers(self):
+        return None
+
+
+def raised(make, strategy=None):
+    """What training raises."""
     try:
-        fit(lgc.DelayedStrategy(period=3, delay=2), net=make)
+        fit(strategy or lgc.DelayedStrategy(period=3, delay=2), net=make)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -226,7 +243,9 @@ assert isinstance(trainer.strategy, lgc.DelayedStrategy)
 waits = [str(w.message) for w in caught if "waits for the other ranks" in str(w.message)]
 outcome["monitor"] = {"summary": monitor.summary(), "logged": sorted(trainer.logged_metrics), "waits": waits}
 places = "on_train_batch_end", "on_before_optimizer_step", "training_step", "on_before_backward"
-outcome["saves"] = {place: saves(partial(Saves, place)) for place in places}
-outcome["saves"]["manual"] = saves(SavesAfterStepping)
+outcome["saves"] = {place: raised(partial(Saves, place)) for place in places}
+outcome["saves"]["manual"] = raised(SavesAfterStepping)
+outcome["unseen steps"] = {each.__name__: raised(each) for each in (TorchsOptimizer, TorchsOptimizers, NoOptimizer)}
+outcome["unseen steps"]["dist_async"] = raised(TorchsOptimizer, lgc.AsyncStrategy())
 if dist.get_rank() == 0:
     print(json.dumps(outcome))

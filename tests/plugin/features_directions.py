@@ -7,7 +7,7 @@ import warnings
 
 import torch
 from features_errors import scaled
-from features_kit import Adam, Net, apart, dgc, fit, nothing_dropped, onebit, raised
+from features_kit import Adam, Manual, Net, apart, dgc, fit, nothing_dropped, onebit, raised
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 
@@ -36,9 +36,31 @@ class ClippingInStep(Adam):
         optimizer.step()
 
 
+class TorchsOptimizer(Adam):
+    """Steps torch's own optimizer, as Lightning's documentation shows."""
+
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        closure()
+        optimizer.optimizer.step()
+
+
 class Skipping(Adam):
     def optimizer_step(self, epoch, index, optimizer, closure):
         closure()
+
+
+class ClippingByHand(Adam, Manual):
+    def training_step(self, batch, index):
+        loss = Net.training_step(self, batch, index)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+
+
+class ByHand(Adam, Manual):
+    pass
 
 
 class WarmingUp(Adam):
@@ -57,11 +79,13 @@ def told(strategy, make, **options):
 
 def hooks_on_directions():
     """What is said of each module; of a user's callback; of Lightning's own; and where `p.grad` holds gradients."""
-    modules = Logging, Clipping, Guarding, ClippingInStep, Skipping, WarmingUp, Adam
+    modules = Logging, Clipping, Guarding, ClippingInStep, TorchsOptimizer, Skipping, WarmingUp, Adam
     callback = LambdaCallback(on_before_optimizer_step=lambda *args: None)
     return {
         **{make.__name__: told(onebit(), make) for make in modules},
         "loss scale": told(onebit(), Logging, **scaled()),
+        "ByHand": told(dgc(), ByHand),
+        "ClippingByHand": told(dgc(), ClippingByHand),
         "callback": told(dgc(), Net, callbacks=[callback]),
         "lightning's": told(onebit(), Adam, callbacks=[GradientAccumulationScheduler({1: 2})]),
         "gradients": told("ddp_int8", Clipping),

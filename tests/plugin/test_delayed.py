@@ -87,6 +87,28 @@ def test_a_checkpoint_after_backward_is_saved(outcome, place):
     assert outcome["saves"][place] is None
 
 
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            "TorchsOptimizer",
+            'optimizer with DelayedStrategy: got "torch\'s own SGD", allowed: one from self.optimizers',
+        ),
+        (
+            "TorchsOptimizers",
+            'optimizer with DelayedStrategy: got "torch\'s own SGD", allowed: one from self.optimizers',
+        ),
+        (
+            "NoOptimizer",
+            "configure_optimizers with DelayedStrategy: got 'no optimizer of the model'",
+        ),
+        ("dist_async", 'optimizer with AsyncStrategy: got "torch\'s own SGD", allowed: one from self.optimizers'),
+    ],
+)
+def test_steps_that_would_not_be_averaged_are_refused(outcome, how, message):
+    assert message in outcome["unseen steps"][how]
+
+
 def test_sparseloco_is_a_name_of_the_trainer():
     strategy = L.Trainer(strategy="sparseloco", accelerator="cpu", devices=2, logger=False).strategy
     assert isinstance(strategy, lgc.DelayedStrategy)

@@ -238,6 +238,7 @@ def test_a_disturbed_replica_is_named(result, optimization):
         ("Clipping", "Clipping.on_after_backward"),
         ("Guarding", "Guarding.on_before_optimizer_step"),
         ("ClippingInStep", "ClippingInStep.optimizer_step"),
+        ("TorchsOptimizer", "TorchsOptimizer.optimizer_step"),
         ("Skipping", "Skipping.optimizer_step"),
         ("callback", "LambdaCallback.on_before_optimizer_step"),
     ],
@@ -246,7 +247,7 @@ def test_hooks_that_find_update_directions_are_told(result, module, hook):
     first, *rest = result("hooks_on_directions")[module]
     times = re.match(rf"{hook}: .* p.grad holds update directions .* about ([\d.]+) times .*gradient_clip_val", first)
     assert times and float(times[1]) > 0
-    if module in ("Logging", "loss scale", "callback"):
+    if module in ("Logging", "loss scale", "callback", "TorchsOptimizer"):
         assert not rest
     else:
         what = "were discarded" if module in ("Guarding", "Skipping") else r"norm of \S+ in p.grad, and of 0.1 when"
@@ -254,7 +255,14 @@ def test_hooks_that_find_update_directions_are_told(result, module, hook):
         assert re.match(rf"{hook}: .*{what}", second)
 
 
-@pytest.mark.parametrize("module", ["WarmingUp", "Adam", "lightning's", "gradients"])
+def test_manual_clipping_of_update_directions_is_told(result):
+    [said] = result("hooks_on_directions")["ClippingByHand"]
+    assert re.match(
+        r"ClippingByHand.training_step: .* norm of \S+ in p.grad, and of 0.1 when .*gradient_clip_val", said
+    )
+
+
+@pytest.mark.parametrize("module", ["WarmingUp", "Adam", "ByHand", "lightning's", "gradients"])
 def test_other_modules_are_told_nothing(result, module):
     assert result("hooks_on_directions")[module] == []
 
