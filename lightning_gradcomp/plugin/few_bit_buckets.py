@@ -77,6 +77,7 @@ class FewBitBuckets:
                 self._complete(task)
                 del task  # holds the bucket
 
+    @torch.no_grad()  # torch's setting is a thread's own
     def _complete(self, task: Task) -> None:
         try:
             if self._error:

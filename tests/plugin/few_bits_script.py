@@ -4,6 +4,7 @@ usage: few_bits_script.py FOLDER
 """
 
 import threading
+import warnings
 from unittest import mock
 
 import lightning as L
@@ -128,6 +129,26 @@ def uneven_inputs():
     return found
 
 
+def gradients_with_a_graph():
+    """How far the gradients of `backward(create_graph=True)` are from those of a backward without."""
+    found = {}
+    for method, compressor in METHODS.items():
+        fabric = L.Fabric(accelerator="cpu", devices=WORLD, strategy=lgc.CompressedFabricStrategy(compressor))
+        fabric.launch()
+        gradients = []
+        for create_graph in (False, True):
+            L.seed_everything(0, verbose=False)
+            net = torch.nn.Linear(64, 1, bias=False)
+            model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+                fabric.backward(model(torch.ones(1, 64) * (RANK + 1)).square().sum(), create_graph=create_graph)
+            gradients.append(net.weight.grad.detach().clone())
+            net.weight.grad = None  # breaks the cycle of graph and gradient
+        found[method] = apart(*gradients)
+    return found
+
+
 class Recorded(Net):
     """Keeps its batches."""
 
@@ -230,7 +251,7 @@ if __name__ == "__main__":
     run(
         (
             accumulation, unused_parameters, static_graph, gradient_as_bucket_view, many_buckets, manual_optimization,
-            no_sync, several_optimizers, freezing, low_precision, uneven_inputs, same_whatever_the_buckets, closures,
-            overlap,
+            no_sync, several_optimizers, freezing, low_precision, uneven_inputs, gradients_with_a_graph,
+            same_whatever_the_buckets, closures, overlap,
         )
     )  # fmt: skip

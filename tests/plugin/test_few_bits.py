@@ -34,6 +34,10 @@ def test_a_rank_without_data_contributes_zeros(result):
         assert outcome["replicas_apart"] == 0 < outcome["apart"] < 0.1
 
 
+def test_gradients_with_a_graph_are_averaged(result):
+    assert result("gradients_with_a_graph") == {"int8": 0, "eden": 0}
+
+
 @pytest.mark.parametrize("other", ["resumed", "small buckets", "averager"])
 def test_a_mean_does_not_depend_on_the_buckets(result, other):
     assert {outcome[other] for outcome in result("same_whatever_the_buckets").values()} == {0}
