@@ -95,14 +95,20 @@ class Layout:
         On a CPU these are a parameter, or small consecutive ones of one size that fit in its cache. On a GPU they are
         as many parameters as fit in `GPU_CHUNK` elements, whatever their shapes.
         """
+        if device in self._pieces:
+            return self._pieces[device]
         on_cpu, first, start = device.type == "cpu", 0, 0
-        found: list[Slice] = []
+        found = self._pieces[device] = []
         for number, (_, stop) in enumerate([*self.bounds[1:], (0, 0)], 1):
             ends = number == len(self.names) or stop - start > (CHUNK if on_cpu else GPU_CHUNK)
             if ends or (on_cpu and self.sizes[number] != self.sizes[first]):
                 found.append(Slice(start, Layout(self.names[first:number], self.shapes[first:number])))
                 first, start = number, start + found[-1].layout.n
         return found
+
+    @cached_property
+    def _pieces(self) -> dict[torch.device, list[Slice]]:
+        return {}
 
     def _row_near(self, place: int) -> int:
         """The start of a parameter's row closest to `place`."""

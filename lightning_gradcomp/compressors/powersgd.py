@@ -91,6 +91,8 @@ class Factors:
 
     def of(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Each batch's factors [m, length, r] in `packed` [n], sharing its memory."""
+        if len(self._shapes) == 1:
+            return [packed.view(self._shapes[0])]
         parts = packed.split([prod(shape) for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 

@@ -102,10 +102,10 @@ class TensorCodec(Codec):
         for one in places:
             x = flat[one.start : one.stop]
             parts = _parts(self._prepared(one).encode(x))
-            got, allowed = ([(part.dtype, tuple(part.shape)) for part in these] for these in (parts, one.parts))
-            if got != allowed:
+            got = [(part.dtype, tuple(part.shape)) for part in parts]
+            if got != one.allowed:
                 what = f"{type(one.codec).__name__}.encode(x {list(x.shape)})"
-                raise refusal(what, got, f"{allowed}, as for zeros: sizes are a function of n alone")
+                raise refusal(what, got, f"{one.allowed}, as for zeros: sizes are a function of n alone")
             one.write(payload, parts)
         return payload, self.unpack(payload, layout)
 
@@ -243,6 +243,11 @@ class Encoding:
     def name(self) -> str:
         return self.names[0]
 
+    @cached_property
+    def allowed(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtypes and shapes of the parts."""
+        return [(part.dtype, tuple(part.shape)) for part in self.parts]
+
     @property
     def many(self) -> int:
         return len(self.names)
@@ -254,6 +259,10 @@ class Encoding:
     def write(self, payload: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Write the parts of all tensors."""
         found = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+        if len(self.names) == 1:
+            for place, part in zip(self.parts, found, strict=True):
+                payload[place.places[0]].copy_(part)
+            return
         if all(place.spacing for place in self.parts):
             for place, part in zip(self.parts, found, strict=True):
                 place.rows_of(payload).copy_(part.view(len(self.names), -1))

@@ -122,8 +122,8 @@ class TernGrad(TensorCodec):
     """Several tensors. `for_tensors` sets them."""
     _agreed: ClassVar[tuple[Mapping[str, int], torch.Tensor, torch.Tensor] | None] = None
     """In a step with `share_scaler`: each tensor's number, where this worker clips each, and each one's s."""
-    _scalers: ClassVar[tuple[torch.Tensor, torch.Tensor] | None] = None
-    """Of the tensors that are encoded: where they are clipped, and their s. None: they are computed."""
+    _number: ClassVar[int] = 0
+    """The number of the first tensor that is encoded."""
 
     clip_sigma: float = 2.5
     share_scaler: bool = True
@@ -176,19 +176,20 @@ class TernGrad(TensorCodec):
     def _prepared(self, one: Encoding) -> TensorCodec:
         codec: Any = super()._prepared(one)
         if self._agreed:
-            numbers, *scalers = self._agreed
-            first = numbers[one.names[0]]
-            codec._scalers = [each[first : first + len(one.names)] for each in scalers]
+            codec._agreed, codec._number = self._agreed, self._agreed[0][one.name]
         return codec
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaler, and the digits."""
         rows = self._rows or row_of(len(x))
-        limits, scalers = self._scalers or [scaler_of(x, self.clip_sigma, rows)] * 2
+        if self._agreed:
+            limits, scalers = (each[self._number : self._number + rows.many] for each in self._agreed[1:])
+        else:
+            limits = scalers = scaler_of(x, self.clip_sigma, rows)
         uniform, packed = self.draws.uniform(x.device), []
         for part, limit, s in rows.parts(x, limits, scalers, multiple=DIGITS):
             packed.append(pack(rows.pad(ternarise(clip(part, limit), s, uniform), DIGITS)))
-        return scalers if self._rows else scalers.squeeze(0), torch.cat(packed)
+        return scalers if self._rows else scalers.squeeze(0), packed[0] if len(packed) == 1 else torch.cat(packed)
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
         """-s, 0 or +s for each element."""

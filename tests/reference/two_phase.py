@@ -1,7 +1,5 @@
 """topology="two_phase" and "server" in one process: every worker's state, and every partition's mean and residual."""
 
-from types import MappingProxyType
-
 import torch
 
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
@@ -84,15 +82,15 @@ class Workers:
         return average
 
     def scalers(self, flats):
-        """For each worker, name -> where it clips the tensor, and the scaler that all agreed on, if they do."""
+        """For each worker: tensors' numbers, where it clips each, and the scalers that all agreed on; None if not."""
         if not getattr(self.compressor, "share_scaler", False):
-            return [{} for _ in flats]
+            return [None for _ in flats]
         bounds, c = self.layout.bounds, self.compressor.clip_sigma
-        limits = torch.stack([torch.cat([scaler_of(flat[a:b], c) for a, b in bounds]) for flat in flats])
-        pairs = [zip(own.split(1), limits.amax(0).split(1), strict=True) for own in limits]
-        return [dict(zip(self.layout.names, each, strict=True)) for each in pairs]
+        limits = [torch.cat([scaler_of(flat[a:b], c) for a, b in bounds]) for flat in flats]
+        numbers = {name: number for number, name in enumerate(self.layout.names)}
+        return [(numbers, own, torch.stack(limits).amax(0)) for own in limits]
 
-    def decoded(self, flat, layout, draws, scalers=MappingProxyType({})):
+    def decoded(self, flat, layout, draws, scalers=None):
         """What the others decode of `flat`; an owner's mean has scalers of its own."""
         if not isinstance(self.compressor, TensorCodec):
             return self.compressor.pack(flat, layout)[1]
@@ -100,7 +98,8 @@ class Workers:
         for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
             codec = self.compressor.for_tensor(name, shape)
             if codec.random:
-                codec.draws, codec._scalers = draws.of(name), scalers.get(name)
+                codec.draws, codec._agreed = draws.of(name), scalers
+                codec._number = scalers[0][name] if scalers else 0
             parts = codec.encode(flat[start:stop])
             values[start:stop] = codec.decode([parts] if isinstance(parts, torch.Tensor) else parts, stop - start)
         return Dense(values)
