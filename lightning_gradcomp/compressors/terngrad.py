@@ -122,8 +122,8 @@ class TernGrad(TensorCodec):
     """Several tensors. `for_tensors` sets them."""
     _agreed: ClassVar[tuple[Mapping[str, int], torch.Tensor, torch.Tensor] | None] = None
     """In a step with `share_scaler`: each tensor's number, where this worker clips each, and each one's s."""
-    _number: ClassVar[int] = 0
-    """The number of the first tensor that is encoded."""
+    _scalers: ClassVar[tuple[int, torch.Tensor, torch.Tensor] | None] = None
+    """In `encode`: the first tensor's number, and where tensors are clipped and their s. None: they are computed."""
 
     clip_sigma: float = 2.5
     share_scaler: bool = True
@@ -176,14 +176,16 @@ class TernGrad(TensorCodec):
     def _prepared(self, one: Encoding) -> TensorCodec:
         codec: Any = super()._prepared(one)
         if self._agreed:
-            codec._agreed, codec._number = self._agreed, self._agreed[0][one.name]
+            numbers, *agreed = self._agreed
+            codec._scalers = numbers[one.name], *agreed
         return codec
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaler, and the digits."""
         rows = self._rows or row_of(len(x))
-        if self._agreed:
-            limits, scalers = (each[self._number : self._number + rows.many] for each in self._agreed[1:])
+        if self._scalers:
+            first, *agreed = self._scalers
+            limits, scalers = (each[first : first + rows.many] for each in agreed)
         else:
             limits = scalers = scaler_of(x, self.clip_sigma, rows)
         uniform, packed = self.draws.uniform(x.device), []

@@ -98,8 +98,8 @@ class Workers:
         for name, shape, (start, stop) in zip(layout.names, layout.shapes, layout.bounds, strict=True):
             codec = self.compressor.for_tensor(name, shape)
             if codec.random:
-                codec.draws, codec._agreed = draws.of(name), scalers
-                codec._number = scalers[0][name] if scalers else 0
+                codec.draws = draws.of(name)
+                codec._scalers = (scalers[0][name], *scalers[1:]) if scalers else None
             parts = codec.encode(flat[start:stop])
             values[start:stop] = codec.decode([parts] if isinstance(parts, torch.Tensor) else parts, stop - start)
         return Dense(values)
