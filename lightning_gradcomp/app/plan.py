@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import NamedTuple, NoReturn
@@ -32,8 +32,9 @@ from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.averaging.traffic import dense_step_traffic, messages, traffic
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.few_bits import FORMATS
+from lightning_gradcomp.compressors.few_bits import FORMATS, FewBits
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values
+from lightning_gradcomp.compressors.kernels.rng import row_seeds
 from lightning_gradcomp.compressors.updates import is_adam
 from lightning_gradcomp.errors import Refused, refusal
 from lightning_gradcomp.registry import entries
@@ -348,9 +349,30 @@ def measure_method(compressor: Compressor, workload: Workload) -> Method:
         return Method(compressor, layouts, alone, max(of_three - alone, 0.0) / 2)
     if compressor.wire == "fp32":
         return Method(compressor, layouts, 0.0, 0.0)
+    if form := FORMATS.get(compressor.wire):
+        return Method(compressor, layouts, few_bits_step(form, layouts.layout.shapes, device), 0.0)
     flat = torch.randn(gradients.n, device=device)
     there_and_back = partial(unpack_values, k=gradients.n, values=compressor.wire)
     return Method(compressor, layouts, typical(lambda: there_and_back(pack_values(flat, compressor.wire)), device), 0.0)
+
+
+def few_bits_step(form: FewBits, shapes: Sequence[tuple[int, ...]], device: torch.device) -> float:
+    """Seconds of one of two ranks in `mean_in_few_bits` of tensors with these shapes, without the exchange."""
+    lengths, key = [form.length(shape) for shape in shapes], (0,)
+    tensors, flat = [torch.randn(shape, device=device) for shape in shapes], torch.empty(sum(lengths), device=device)
+    packed = torch.empty(form.nbytes(len(flat)), dtype=torch.uint8, device=device)
+    seeds = row_seeds(torch.arange(len(flat) // form.block, device=device), *key)
+    own = len(flat) // form.block // 2 * form.block
+
+    def call() -> None:
+        for tensor, row in zip(tensors, flat.split(lengths), strict=True):
+            form.put(tensor, 2, row, key)
+        form.pack(flat, packed, seeds)
+        form.add(packed, flat)  # an owner adds the halves of two ranks
+        form.pack(flat[:own], packed[: form.nbytes(own)], seeds[: own // form.block])
+        form.unpack(packed, flat, key)
+
+    return typical(call, device) if lengths else 0.0
 
 
 class EchoRanks(Ranks):
