@@ -7,6 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.compressors import PowerSGD
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.powersgd import orthonormal
@@ -232,7 +233,8 @@ def test_a_step_is_two_sums_of_thin_factors(world, rank):
 
     with checked_collectives(world) as log:
         run_ranks(world, work)
-    p_bytes = 4 * (rank * (16 + 10) + 7 + 3 + 3)  # with the vector, three flags and one for each parameter
+    flags = 1 + CALLER_FLAGS + len(shapes)
+    p_bytes = 4 * (rank * (16 + 10) + 7 + flags)  # with the vector
     q_bytes = 4 * rank * (20 + 27)
     assert log[0][-len(short_sum(world, 1)) * 2 :] == short_sum(world, p_bytes) + short_sum(world, q_bytes)
 
