@@ -63,8 +63,8 @@ WAITING_SECONDS = 10.0
 WAITING = (
     "trainer.save_checkpoint waits for other ranks. Every rank must call it: if one does not, this ends in an error."
 )
-OF_THIS_PROCESS = {"averager", "server", "_hook", "_ranks", "_direction_hooks"}
-"""Attributes of strategies that hold a process group, a thread or a connection."""
+OF_THIS_PROCESS = {"averager", "server", "_hook", "_ranks", "_direction_hooks", "_watches"}
+"""Attributes of strategies that hold a process group, a thread, a connection or a hook."""
 
 
 class Averager(Protocol):
@@ -232,7 +232,7 @@ class BaseStrategy(ParallelStrategy):
         self._watches = [*guards, *(each.register_step_post_hook(after) for each in hooked if after is not None)]
 
     def teardown(self) -> None:
-        for watch in self._watches:
+        for watch in self._watches or ():  # None in a copy
             watch.remove()
         self._watches = ()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
