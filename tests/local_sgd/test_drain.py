@@ -59,6 +59,15 @@ def test_a_drain_without_buffers_and_moments():
     assert all_equal(run_ranks(2, work))
 
 
+def assert_ranks_have_the_mean_of_their_own(results):
+    """`results`: of each rank, two tensors before the drain and the same two after it."""
+    for number in range(2):
+        owns, afters = ([pair[side][number] for pair in results] for side in (0, 1))
+        assert all_equal(afters)
+        assert not all_equal(owns)
+        torch.testing.assert_close(afters[0], torch.stack(owns).mean(0), **CLOSE)
+
+
 @pytest.mark.parametrize(
     ("name", "layer", "moment"),
     [("adamw", 0, "exp_avg_sq"), *[("muon", 0, "exp_avg_sq"), ("muon", 4, "momentum_buffer")] * HAS_MUON],
@@ -77,11 +86,7 @@ def test_a_drain_averages_buffers_and_moments(name, layer, moment):
         return own, after
 
     results = run_ranks(3, work)
-    for number in range(2):
-        owns, afters = ([pair[side][number] for pair in results] for side in (0, 1))
-        assert all_equal(afters)
-        assert not all_equal(owns)
-        torch.testing.assert_close(afters[0], torch.stack(owns).mean(0), **CLOSE)
+    assert_ranks_have_the_mean_of_their_own(results)
 
 
 @pytest.mark.parametrize(("seconds", "step"), [(2, 5), (0, 6)])
@@ -250,8 +255,4 @@ def test_a_drain_averages_what_follows_the_ranks_own_weights():
         return own, (weights(model.teacher), weights(average))
 
     results = run_ranks(3, work)
-    for number in range(2):
-        owns, afters = ([pair[side][number] for pair in results] for side in (0, 1))
-        assert all_equal(afters)
-        assert not all_equal(owns)
-        torch.testing.assert_close(afters[0], torch.stack(owns).mean(0), **CLOSE)
+    assert_ranks_have_the_mean_of_their_own(results)
