@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import NamedTuple, NoReturn
@@ -23,29 +23,23 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_gradcomp.app import compose
-from lightning_gradcomp.averaging.exchange import Flags
+from lightning_gradcomp.averaging.autotune import CANDIDATES
+from lightning_gradcomp.averaging.exchange import Flags, to_wire
+from lightning_gradcomp.averaging.few_bits import mean_in_few_bits
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM, Ranks, dense_traffic
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import average_compressed
-from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
+from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.averaging.traffic import dense_step_traffic, messages, traffic
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.few_bits import FORMATS, FewBits
-from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values
-from lightning_gradcomp.compressors.kernels.rng import row_seeds
-from lightning_gradcomp.compressors.updates import is_adam
+from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.errors import Refused, refusal
 from lightning_gradcomp.registry import entries
 
-NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "swin": "swin_t"}
-"""MODEL -> conf/model/*.yaml, for ImageNet."""
 BATCH = 32
-"""Samples per rank of these."""
-DELAY_MS = 0.1
-"""Delay of a link for which only the rate is given."""
-USUAL_MBIT = (100, 1_000, 10_000, 100_000)
+"""Images per rank for a named network."""
 HEADERS = 0.95
 """Fraction of a link's rate that TCP and IP headers leave, in packets of 1500 bytes."""
 HIDES = 0.6
@@ -105,9 +99,9 @@ class Plan(NamedTuple):
         gathered = sum(size for how, size in parts if how == "gather")
         waits = sum(hops(how, size, n) for how, size in parts if how != "gather" or topology == "all_gather")
         work = encode + (n - 1 if gathered else 0) * decode  # a rank knows its own payload
-        if topology != "all_gather":  # every rank's part goes to the owner of a partition, and every owner's mean back
+        if topology == "two_phase":  # every rank's part goes to the owner of a partition, and every owner's mean back
             waits += 1 + hops("gather", sent / (n - 1) - gathered / n, n)
-            work = encode + (encode / n if topology == "two_phase" else 0.0) + 2 * decode
+            work = encode + encode / n + 2 * decode
         exchange = waits * link.latency + sent / link.bandwidth
         return Step(topology, sent, work, self.computation + work + exchange)
 
@@ -115,10 +109,8 @@ class Plan(NamedTuple):
         """A step with method `name` and its fastest topology."""
         compressor = self.methods[name].compressor
         partitioned = isinstance(compressor, LossyCompressor) and not compressor.not_partitioned_because
-        steps = [
-            self.step(name, topology, n, link) for topology in ("all_gather", *(PARTITIONED if partitioned else ()))
-        ]
-        return min(steps, key=lambda step: step.seconds)
+        topologies = CANDIDATES if partitioned else CANDIDATES[:1]
+        return min((self.step(name, topology, n, link) for topology in topologies), key=lambda step: step.seconds)
 
     def speed_up(self, name: str, n: int, link: Link) -> float:
         """Seconds of a dense step divided by those of `best`."""
@@ -140,18 +132,15 @@ class Plan(NamedTuple):
         left = HIDES * self.backward - 2 * (n - 1) * latency
         return dense_traffic(self.methods["none"].layouts.nbytes, n) / left if left > 0 else math.inf
 
-    def table(self, n: int, links: dict[str, Link]) -> str:
-        """All methods, fastest first. One link: speed-ups by number of ranks. Several: speed-ups by link."""
-        link, alone = next(iter(links.values())), len(links) == 1
-        cases = {words: (n, each) for words, each in links.items()}
-        if alone:
-            cases = {"speed-up": (n, link), **{f"N={m}": (m, link) for m in [m for m in MANY if m != n][-4:]}}
-        rows = [["method", *(("topology", "KB sent", "compress ms", "step ms") if alone else ()), *cases]]
+    def table(self, n: int, link: Link) -> str:
+        """All methods, fastest first, with their speed-ups for several numbers of ranks."""
+        many = [m for m in MANY if m != n][-4:]
+        rows = [["method", "topology", "KB sent", "compress ms", "step ms", "speed-up", *(f"N={m}" for m in many)]]
         for name in self.ranked(n, link):
             topology, sent, work, seconds = self.best(name, n, link)
-            about = [topology, f"{sent / 1e3:,.0f}", f"{1e3 * work:.1f}", f"{1e3 * seconds:.1f}"] if alone else []
-            speed_ups = [times(self.speed_up(name, *case)) for case in cases.values()]
-            rows.append(["none (dense)" if name == "none" else name, *about, *speed_ups])
+            costs = [f"{sent / 1e3:,.0f}", f"{1e3 * work:.1f}", f"{1e3 * seconds:.1f}"]
+            speed_ups = [times(self.speed_up(name, m, link)) for m in (n, *many)]
+            rows.append(["none (dense)" if name == "none" else name, topology, *costs, *speed_ups])
         first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
 
@@ -168,13 +157,6 @@ def hops(how: str, size: float, n: int) -> int:
     return min(n - 1, 2) if how == "mean" and size <= SHORT_SUM else 2 * (n - 1)
 
 
-LIMITS = {
-    "batch_size": (1, 100_000), "rate_mbit": (0.001, 1e9), "delay_ms": (0, 1e6), "ranks": (2, 1024),
-    "step_ms": (0.001, 1e9),
-}  # fmt: skip
-"""Option -> smallest and largest value."""
-
-
 class Parser(argparse.ArgumentParser):
     """argparse that raises Refused for wrong options."""
 
@@ -183,44 +165,31 @@ class Parser(argparse.ArgumentParser):
 
 
 def read(words: list[str]) -> argparse.Namespace:
-    """The options in `words`. `run` are the words of the run to plan, `model` is its name.
-
-    Raises:
-        ValueError: if an option is unknown, missing or out of range.
-    """
-    networks = ", ".join(NETWORKS)
+    """The options in `words`. `model` are the words that choose a network, `run` are those of the run to plan."""
     parser = Parser(
         prog="gradcomp plan",
         description="Model a training step with each compression method, and say whether compression pays.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    models = f"{networks}, or recipe=NAME and further options of a run"
-    add("model", metavar="MODEL", nargs="?", help=models)
-    add("--batch-size", type=int, metavar="B", help=f"samples per rank, for {networks} ({BATCH})")
-    add("--rate-mbit", type=float, metavar="R", help="rate of each rank's link (default: four rates)")
-    add("--delay-ms", type=float, metavar="D", help=f"delay of that link, one way ({DELAY_MS})")
+    add("model", metavar="MODEL", nargs="*", help="resnet50 or another of conf/model, or recipe=NAME, then overrides")
+    add("--rate-mbit", type=float, metavar="R", default=1000.0, help="rate of each rank's link (1000)")
+    add("--delay-ms", type=float, metavar="D", default=0.1, help="delay of that link, one way (0.1)")
     add("--ranks", type=int, metavar="N", default=2, help="number of ranks (2)")
     add("--step-ms", type=float, metavar="MS", help="time of a step without an exchange (default: measured here)")
-    run = [word for word in words if word.startswith("~") or ("=" in word and not word.startswith("-"))]
-    options, rest = parser.parse_known_args([word for word in words if word not in run])
-    if run and options.model:
-        rest.append(run[0])
-    if rest:
-        raise refusal("argument", rest[0], "one MODEL, and the options of gradcomp plan --help")
-    if not run and options.model not in NETWORKS:
-        raise refusal("MODEL", options.model, models)
-    for name, (least, most) in LIMITS.items():
-        given, option = getattr(options, name), f"--{name.replace('_', '-')}"
-        if given is not None and not least <= given <= most:
-            raise refusal(option, given, f"{least:g} to {most:g}")
-    if options.batch_size is not None and run:
-        raise refusal(f"--batch-size with {run[0]}", options.batch_size, "data.batch_size, of all ranks together")
-    if options.delay_ms is not None and options.rate_mbit is None:
-        raise refusal("--delay-ms", options.delay_ms, "with --rate-mbit")
-    images = f"data.batch_size={(options.batch_size or BATCH) * options.ranks}"
-    options.run = run or ["~recipe", f"model={NETWORKS[options.model]}", "data=synthetic", images]
-    options.model = " ".join(run) or options.model
+    options = parser.parse_intermixed_args(words)
+    if not options.model:
+        raise refusal("gradcomp plan", "no MODEL", "gradcomp plan resnet50, or gradcomp plan recipe=NAME")
+    for name, least in {"rate_mbit": 0.001, "delay_ms": 0, "ranks": 2, "step_ms": 0.001}.items():
+        got = getattr(options, name)
+        if got is not None and not least <= got < math.inf:
+            raise refusal(f"--{name.replace('_', '-')}", got, f"{least:g} or more")
+    network, *overrides = options.run = options.model
+    if "=" not in network and not network.startswith("~"):
+        if recipe := next((word for word in overrides if word.startswith("recipe=")), None):
+            raise refusal("MODEL with a recipe", network, f"{recipe} alone")
+        images = f"data.batch_size={BATCH * options.ranks}"
+        options.run = ["~recipe", f"model={network}", "data=synthetic", images, *overrides]
     return options
 
 
@@ -240,44 +209,27 @@ def main(words: list[str]) -> int:
 
 
 def text(options: argparse.Namespace, plan: Plan, device: torch.device) -> str:
-    """The output of the command: what was measured, the table, and a verdict for each link."""
-    size, n, links = plan.methods["none"].layouts.nbytes, options.ranks, links_of(options)
-    alone = len(links) == 1
-    hides_from = 8e-9 * plan.bandwidth_to_hide(n, next(iter(links.values())).latency)
+    """The output of the command: what was measured, the table, and a verdict."""
+    mbit, n, link = options.rate_mbit, options.ranks, given_link(options.rate_mbit, options.delay_ms)
+    size, hides_from = plan.methods["none"].layouts.nbytes, 8e-9 * plan.bandwidth_to_hide(n, link.latency)
     hides = "Backward is too short to hide a dense exchange."
     if math.isfinite(hides_from):
         hides = f"Backward hides a dense exchange from {hides_from:.3g} Gbit/s on."
-    verdicts = {words: plan.verdict(n, link) for words, link in links.items()}
-    return "\n".join(
-        [
-            f"{options.model}: {size // 4:,} parameters, {size / 1e6:.1f} MB of gradients. "
-            f"A step computes for {1e3 * plan.computation:.4g} ms ({'given' if options.step_ms else 'measured'}).",
-            f"Modelled for N={n} ranks over {'' if alone else 'links of '}{', '.join(links)}.",
-            f"Compressing was measured on this {device.type.upper()}. {hides}",
-            "" if alone else "\nSpeed-up over dense:",
-            plan.table(n, links),
-            "",
-            *(verdict if alone else f"{words}: {verdict}" for words, verdict in verdicts.items()),
-        ]
-    )
+    rate = f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
+    return f"""\
+{" ".join(options.model)}: {size // 4:,} parameters, {size / 1e6:.1f} MB of gradients. \
+A step computes for {1e3 * plan.computation:.4g} ms ({"given" if options.step_ms else "measured"}).
+Modelled for N={n} ranks over {rate}, {options.delay_ms:g} ms delay.
+Compressing was measured on this {device.type.upper()}. {hides}
 
+{plan.table(n, link)}
 
-def links_of(options: argparse.Namespace) -> dict[str, Link]:
-    """Description -> link: the given one, or four usual ones."""
-    if options.rate_mbit:
-        delay = DELAY_MS if options.delay_ms is None else options.delay_ms
-        return {f"{rate(options.rate_mbit)}, {delay:g} ms delay (given)": given_link(options.rate_mbit, delay)}
-    return {rate(mbit): given_link(mbit, DELAY_MS) for mbit in USUAL_MBIT}
+{plan.verdict(n, link)}"""
 
 
 def given_link(mbit: float, delay_ms: float) -> Link:
     """A link from its rate and one-way delay. A gloo message takes two delays: its receiver first says it is ready."""
     return Link(latency=2e-3 * delay_ms, bandwidth=HEADERS * mbit * 1e6 / 8)
-
-
-def rate(mbit: float) -> str:
-    """Format a rate in Mbit/s, or in Gbit/s from 1000 Mbit/s."""
-    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
 
 
 class Workload(NamedTuple):
@@ -311,9 +263,8 @@ def measured(workload: Workload, device: torch.device, step_ms: float | None = N
     Args:
         step_ms: milliseconds of a step, if measured elsewhere.
     """
-    seconds, backward = 1e-3 * (step_ms or 0.0), 1e-3 * (step_ms or 0.0) * BACKWARD
-    if not step_ms:
-        seconds, backward = measure_step(workload, device)
+    given = 1e-3 * (step_ms or 0.0)
+    seconds, backward = (given, BACKWARD * given) if step_ms else measure_step(workload, device)
     methods = {}
     for entry in entries():
         compressor = entry.cls().for_optimizer(workload.optimizer)
@@ -339,47 +290,14 @@ def measure_step(workload: Workload, device: torch.device) -> tuple[float, float
     return typical(step, device), median(backwards[1:])
 
 
-def measure_method(compressor: Compressor, workload: Workload) -> Method:
-    """Measure what compressing the model's gradients costs, on random numbers. Sends nothing; overwrites gradients."""
-    gradients = Gradients(workload.model, compressor)
-    layouts, device = gradients.largest, gradients.device
-    if isinstance(compressor, LossyCompressor) and gradients.compressed:
-        adam = is_adam(workload.optimizer)
-        alone, of_three = (compressed_step(compressor, gradients, world, adam) for world in (1, 3))
-        return Method(compressor, layouts, alone, max(of_three - alone, 0.0) / 2)
-    if compressor.wire == "fp32":
-        return Method(compressor, layouts, 0.0, 0.0)
-    if form := FORMATS.get(compressor.wire):
-        return Method(compressor, layouts, few_bits_step(form, layouts.layout.shapes, device), 0.0)
-    flat = torch.randn(gradients.n, device=device)
-    there_and_back = partial(unpack_values, k=gradients.n, values=compressor.wire)
-    return Method(compressor, layouts, typical(lambda: there_and_back(pack_values(flat, compressor.wire)), device), 0.0)
-
-
-def few_bits_step(form: FewBits, shapes: Sequence[tuple[int, ...]], device: torch.device) -> float:
-    """Seconds of one of two ranks in `mean_in_few_bits` of tensors with these shapes, without the exchange."""
-    lengths, key = [form.length(shape) for shape in shapes], (0,)
-    tensors, flat = [torch.randn(shape, device=device) for shape in shapes], torch.empty(sum(lengths), device=device)
-    packed = torch.empty(form.nbytes(len(flat)), dtype=torch.uint8, device=device)
-    seeds = row_seeds(torch.arange(len(flat) // form.block, device=device), *key)
-    own = len(flat) // form.block // 2 * form.block
-
-    def call() -> None:
-        for tensor, row in zip(tensors, flat.split(lengths), strict=True):
-            form.put(tensor, 2, row, key)
-        form.pack(flat, packed, seeds)
-        form.add(packed, flat)  # an owner adds the halves of two ranks
-        form.pack(flat[:own], packed[: form.nbytes(own)], seeds[: own // form.block])
-        form.unpack(packed, flat, key)
-
-    return typical(call, device) if lengths else 0.0
-
-
 class EchoRanks(Ranks):
     """Ranks that all send what this one sends, instantly."""
 
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: message.repeat(self.world, 1)
+
+    def start_swap(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: rows
 
     def add(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.mul_(self.world)
@@ -388,18 +306,37 @@ class EchoRanks(Ranks):
         return values.clone()
 
 
-def compressed_step(compressor: LossyCompressor, gradients: Gradients, world: int, adam: bool) -> float:
+def measure_method(compressor: Compressor, workload: Workload) -> Method:
+    """Measure what compressing the model's gradients costs, on random numbers. Sends nothing; overwrites gradients."""
+    gradients = Gradients(workload.model, compressor)
+    layouts, device, wire = gradients.largest, gradients.device, compressor.wire
+    if isinstance(compressor, LossyCompressor) and gradients.compressed:
+        alone, of_three = (compressed_step(compressor, gradients, world, workload.optimizer) for world in (1, 3))
+        return Method(compressor, layouts, alone, max(of_three - alone, 0.0) / 2)
+    if wire == "fp32":
+        return Method(compressor, layouts, 0.0, 0.0)
+    if form := FORMATS.get(wire):
+        large = [(0, torch.randn(shape, device=device)) for shape in layouts.layout.shapes]
+        call = partial(mean_in_few_bits, EchoRanks(None, 2), form, large, [gradients.dense_flat])
+    else:
+        flat = torch.randn(gradients.n, device=device)
+        call = lambda: to_wire(flat, 2, wire, saturate=True).float()  # noqa: E731
+    return Method(compressor, layouts, typical(call, device), 0.0)
+
+
+def compressed_step(
+    compressor: LossyCompressor, gradients: Gradients, world: int, optimizer: torch.optim.Optimizer
+) -> float:
     """Seconds of a compressed step of `world` ranks that send the same data."""
-    optimizer = (torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9))(gradients.compressed, lr=1e-3)
     memory = Memory(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
     final = compressor.with_sparsity(compressor.final_sparsity)
-    local, times = [torch.randn_like(parameter) for parameter in gradients.parameters], []
+    local, seconds = [torch.randn_like(parameter) for parameter in gradients.parameters], []
     for number in range(1 + REPEATS):
         for parameter, gradient in zip(gradients.parameters, local, strict=True):
             parameter.grad = gradient.clone()
         call = partial(average_compressed, memory, final, "all_gather", number, Flags(), Stats())
-        times.append(timed(call, gradients.device))
-    return median(times[1:])
+        seconds.append(timed(call, gradients.device))
+    return median(seconds[1:])
 
 
 def typical(call: Callable[[], object], device: torch.device) -> float:

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 
-from lightning_gradcomp.averaging.ranks import SHORT, Ranks, start_swap
+from lightning_gradcomp.averaging.ranks import SHORT, Ranks
 from lightning_gradcomp.compressors.few_bits import FewBits
 from lightning_gradcomp.compressors.kernels.rng import row_seeds
 
@@ -30,7 +29,7 @@ def first_blocks(form: FewBits, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def mean_in_few_bits(
-    group: dist.ProcessGroup,
+    ranks: Ranks,
     form: FewBits,
     large: Sequence[tuple[int, torch.Tensor]],
     small: Sequence[torch.Tensor],
@@ -41,7 +40,7 @@ def mean_in_few_bits(
     A NaN or an infinity in `large` makes its block NaN.
 
     Args:
-        group: the ranks.
+        ranks: the ranks.
         form: the format of `large`.
         large: tensors that travel in few bits, each with the number of its first block in the model.
         small: tensors that travel in fp32, with m elements together. Not empty.
@@ -50,7 +49,7 @@ def mean_in_few_bits(
     Returns:
         The mean of each of `large`, fp32 in its shape, and the means of `small`, concatenated: fp32 [m].
     """
-    world, rank, device = group.size(), group.rank(), small[0].device
+    world, rank, device = ranks.world, ranks.rank, small[0].device
     shapes, m = [tuple(tensor.shape) for _, tensor in large], sum(tensor.numel() for tensor in small)
     lengths = [form.length(shape) for shape in shapes]
     if not any(lengths) and not m:  # a bucket of parameters without elements
@@ -69,7 +68,7 @@ def mean_in_few_bits(
 
     # A piece travels while the next one is rounded and the previous one is decoded.
     there = [
-        start_swap(group, _messages(form, own, small_own, to_owners[:, blocks])) for own, small_own, blocks in pieces
+        ranks.start_swap(_messages(form, own, small_own, to_owners[:, blocks])) for own, small_own, blocks in pieces
     ]
     back = []
     for shares, (own, small_own, blocks) in zip(there, pieces, strict=True):
@@ -79,7 +78,7 @@ def mean_in_few_bits(
             form.add(values, mean)
             small_mean += small_values
         message = _messages(form, mean[None], small_mean[None], to_all[None, blocks])
-        back.append(start_swap(group, message.expand(world, -1)))
+        back.append(ranks.start_swap(message.expand(world, -1)))
     for means, (own, small_own, _) in zip(back, pieces, strict=True):
         for row, out, small_out in zip(means(), own, small_own, strict=True):
             values, small_values = _cut(form, row, out.numel())

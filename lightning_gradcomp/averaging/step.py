@@ -137,13 +137,12 @@ def _mean_in_few_bits(
     form: FewBits, gradients: Gradients, ranks: Ranks, present: list[bool], step: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
     """The means of both buffers over the ranks, and True for each of `present` that any rank set."""
-    assert ranks.group is not None
     layout, flat, dense = gradients.layout, gradients.compressed_flat, gradients.dense_flat
     first, views = first_blocks(form, gradients.chosen), layout.views(flat)
     large = [(first[name], view) for name, view in zip(layout.names, views, strict=True)]
     shard = ranks.shards.rank() if ranks.shards else 0
     small = [dense, to_flags(present, flat.device).float()]
-    means, small_means = mean_in_few_bits(ranks.group, form, large, small, step, shard)
+    means, small_means = mean_in_few_bits(ranks, form, large, small, step, shard)
     for view, mean in zip(views, means, strict=True):
         view.copy_(mean)
     dense_mean, anywhere = small_means.split([part.numel() for part in small])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging.few_bits import mean_in_few_bits
-from lightning_gradcomp.averaging.ranks import subgroup
+from lightning_gradcomp.averaging.ranks import Ranks, subgroup
 from lightning_gradcomp.compressors.few_bits import FewBits
 
 
@@ -86,7 +86,7 @@ class FewBitBuckets:
                 self._stream.wait_event(task.ready)
             none, shard = task.buffer[:0], 0
             small = [*task.small, none]
-            means, small_mean = mean_in_few_bits(self._group, self._form, task.large, small, task.step, shard)
+            means, small_mean = mean_in_few_bits(Ranks(self._group), self._form, task.large, small, task.step, shard)
             means += small_mean.split([gradient.numel() for gradient in task.small]) if task.small else ()
             for gradient, mean in zip([*(each for _, each in task.large), *task.small], means, strict=True):
                 gradient.copy_(mean.view(gradient.shape))

@@ -47,7 +47,7 @@ def test_8_bits_are_bit_identical_to_the_simulation_in_one_process(world, n, m):
 
     def work(rank, group):
         large, small = numbers(rank, n).split(sizes), numbers(rank, m)
-        means, small_mean = mean_in_few_bits(group, INT8, list(zip(first, large, strict=True)), [small], 7)
+        means, small_mean = mean_in_few_bits(Ranks(group), INT8, list(zip(first, large, strict=True)), [small], 7)
         return *means, small_mean
 
     def uniform(phase, begin, k):
@@ -77,7 +77,7 @@ def test_rotated_bits_are_bit_identical_to_the_simulation_in_one_process(world, 
 
     def work(rank, group):
         large = [(first[name], numbers(rank, name)) for name in shapes]
-        return mean_in_few_bits(group, form, large, [torch.zeros(0)], 7)[0]
+        return mean_in_few_bits(Ranks(group), form, large, [torch.zeros(0)], 7)[0]
 
     def seeds(phase, block):
         return int(row_seeds(torch.tensor([block]), 7, *phase))
@@ -108,10 +108,10 @@ def test_a_mean_does_not_depend_on_what_is_averaged_with_it_or_on_owners(wire):
         tensors = {name: torch.randn(size, generator=seeded(rank, len(size), size[0])) for name, size in sizes.items()}
         small = torch.randn(7, generator=seeded(rank))
         together = [(first[name], tensor) for name, tensor in tensors.items()]
-        means, _ = mean_in_few_bits(group, form, together, [small], 5)
-        mixed, _ = mean_in_few_bits(group, form, [together[2], together[0]], [small[:1], small], 5)
-        [alone], _ = mean_in_few_bits(group, form, together[1:2], [small[:0]], 5)
-        [later], _ = mean_in_few_bits(group, form, together[1:2], [small[:0]], 6)
+        means, _ = mean_in_few_bits(Ranks(group), form, together, [small], 5)
+        mixed, _ = mean_in_few_bits(Ranks(group), form, [together[2], together[0]], [small[:1], small], 5)
+        [alone], _ = mean_in_few_bits(Ranks(group), form, together[1:2], [small[:0]], 5)
+        [later], _ = mean_in_few_bits(Ranks(group), form, together[1:2], [small[:0]], 6)
         assert not torch.equal(alone, later)
         return all(map(torch.equal, means, [mixed[1], alone, mixed[0]]))
 
@@ -136,7 +136,7 @@ def test_a_long_part_travels_in_pieces(groups, monkeypatch):
     large, small = ([torch.randn(k, generator=seeded(rank, k)) for rank in range(2)] for k in (512 * groups - 7, 9))
 
     def work(rank, group):
-        [mean], small_mean = mean_in_few_bits(group, INT8, [(0, large[rank])], [small[rank]])
+        [mean], small_mean = mean_in_few_bits(Ranks(group), INT8, [(0, large[rank])], [small[rank]])
         return mean, small_mean
 
     (first, first_small), (second, second_small) = run_ranks(2, work)
