@@ -19,9 +19,6 @@ def resolve(config: DictConfig, folder: Path, is_alone: bool) -> str | None:
 
     Args:
         is_alone: False in a sweep's job and under torchrun or SLURM, where "last" may differ between processes.
-
-    Raises:
-        ValueError: if there is no such checkpoint, or this run can't resume it.
     """
     given = config.ckpt
     if config.evaluate and given is None:

@@ -17,17 +17,13 @@ Batch = list[torch.Tensor]
 
 
 class Classifier(Task):
-    """Cross entropy. The accuracy counts each validation image once over all ranks.
+    """Cross entropy of images. The accuracy counts each validation image once over all ranks.
+
+    The options of `Task`, and:
 
     Args:
-        model: images -> logits.
-        data: the images that it will be trained on.
-        optimizer: makes a torch optimizer from parameter groups.
-        scheduler: schedule of its learning rate.
         augment: MixUp, CutMix and label smoothing of training batches.
-        decay_all: False: no weight decay for biases, norm weights and Swin's position biases.
         channels_last: use this memory format for images and weights.
-        compile: apply torch.compile to the network, or to each block if it is sharded.
     """
 
     data, monitor, mode = SharedImages, "val_acc", "max"

@@ -76,14 +76,7 @@ def of_task(attribute: str, *, _root_: DictConfig) -> str:
 
 
 def apply_overrides(config: DictConfig, words: Sequence[str]) -> None:
-    """Move the compressor of a strategy that has its own, such as strategy=powersgd, to `config.compressor`.
-
-    Args:
-        words: the overrides on the command line.
-
-    Raises:
-        ValueError: for an override without an effect.
-    """
+    """Move the compressor of a strategy that has its own, such as strategy=powersgd, to `config.compressor`."""
     typed = {}  # first word of what is overridden -> override
     for override in OverridesParser.create().parse_overrides(list(words)):
         typed.setdefault(override.key_or_group.partition(".")[0], override.input_line)
@@ -108,11 +101,7 @@ class Run(NamedTuple):
 
 
 def build(config: DictConfig) -> Run:
-    """Instantiate a composed config.
-
-    Raises:
-        ValueError: if an option's class, Lightning or this machine does not accept it.
-    """
+    """Instantiate a composed config."""
     ranks = place(config.trainer.accelerator, config.trainer.devices, config.trainer.num_nodes)
     _check_numbers(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -133,11 +122,7 @@ def build(config: DictConfig) -> Run:
 
 
 def build_task(config: DictConfig, data: SharedData) -> Task:
-    """The task of a composed config, with its network, for `data`.
-
-    Raises:
-        ValueError: if they don't go together, or the optimizer does not accept an option.
-    """
+    """The task of a composed config, with its network, for `data`."""
     make = instantiated("task", config)
     if not isinstance(data, make.func.data):
         allowed = f"a {make.func.data.__name__} with task={config.task._target_}"
@@ -152,20 +137,12 @@ def build_task(config: DictConfig, data: SharedData) -> Task:
 
 
 def instantiated(group: str, config: Any, **how: Any) -> Any:
-    """The object that `config.GROUP` describes.
-
-    Raises:
-        Refused: for an option that its class does not accept.
-    """
+    """The object that `config.GROUP` describes."""
     return call(group, config[group], partial(instantiate, config[group], _convert_="all", **how))
 
 
 def complete(group: str, make: partial[Any], **arguments: Any) -> Any:
-    """Call `make` with `arguments`, which are not options of `group`.
-
-    Raises:
-        Refused: if one of them was set on the command line, or for an option that the class does not accept.
-    """
+    """Call `make` with `arguments`, which are not options of `group`."""
     for name in arguments:
         if name in make.keywords:
             raise refusal(f"{group}.{name}", make.keywords[name], "no value: gradcomp sets it")

@@ -48,11 +48,7 @@ HIDDEN_WARNINGS = (
 
 
 def fit(yaml: str) -> dict[str, Any]:
-    """Train or validate the composed config `yaml`. Returns the result, which rank 0 writes to the run's folder.
-
-    Raises:
-        ValueError: if an option turns out to be invalid once the ranks are connected.
-    """
+    """Train or validate the composed config `yaml`. Returns the result, which rank 0 writes to the run's folder."""
     hide_messages()
     config: Any = OmegaConf.create(yaml)
     compose.register()

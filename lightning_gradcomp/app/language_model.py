@@ -16,13 +16,7 @@ from lightning_gradcomp.app.task import Task
 class LanguageModel(Task):
     """Cross entropy of each next token in nats. Validation counts each window once over all ranks.
 
-    Args:
-        model: int64 tokens (batch, length) -> logits (batch, length, vocabulary).
-        data: the tokens that it will be trained on.
-        optimizer: makes a torch optimizer from parameter groups.
-        scheduler: schedule of its learning rate.
-        decay_all: False: no weight decay for biases and norm weights.
-        compile: apply torch.compile to the network, or to each block if it is sharded.
+    The network maps int64 tokens (batch, length) to logits (batch, length, vocabulary). The options of `Task`.
     """
 
     data, monitor, mode = SharedTokens, "val_loss", "min"

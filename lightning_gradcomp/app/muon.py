@@ -39,9 +39,6 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: of AdamW's two moments.
         eps: AdamW's.
         fused: AdamW's fast kernel.
-
-    Raises:
-        ValueError: if a group has no rule, or an option is invalid.
     """
 
     def __init__(
@@ -112,11 +109,7 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def with_rules(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """Split parameter groups for `MuonAdamW`: `hidden_matrices(model)` get Muon, all others AdamW.
-
-    Raises:
-        ValueError: if the model's blocks have no matrices.
-    """
+    """Split parameter groups for `MuonAdamW`: `hidden_matrices(model)` get Muon, all others AdamW."""
     hidden = hidden_matrices(model)
     if not hidden:
         allowed = "blocks with linear layers in nn.Sequential or nn.ModuleList, as in a Transformer; else AdamW"

@@ -194,11 +194,7 @@ def read(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """Measure a step and print the plan.
-
-    Raises:
-        ValueError: if an option is invalid.
-    """
+    """Measure a step and print the plan."""
     options = read(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
@@ -241,11 +237,7 @@ class Workload(NamedTuple):
 
 
 def composed(words: list[str], n: int, device: torch.device) -> Workload:
-    """The network, optimizer and loss of the run that `gradcomp WORDS` would start, on a rank's share of random data.
-
-    Raises:
-        ValueError: if the run does not accept an option.
-    """
+    """Network, optimizer and loss of the run that `gradcomp WORDS` would start, on a rank's share of random data."""
     compose.register()
     with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
         config = hydra.compose("train", words)
@@ -258,11 +250,7 @@ def composed(words: list[str], n: int, device: torch.device) -> Workload:
 
 
 def measured(workload: Workload, device: torch.device, step_ms: float | None = None) -> Plan:
-    """The plan of a workload, with every method that works with its optimizer.
-
-    Args:
-        step_ms: milliseconds of a step, if measured elsewhere.
-    """
+    """The plan of a workload, with every method that works with its optimizer."""
     given = 1e-3 * (step_ms or 0.0)
     seconds, backward = (given, BACKWARD * given) if step_ms else measure_step(workload, device)
     methods = {}

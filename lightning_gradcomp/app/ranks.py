@@ -56,12 +56,7 @@ class Ranks(NamedTuple):
 
 
 def place(accelerator: str, devices: int | str, num_nodes: int | str) -> Ranks:
-    """Resolve the Trainer options of these names on this machine: "auto" is one rank per GPU, but at least two.
-
-    Raises:
-        ValueError: if there is no GPU but one is requested, if numbers differ from those of torchrun or SLURM, or if
-            several nodes are requested without either.
-    """
+    """Resolve the Trainer options of these names on this machine: "auto" is one rank per GPU, but at least two."""
     if accelerator not in ("auto", "cpu", "cuda"):
         raise refusal("trainer.accelerator", accelerator, "auto, cpu, cuda")
     for option, given in (("devices", devices), ("num_nodes", num_nodes)):

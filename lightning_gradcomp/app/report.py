@@ -46,11 +46,7 @@ phase's median."""
 
 
 def main(words: list[str]) -> int:
-    """Write the report that `words` ask for and print its path.
-
-    Raises:
-        ValueError: if a word is unknown, or a folder is missing or contains no finished run.
-    """
+    """Write the report that `words` ask for and print its path."""
     parser = argparse.ArgumentParser(
         prog="gradcomp report", description="Writes report.md with figures on one run, or compares several."
     )
@@ -71,10 +67,6 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
 
     Returns:
         The path of report.md.
-
-    Raises:
-        ValueError: if a folder is missing or contains no finished run, or a file can't be read.
-        OSError: if the report can't be written.
     """
     runs = find(folders)
     out = out or (runs[0].folder if len(runs) == 1 else Path("report"))
@@ -126,11 +118,7 @@ class Run:
 
 
 def find(folders: Iterable[Path]) -> list[Run]:
-    """All finished runs in or below `folders`. Names unfinished ones on stderr.
-
-    Raises:
-        ValueError: if a folder is missing, no run has finished, or a file can't be read.
-    """
+    """All finished runs in or below `folders`. Names unfinished ones on stderr."""
     found: dict[Path, Run | None] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -151,11 +139,7 @@ def _by_number(path: Path) -> list[int | str]:
 
 
 def read(folder: Path) -> Run:
-    """The finished run in `folder`.
-
-    Raises:
-        ValueError: if a file can't be read.
-    """
+    """The finished run in `folder`."""
     try:
         options = dict(_flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
         summary = json.loads((folder / "summary.json").read_text())

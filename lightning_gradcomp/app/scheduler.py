@@ -30,9 +30,6 @@ class WarmupCosine:
         warmup_steps: optimizer steps of linear warm-up; None if `warmup_epochs` is set.
         warmup_epochs: the same in epochs, possibly a fraction.
         end: fraction of the peak at which the cosine ends, 0 to 1.
-
-    Raises:
-        ValueError: if an option is out of range, or not exactly one warm-up is set.
     """
 
     warmup_steps: int | None = 20

@@ -72,11 +72,7 @@ def evaluation(config: DictConfig, run: Run) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], words: tuple[str, str], folder: Path) -> None:
-    """Write summary.json or evaluation.json, and print the result as a table.
-
-    Args:
-        words: the name of the result and its value, as printed.
-    """
+    """Write summary.json or evaluation.json, and print the result as a table that begins with `words`."""
     evaluate, ckpt = (result["config"][option] for option in ("evaluate", "ckpt"))
     name = "evaluation.json" if evaluate else "summary.json"
     (folder / name).write_text(json.dumps(result, indent=2) + "\n")

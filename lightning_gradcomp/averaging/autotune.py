@@ -59,11 +59,9 @@ def lower_quartile(seconds: Sequence[float]) -> float:
 
 
 class Autotune:
-    """The trials of one run on one rank.
+    """The trials of one run on one rank. On a GPU, each timed step synchronizes the host with it.
 
     Args:
-        group: the ranks.
-        device: where they compute. On a GPU, each timed step synchronizes the host with it.
         candidates: topologies to choose from.
         clock: returns seconds.
         uncompressed: what a step does that is not compressed: "dense", or another format of dense steps.
@@ -124,11 +122,7 @@ class Autotune:
         return under_test if under_test in (self.uncompressed, *affordable) else self.uncompressed
 
     def step_ended(self, did: str, density: float) -> bool:
-        """Record the time of a step. Collective.
-
-        Args:
-            did: what `choose` returned for the step.
-            density: fraction of all elements that the step would have sent compressed.
+        """Record the time of a step for which `choose` returned `did`. Collective.
 
         Returns:
             True if the step ended a trial.

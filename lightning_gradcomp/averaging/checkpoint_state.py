@@ -25,15 +25,7 @@ TYPES: dict[str, Any] = {
 
 
 def check_state(state: Any, kinds: Iterable[str]) -> None:
-    """Check that `state` is a `GradientAverager.state_dict()` with the kinds of state that this compressor keeps.
-
-    Args:
-        state: the loaded object.
-        kinds: kinds of state that the compressor keeps.
-
-    Raises:
-        ValueError: if `state` is anything else, or lacks a kind.
-    """
+    """Raises ValueError unless `state` is a `GradientAverager.state_dict()` with these kinds of state."""
     what, allowed = "the state of GradientAverager", "what GradientAverager.state_dict() returned, unchanged"
     if not isinstance(state, Mapping) or set(TYPES) - set(state):
         lacking = sorted(set(TYPES) - set(state)) if isinstance(state, Mapping) else list(TYPES)
@@ -56,10 +48,8 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean of all ranks' states, which every rank of a world of any size can load.
 
     Applied updates plus the mean of the ranks' residuals are conserved. Sums are in fp64. The mean leaves out the
-    trials of topology="auto", because a different set of ranks needs its own trial.
-
-    Args:
-        states: every rank's `GradientAverager.state_dict()`, in any order; read one at a time.
+    trials of topology="auto", because a different set of ranks needs its own trial. States are read one at a time, in
+    any order.
     """
     total: dict[str, dict[str, torch.Tensor]] = {}
     world, last = 0, {}
@@ -90,16 +80,10 @@ def divided(total: Mapping[str, torch.Tensor], world: int) -> dict[str, torch.Te
 
 
 def check_shapes(compressed: Shapes, dense: Shapes, gradients: Gradients, *, warn: bool) -> None:
-    """Check shapes, and warn about parameters that only the state or only the model has.
+    """Raises ValueError if the saved state of a parameter has another shape than here, or is not compressed here.
 
-    Args:
-        compressed: shape of every parameter that was compressed when the state was saved.
-        dense: shape of every uncompressed parameter with a residual.
-        gradients: the model's gradients.
-        warn: True on the rank that warns.
-
-    Raises:
-        ValueError: if a parameter has a different shape, or is not compressed here.
+    With `warn`, warns about parameters that only the state or only the model has. `compressed` and `dense` have the
+    shapes of the parameters that were compressed, and of the others that have a residual.
     """
     here = {**gradients.chosen, **gradients.left_dense}
     for name in compressed:
@@ -131,7 +115,6 @@ def warn_of_lost_kinds(
     Args:
         saved: the state in the checkpoint: kind -> parameter name -> tensor.
         loaded: the state after loading.
-        gradients: the model's gradients.
         accumulates: True if the compressor has error feedback.
     """
     known = {*gradients.chosen, *gradients.left_dense}

@@ -42,12 +42,8 @@ class Choice:
     """Chooses between dense and compressed steps: by bytes, and for topology="auto" also by a trial.
 
     Args:
-        compressor: the run's compressor.
-        ranks: the ranks that exchange gradients.
-        topology: one of `TOPOLOGIES`.
         group: all ranks, which share the times of a trial.
         gradients: the layout at the start of the run.
-        fallback: as in `Topology`.
     """
 
     def __init__(

@@ -91,10 +91,6 @@ class Exchange:
     """A step's `Collectives` with topology="all_gather": every worker's payload goes to every worker.
 
     Args:
-        ranks: the ranks that exchange gradients.
-        step: number of steps so far.
-        extras: what travels with the payload.
-        stats: records bytes and seconds.
         buffer: returns an fp32 [n] buffer for the mean of the compressed gradients, the same in every step.
     """
 

@@ -84,10 +84,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def explained(step: int, doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Inside, a failed collective raises an `ExchangeFailed` that names rank, step, phase and the missing ranks.
 
-    Args:
-        step: number of optimizer steps so far.
-        doing: the phase, in words.
-        group: the ranks; default: all.
+    `doing` is the phase, in words. Without `group`, all ranks take part.
     """
     try:
         yield

@@ -19,13 +19,9 @@ from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_v
 
 @dataclass(frozen=True)
 class Frame:
-    """Positions in a message. The payload starts, and the message ends, at a multiple of 4 bytes: fp32 stays aligned.
+    """Positions in a message: `dense` uncompressed elements in the format `values`, `payload` bytes, and `flags` flags.
 
-    Args:
-        dense: number of uncompressed gradient elements.
-        values: their format, as in `dense_values`.
-        payload: bytes of the payload.
-        flags: number of flags.
+    The payload starts, and the message ends, at a multiple of 4 bytes: fp32 stays aligned.
     """
 
     dense: int

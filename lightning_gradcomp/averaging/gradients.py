@@ -49,10 +49,6 @@ class Gradients:
         compressor: chooses what to compress, by the shapes of whole tensors.
         shards: this rank's shards, for a sharded model. Only `chosen` and `left_dense` then describe whole tensors.
         optimizers: parameters that none of them has are skipped. Without any, all parameters are averaged.
-
-    Raises:
-        ValueError: if gradients can't be laid out flat (sparse embeddings, complex numbers), or the compressor can't
-            compress shards.
     """
 
     def __init__(
@@ -208,14 +204,9 @@ class Gradients:
         factors: Sequence[float],
         dense_factor: float,
     ) -> None:
-        """Write averages, times their factors, into `p.grad` of the parameters that are `present`.
+        """Write averages, times their factors, into `p.grad` of the parameters that are `present` on any rank.
 
-        Args:
-            compressed: average gradient of the compressed parameters.
-            dense: average gradient of the dense parameters, fp32 [d].
-            present: True for each parameter that has a gradient on any rank.
-            factors: factor of each compressed parameter.
-            dense_factor: factor of all dense parameters.
+        `dense` is fp32 [d]. Each compressed parameter has a factor of its own; all dense ones share `dense_factor`.
         """
         few, rest = present[: len(self.compressed)], present[len(self.compressed) :]
         if isinstance(compressed, Dense):
@@ -232,12 +223,6 @@ class Gradients:
 
         A step of Adam is divided by the learning rate. If the result would overflow `p.grad`, it is written times 2^-k:
         fp16 ends at 65504, and steps from before a fall of the learning rate are long compared with it.
-
-        Args:
-            compressed: as in `assign`.
-            dense: as in `assign`.
-            present: as in `assign`.
-            update: what was accumulated for the compressed parameters.
         """
         rates = update.learning_rates() or [1.0] * len(self.compressed)
         self.exponents = [0] * len(self.compressed)
@@ -286,15 +271,11 @@ def _ids(optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int] | None:
 
 
 def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that every rank of a replica has shards that the compressor can compress.
+    """Raises ValueError if a replica's last rank has nothing to compress, or shards that `compressor` can't compress.
 
     Args:
-        compressor: the averager's compressor.
         names: names of the compressed tensors.
         smallest: parameter name -> shape of its shard on the last rank.
-
-    Raises:
-        ValueError: if the last rank has nothing to compress, or a shard that the compressor can't compress.
     """
     taken = {name: shape for name, shape in smallest.items() if name in names}
     if taken and not any(prod(shape) for shape in taken.values()):

@@ -37,9 +37,6 @@ class LocalWeights:
 
     The local weights use the buffer of the compressed gradients, which is free at that time. FSDP reads the memory of
     its shards, so local weights are written there, and the buffer holds a copy of the shared weights.
-
-    Args:
-        memory: error feedback, whose unsent steps are subtracted.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -95,14 +92,7 @@ class LocalWeights:
 
     @torch.no_grad()
     def restore(self, *, check: bool = True) -> None:
-        """Set the parameters back to the shared weights.
-
-        Args:
-            check: False to skip the check for writes.
-
-        Raises:
-            ValueError: if a local weight was written to. The parameters still return to the shared weights.
-        """
+        """Set the parameters back to the shared weights. With `check`, raises ValueError if one was written to."""
         if not self._shared:
             return
         locals_ = zip(self._parameters, self._local, self._versions, strict=True)
@@ -164,10 +154,6 @@ class Untrained:
     """The parameters that do not train, such as a teacher's. What a module writes into them must not differ by rank.
 
     Buffers are not compared, because DDP sends rank 0's before each forward pass.
-
-    Args:
-        model: the bare module. Parameters in its `_ddp_params_and_buffers_to_ignore` may differ.
-        names: names of the parameters that do not train.
     """
 
     def __init__(self, model: nn.Module, names: Set[str]) -> None:
@@ -188,14 +174,9 @@ class Untrained:
         return {name: (p._version, own) for (name, p), own in zip(named.items(), sums, strict=True)}
 
     def compare(self, names: Set[str], ranks: Ranks) -> None:
-        """Compare the parameters that have changed since the start. Sends 8 bytes for each. Collective.
+        """Compare the parameters `names` that have changed since the start. Sends 8 bytes for each. Collective.
 
-        Args:
-            names: names of the parameters that do not train now, the same on all ranks.
-            ranks: the ranks that share them.
-
-        Raises:
-            ValueError: on every rank, if one differs between ranks; names the parameter.
+        Raises ValueError on every rank if one differs between ranks.
         """
         named = self._named(names)
         if not named or ranks.world == 1:

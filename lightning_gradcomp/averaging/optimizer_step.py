@@ -41,10 +41,8 @@ class Steps(Protocol):
 class OptimizerStep:
     """Extends an optimizer's `step` until `detach`. If the optimizer lacks torch's hooks, the caller commits.
 
-    Args:
-        optimizer: any optimizer.
-        steps: the averager, held by weak references.
-        directions: True if gradients may be update directions, with torch's SGD, Adam or AdamW.
+    With `directions`, gradients may be update directions, and the optimizer is torch's SGD, Adam or AdamW. The averager
+    is held by weak references.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps, *, directions: bool) -> None:

@@ -231,13 +231,6 @@ class Nodes(Ranks):
     All ranks of a node then compress the same gradient and keep the same residual. Each sends its part of the node's
     message to the other nodes, and shares what it receives with its own node. A node thus sends its payload once,
     whatever its number of ranks.
-
-    Args:
-        group: all ranks.
-        per_node: number of consecutive ranks that form a node.
-
-    Raises:
-        ValueError: if the number of ranks is not a multiple of `per_node`.
     """
 
     def __init__(self, group: dist.ProcessGroup, per_node: int) -> None:
@@ -296,16 +289,9 @@ def ranks_of(
     ranks_per_node: int | None,
     shards: dist.ProcessGroup | None = None,
 ) -> Ranks:
-    """The ranks of `group` as workers: one worker per rank, or per node.
+    """The ranks of `group` as workers: one worker per rank, or per node. Without a group, a world of one.
 
-    Args:
-        group: None is a world of one.
-        inside: as in `Topology`.
-        ranks_per_node: default: the number of ranks that torchrun started on this node (`LOCAL_WORLD_SIZE`).
-        shards: as for `Ranks`.
-
-    Raises:
-        ValueError: if inside="dense" and the number of ranks per node is unknown or differs between nodes.
+    By default, `ranks_per_node` is the number of ranks that torchrun started on this node (`LOCAL_WORLD_SIZE`).
     """
     several_nodes = group is not None and ranks_per_node is not None and 1 < ranks_per_node < group.size()
     inside = inside or ("dense" if several_nodes and not shards else "compressed")

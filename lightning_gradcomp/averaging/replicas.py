@@ -98,12 +98,7 @@ def checksum(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def unlike_rank_zero(own: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """True where a rank's checksum is not rank 0's: bool [ranks, n]. Collective.
-
-    Args:
-        own: this rank's checksums, int64 [n].
-        group: the ranks.
-    """
+    """True where a rank's checksum, int64 [n], is not rank 0's: bool [ranks, n]. Collective."""
     everyone = own.new_empty(dist.get_world_size(group) * len(own))
     all_gather_single(everyone, own, group)
     return everyone.view(-1, len(own)) != everyone[: len(own)]
@@ -112,11 +107,7 @@ def unlike_rank_zero(own: torch.Tensor, group: dist.ProcessGroup | None = None) 
 def compare_replicas(
     named: Iterable[tuple[str, torch.Tensor]], step: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Compare all ranks' parameters with rank 0's. Sends 8 bytes per parameter to every rank. Collective.
-
-    Raises:
-        ReplicasDiffer: on every rank, if they differ; names the first such parameter and the ranks.
-    """
+    """Raises ReplicasDiffer on every rank if parameters differ from rank 0's. Sends 8 bytes for each. Collective."""
     names, sums = zip(*((name, checksum(parameter)) for name, parameter in named), strict=True)
     differs = unlike_rank_zero(torch.stack(sums), group)
     if differs.any():

@@ -46,12 +46,7 @@ KVSTORES: dict[str, Topology] = {
 
 
 def resolve(topology: str, inside: str | None, compressor: Compressor, fallback: str = "none") -> Topology:
-    """The options as a `Topology`. None means the default, or what a kvstore's name implies.
-
-    Raises:
-        ValueError: if a name is unknown, `inside` repeats what a kvstore's name implies, or the topology can't carry
-            this compressor's payloads.
-    """
+    """The options as a `Topology`. None means the default, or what a kvstore's name implies."""
     if inside is not None and inside not in INSIDE:
         raise refusal("inside", inside, _listed(INSIDE))
     if inside is not None and topology in KVSTORES:

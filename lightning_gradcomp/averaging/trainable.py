@@ -19,11 +19,9 @@ from lightning_gradcomp.errors import refusal
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Check that gradients can be laid out flat in fp32.
+    """Raises ValueError if gradients can't be laid out flat in fp32.
 
-    Raises:
-        ValueError: if a complex parameter, or the weight of an embedding with sparse=True, requires a gradient.
-            Parameters that DDP ignores may be of any kind.
+    They can't for complex parameters and embeddings with sparse=True that require gradients. DDP may ignore any kind.
     """
     ignored = ignored_by_ddp(model)
     for name, parameter in model.named_parameters():
@@ -41,16 +39,9 @@ def check_trainable(model: nn.Module) -> None:
 def check_same_parameters(
     named: Sequence[tuple[str, torch.Tensor]], trains: Sequence[bool], ranks: Ranks, device: torch.device
 ) -> None:
-    """Check that all ranks train the same parameters. Collective.
+    """Raises ValueError on every rank if ranks train different parameters. Collective.
 
-    Args:
-        named: name and parameter of all parameters that may train, in the model's order.
-        trains: True for each of them that trains now.
-        ranks: the ranks to compare.
-        device: device of the messages.
-
-    Raises:
-        ValueError: on every rank, if they differ; names a parameter and what each rank does with it.
+    `named` has all parameters that may train, and `trains` is True for those that train now.
     """
     if ranks.world == 1:
         return
@@ -73,18 +64,12 @@ def check_same_parameters(
 def check_same_step(
     ranks: Ranks, device: torch.device, step: int, optimizer: int = 0, backwards: int = 0, *, differ: bool = False
 ) -> None:
-    """Check that all ranks average the same gradients. Collective.
+    """Raises ValueError on every rank if ranks do not average the same gradients. Collective.
 
     Args:
-        ranks: the ranks to compare.
-        device: device of the messages.
-        step: optimizer steps so far.
         optimizer: index of the optimizer whose gradients are averaged.
         backwards: backward passes so far.
         differ: True if it is known that the ranks' steps differ.
-
-    Raises:
-        ValueError: on every rank, if they do not; names each rank's step.
     """
     everyones = _everyones([step, optimizer, backwards], ranks, device)
     if differ or (everyones != everyones[0]).any():

@@ -42,9 +42,6 @@ class PartitionResidual:
     """The residual that this worker keeps as the owner of a partition.
 
     Args:
-        layout: all compressed parameters.
-        ranks: the workers, each of which owns a partition.
-        device: device of the residual.
         accumulates: False for a compressor without error feedback; the residual then stays 0.
     """
 

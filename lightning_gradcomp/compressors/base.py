@@ -132,11 +132,7 @@ class Compressor(CompressorBase):
         """Raises ValueError if this compressor can't work with the optimizer; None if there is not exactly one."""
 
     def check_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ValueError if this compressor can't work with each rank's shards of a sharded model.
-
-        Args:
-            shapes: the smallest shard of every compressed tensor.
-        """
+        """Raises ValueError if this compressor can't work with `shapes`, each compressed tensor's smallest shard."""
 
     def schedule(self) -> Schedule | None:
         """Sparsity as a function of (epoch, step), 0 in dense phases; None if every step is dense."""
@@ -301,11 +297,7 @@ class Codec(LossyCompressor, Payloads):
 
 
 def build(compressor: Compressor | str) -> Compressor:
-    """A registered compressor with default options from its name or Trainer name, or the given instance.
-
-    Raises:
-        ValueError: if the name is unknown, or the object is not a compressor.
-    """
+    """A registered compressor with default options from its name or Trainer name, or the given instance."""
     if isinstance(compressor, Compressor):
         return compressor
     for entry in entries():

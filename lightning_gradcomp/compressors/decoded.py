@@ -183,8 +183,6 @@ def mean_of(
     Args:
         decoded: one payload per worker, all of the same class. With many sparse entries, an iterator can decode each
             worker's payload after the previous one was added.
-        workers: number of workers.
-        n: elements of the flat buffer.
         buffer: returns fp32 [n] with arbitrary content, for a mean that is not sparse.
         over_senders: divide each element's sum by the number of payloads that hold it. All must be sparse.
     """

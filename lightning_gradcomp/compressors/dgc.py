@@ -55,9 +55,6 @@ class DGC(SparseCodec):
     Args:
         sparsity: fraction of each tensor that stays unsent after the warm-up, in [0, 1); 0 is dense training. `None`
             means 0.996 with SGD and 0.97 with Adam and AdamW.
-        values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
-            or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
-            residual.
         start_sparsity: sparsity of the first steps. Each further level has a quarter of the density, until it reaches
             that of `sparsity`; a level of density ρ lasts 1/ρ steps. A value at or above `sparsity` means no warm-up.
             `None` means 0.9375 with SGD and no warm-up with Adam and AdamW.
@@ -68,9 +65,6 @@ class DGC(SparseCodec):
         momentum_masking: set the momentum of the sent entries to 0 (momentum factor masking, §3.2 of the paper; SGD
             only). Turn it off for a large embedding table if a batch touches few rows: their entries are sent at once
             and would never gain momentum.
-
-    Raises:
-        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(

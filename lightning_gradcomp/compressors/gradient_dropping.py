@@ -44,18 +44,12 @@ class GradientDropping(SparseCodec):
 
     Args:
         sparsity: fraction of the entries that stays unsent, in [0, 1). The paper uses 0.99.
-        values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
-            or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
-            residual.
         scope: where the largest entries are selected: in all tensors together (`"global"`), in each tensor
             (`"tensor"`), or in every 4,096 elements of a tensor (`"chunk"`).
         mean: the divisor of an entry's sum over the ranks. `"ranks"`: their number; error feedback is exact.
             `"senders"`: the number of ranks that sent the entry, as in SparseLoCo; error feedback is not exact, and
             topologies "two_phase" and "server" raise an error.
         warmup_steps: dense steps before the dropping begins. `None` means 22 (the authors' Marian uses 100).
-
-    Raises:
-        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(

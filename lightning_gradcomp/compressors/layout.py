@@ -128,12 +128,7 @@ class Layout:
         return Layout(tuple(names), tuple(shapes))
 
     def chunks_by(self, rules: Sequence[Any], device: torch.device) -> Iterator[tuple[Any, slice]]:
-        """Yield (rule, place) for each chunk of the flat buffer. Chunks are also cut where the rule changes.
-
-        Args:
-            rules: one for each parameter.
-            device: the buffer's device.
-        """
+        """Yield (rule, place) for each chunk of the flat buffer. Chunks are also cut where the rule changes."""
         stop = 0
         for rule, run in groupby(zip(rules, self.sizes, strict=True), key=itemgetter(0)):
             start, stop = stop, stop + sum(size for _, size in run)
@@ -170,11 +165,7 @@ class Layout:
         return {name: view.clone() for name, view in zip(self.names, self.views(flat), strict=True)}
 
     def join(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """A flat buffer from name -> tensor; 0 where a name is missing.
-
-        Raises:
-            ValueError: if a tensor's shape differs from its parameter's.
-        """
+        """A flat buffer from name -> tensor; 0 where a name is missing."""
         flat = torch.zeros(self.n, dtype=torch.float32, device=device)
         for name, shape, view in zip(self.names, self.shapes, self.views(flat), strict=True):
             if name in parts:

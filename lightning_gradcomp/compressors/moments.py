@@ -21,8 +21,6 @@ class Moments:
     """The moments of a layout's parameters. New moments go to a second set of buffers; `commit` swaps the two.
 
     Args:
-        layout: the parameters.
-        device: the buffers' device.
         keys: torch's names for the moments.
         counts_steps: True if the optimizer's state also has "step", the number of steps.
     """

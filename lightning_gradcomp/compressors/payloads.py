@@ -47,11 +47,7 @@ class Payloads(ABC):
 
 @dataclass(frozen=True)
 class Uncompressed(Payloads):
-    """Payloads of all values, for what travels to or from a parameter server without compression.
-
-    Args:
-        values: their format, as in `dense_values`.
-    """
+    """Payloads of all values in the format `values`, for uncompressed pushes and pulls of a parameter server."""
 
     values: str
 

@@ -209,9 +209,6 @@ class PowerSGD(LossyCompressor):
         min_compression: a matrix is compressed only if its factors are more than this many times smaller.
         warmup_steps: dense steps before the compression begins. `None` means 22 (the paper has none, but raises the
             learning rate over five epochs; torch's hook waits for 1,000 steps).
-
-    Raises:
-        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(

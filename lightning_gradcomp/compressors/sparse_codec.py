@@ -22,6 +22,11 @@ class SparseCodec(Codec):
     """A compressor that sends some entries of the flat buffer; `count` and `select` define which.
 
     A payload holds their values in the format `values`, then their indices (kernels/elias_fano.py).
+
+    Args:
+        values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
+            or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
+            residual.
     """
 
     values: str

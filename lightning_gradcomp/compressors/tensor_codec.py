@@ -30,9 +30,6 @@ class TensorCodec(Codec):
 
     Args:
         error_feedback: add what was not sent to the next gradient.
-
-    Raises:
-        ValueError: if an option is out of its range.
     """
 
     tensor_by_tensor: ClassVar[bool] = True

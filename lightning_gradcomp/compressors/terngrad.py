@@ -104,9 +104,6 @@ class TernGrad(TensorCodec):
         dense_last_layer: send the model's last matrix uncompressed, as the authors' code does by default.
         seed: seed of the random draws, from 0 to 2^32 - 1.
         warmup_steps: dense steps before the quantisation begins. `None` means 22 (the paper has none).
-
-    Raises:
-        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(

@@ -81,9 +81,6 @@ class TwoBit(TensorCodec):
             batch, not PyTorch's means.
         error_feedback: add the quantisation error of a step to the next gradient.
         warmup_steps: dense steps before the quantisation begins. `None` means 22 (MXNet has none, and loses accuracy).
-
-    Raises:
-        ValueError: if an option is out of its range.
     """
 
     card: ClassVar[Card] = Card(

@@ -30,12 +30,6 @@ class Anchor:
     """z: a copy of the model's parameters, in fp32 if trainable. Their gradients are the pseudo-gradients -U.
 
     A torch optimizer can therefore step them, and a GradientAverager can average them.
-
-    Args:
-        model: z starts as a copy of its parameters.
-
-    Raises:
-        ValueError: if a trainable parameter is not a dense 16- or 32-bit tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -113,8 +107,7 @@ class Anchor:
     def snapshot_model(self, share: float) -> None:
         """Save a copy of the weights when their update is sent. Later steps belong to the next round.
 
-        Args:
-            share: fraction of the update that stays in the weights until the average arrives.
+        A `share` of the update stays in the weights until the average arrives.
         """
         if share != 1:
             for z, w in self._pairs:

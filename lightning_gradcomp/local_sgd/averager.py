@@ -90,22 +90,9 @@ class DelayedAverager:
         optimizer: any torch optimizer, or a list of several. Between drains its state is local to the rank. One step of
             a round is one `step`, in which each of several may step, or a block of `stepping`.
         compressor: compresses the update of each round, with error feedback over rounds.
-        period: K, the number of steps in a round, the same on all ranks. With `delay="auto"`, the smallest K.
-        delay: D, steps from the end of a round to the step that applies its average: 0 to `period`. "auto" measures the
-            first rounds and chooses enough steps to hide the exchange.
+        period, delay, outer, pending_share, participation, error_decay: as for `DelayedStrategy`.
         process_group: default: a new group of all ranks, so that no other collective waits for the exchange. Without
             torch.distributed there is one rank, and `step` is `optimizer.step()`.
-        outer: an outer optimizer that steps on the mean update of a round. Default: the mean update is added.
-        pending_share: fraction of its own update that a rank keeps in its weights from the end of the round until the
-            average arrives, 0 to 1. 1 is the paper's rule. Default: 0.5 if one of the optimizers is Adam or AdamW, on
-            several ranks, because their steps are mostly the rank's own noise, little of which survives averaging;
-            otherwise 1.
-        participation: fraction of the ranks that train in a round, drawn anew for each round (C in federated
-            averaging). The others rest: they take no optimizer steps but receive the average.
-        error_decay: None: a drain sends the residuals, uncompressed. A number from 0 to 1: each rank keeps its residual
-            and multiplies it by this factor once per round. A drain then ends the round early, compressed like any
-            other, and does not average moments. This is SparseLoCo's error feedback, which replaces an outer momentum;
-            with 1 nothing is lost.
         steps_per_epoch: needed by a compressor whose warm-up counts epochs.
         epoch: the first epoch, for a caller that sets `averager.epoch` itself.
 

@@ -14,15 +14,10 @@ T = TypeVar("T")
 
 
 class BackgroundExchange(Generic[T]):
-    """Runs a call in its own thread, which starts at once.
+    """Runs a call in its own thread, which starts at once. The result is applied after step `due`.
 
     The call may use collectives of a process group that nothing else uses until it is done. On a GPU it runs on its own
     CUDA stream, after all work queued so far.
-
-    Args:
-        exchange: the call.
-        due: the step after which the result is applied.
-        device: the device of its tensors.
     """
 
     def __init__(self, exchange: Callable[[], T], due: int, device: torch.device) -> None:
@@ -63,14 +58,7 @@ class BackgroundExchange(Generic[T]):
         return self.done and self._error is not None
 
     def wait(self) -> T:
-        """Wait until the call is done.
-
-        Returns:
-            Its result.
-
-        Raises:
-            Exception: whatever the call raised.
-        """
+        """Wait until the call is done, and return its result or raise its error."""
         self._thread.join()
         if self._error:
             raise self._error

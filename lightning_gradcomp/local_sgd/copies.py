@@ -30,11 +30,6 @@ def sync_copies(ranks: Ranks, tensors: Sequence[torch.Tensor], device: torch.dev
     Averages the floating-point tensors that differ: the mean of the ranks' moving averages is the moving average of
     their mean weights. Copies others from rank 0. A tensor that is the same on all ranks keeps its bits.
 
-    Args:
-        ranks: all ranks.
-        tensors: the copies, of the same shapes on all ranks.
-        device: where messages are made.
-
     Returns:
         Bytes that this rank sent, not counting what rank 0 broadcasts.
     """

@@ -134,11 +134,7 @@ def _from_rank(source: int, content: Any, ranks: Ranks, device: torch.device) ->
 def average_numbers(ranks: Ranks, optimizers: Optimizers, samples: int, device: torch.device) -> int:
     """Replace numbers that differ between ranks with their mean, rounded if all are whole. Collective.
 
-    Args:
-        ranks: all ranks, whose optimizers hold state of the same names.
-        optimizers: the optimizers.
-        samples: the weight of this rank's numbers.
-        device: where messages are.
+    All ranks' optimizers hold state of the same names. `samples` is the weight of this rank's numbers.
 
     Returns:
         Bytes that this rank sent.

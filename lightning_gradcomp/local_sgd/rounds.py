@@ -64,17 +64,9 @@ class Rounds:
     corrects the outer optimizer's; the user's optimizer is not affected.
 
     Args:
-        anchor: the weights that all ranks agree on.
-        compressor: compresses the updates.
-        process_group: a group that nothing else uses.
-        outer: options of the outer optimizer.
-        epoch: the first epoch.
         local_optimizers: the model's optimizers. With `error_decay`, their state is part of this rank's.
         error_decay: factor by which the residuals are multiplied once per round; None for no decay.
         period: training steps in a round; converts the compressor's `warmup_steps` to rounds.
-
-    Raises:
-        ValueError: if `error_decay` is neither None nor a number from 0 to 1.
     """
 
     def __init__(
@@ -117,16 +109,7 @@ class Rounds:
     # The exchange
 
     def gather_reports(self, own: RoundReport, doing: str) -> list[RoundReport]:
-        """The reports of all ranks, in rank order. Collective.
-
-        Args:
-            own: this rank's report.
-            doing: the phase, in words, for error messages.
-
-        Raises:
-            ValueError: if a parameter is frozen on some ranks only.
-            ExchangeFailed: if ranks are at different steps, or can't be reached.
-        """
+        """The reports of all ranks, in rank order. Collective."""
         reports = own.gather(self.ranks, self.anchor.device)
         check_in_step(reports, self.ranks.rank, list(self.anchor.live), doing)
         self.bytes_sent = self.ranks.gather_traffic(report_bytes(len(own.frozen)))
@@ -135,17 +118,8 @@ class Rounds:
     def exchange(self, own: RoundReport, training_step: int, epoch: int | None = None) -> list[RoundReport]:
         """Replace the anchor's gradients with their mean over all samples. Collective.
 
-        Args:
-            own: this rank's report.
-            training_step: optimizer steps so far, for error messages.
-            epoch: for a compressor whose warm-up counts epochs.
-
         Returns:
             The reports of all ranks.
-
-        Raises:
-            ValueError: if a parameter is frozen on some ranks only.
-            ExchangeFailed: if ranks are at different steps, or can't be reached.
         """
         doing = f"averaging round {self.steps + 1}"
         with explained(training_step, doing, self.ranks.group):
@@ -212,11 +186,7 @@ class Rounds:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's state, and the local optimizers' if it is in `state`.
-
-        Raises:
-            ValueError: if a tensor's shape differs from its parameter's.
-        """
+        """Replace this rank's state, and the local optimizers' if it is in `state`."""
         memory = {kind: parts for kind, parts in state["memory"].items() if not kind.startswith(LOCAL)}
         self.averager.load_state_dict({**state, "memory": memory})
         for prefix, optimizer, states in self._local_states():
@@ -240,11 +210,7 @@ class Rounds:
         return {**self.state_dict(), "outer": {name: v.clone() for name, v in velocities.items() if v is not None}}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `shared_state` of any rank.
-
-        Raises:
-            ValueError: if a tensor's shape differs from its parameter's.
-        """
+        """Resume from the `shared_state` of any rank."""
         self.load_state_dict(state)
         for name, z in self.anchor.module.named_parameters():
             if name in state["outer"]:
@@ -301,18 +267,7 @@ def _decode(message: torch.Tensor, parameters: int) -> RoundReport:
 
 
 def check_in_step(reports: Sequence[RoundReport], rank: int, names: Sequence[str], doing: str) -> None:
-    """Raise an error on every rank if ranks are at different steps or train different parameters.
-
-    Args:
-        reports: those of all ranks, in rank order.
-        rank: this rank.
-        names: names of the parameters in `frozen`.
-        doing: the phase, in words.
-
-    Raises:
-        ValueError: if a parameter is frozen on some ranks only.
-        ExchangeFailed: if ranks are at different steps.
-    """
+    """Raise an error on every rank if ranks are at different steps or train different parameters."""
     for name, frozen in zip(names, zip(*(report.frozen for report in reports), strict=True), strict=True):
         if len(set(frozen)) > 1:
             where = ", ".join(str(other) for other, is_frozen in enumerate(frozen) if is_frozen)

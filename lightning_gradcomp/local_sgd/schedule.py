@@ -26,17 +26,10 @@ def steps_to_hide(reports: Sequence[RoundReport]) -> int:
 
 
 class RoundSchedule:
-    """Period K and delay D, both in steps.
+    """Period K and delay D, both in steps, as for `DelayedStrategy`.
 
     With delay="auto", the first rounds are averaged without delay. D is then chosen from the times measured on all
     ranks, and is the same on all of them. K is the larger of `period` and D. D is chosen again after each drain.
-
-    Args:
-        period: K, steps in a round.
-        delay: D, steps from the end of a round to the step that applies its average, 0 to `period`; or "auto".
-
-    Raises:
-        ValueError: if either is out of range.
     """
 
     def __init__(self, period: int, delay: int | str) -> None:
@@ -86,13 +79,8 @@ class Participants:
     """A fraction of the ranks, drawn from the round number so that all ranks agree without communication.
 
     McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from
-    Decentralized Data, AISTATS 2017, arXiv 1602.05629, Algorithm 1: a fraction C of the clients, at least one.
-
-    Args:
-        share: C, above 0 and at most 1.
-
-    Raises:
-        ValueError: if the share is out of range.
+    Decentralized Data, AISTATS 2017, arXiv 1602.05629, Algorithm 1: a fraction C of the clients
+    (`share`), at least one.
     """
 
     share: float = 1.0

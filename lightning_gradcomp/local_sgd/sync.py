@@ -17,21 +17,14 @@ from lightning_gradcomp.local_sgd.optimizer_state import average_numbers, moment
 
 
 def sample_weight(own: int, counts: Sequence[int]) -> float:
-    """The factor for this rank's tensor that turns a plain mean over ranks into a mean over samples.
-
-    Args:
-        own: number of samples of this rank.
-        counts: number of samples of each rank.
-    """
+    """The factor for this rank's tensor that turns a mean over ranks into a mean over their samples."""
     return own * len(counts) / max(sum(counts), 1)
 
 
 def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor | None], int]:
     """Average flat tensors over the samples of all ranks, with a single sum. Collective.
 
-    Args:
-        ranks: the ranks. All pass the same number of parts, with the same lengths.
-        parts: (fp32 [n], samples of this rank). A non-finite tensor has weight 0.
+    Each of `parts` is (fp32 [n], samples of this rank). A non-finite tensor has weight 0.
 
     Returns:
         The means, each None if no rank has samples for it, and the bytes that this rank sent.
@@ -102,14 +95,11 @@ def _flatten(tensors: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
 def sync_buffers_and_moments(
     ranks: Ranks, buffers: Buffers, optimizers: Sequence[torch.optim.Optimizer], samples: int, *, moments_valid: bool
 ) -> int:
-    """Make buffers and optimizer state the same on all ranks. Collective.
+    """Make the model's buffers and the state of `optimizers` the same on all ranks. Collective.
 
-    See `optimizer_state` for what is averaged and what is copied.
+    See `optimizer_state` for what is averaged and what is copied. Each rank keeps the state of other optimizers.
 
     Args:
-        ranks: all ranks.
-        buffers: the model's buffers.
-        optimizers: their state becomes the same on all ranks. Ranks keep that of other optimizers.
         samples: number of samples of this rank since the last drain.
         moments_valid: True if this rank's optimizer state counts in the average.
 

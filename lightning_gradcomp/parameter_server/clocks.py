@@ -10,9 +10,8 @@ import threading
 class Clocks:
     """The clock of every live worker: the number of steps it has pushed. Thread-safe.
 
-    Args:
-        staleness: S. A worker starts the step that brings its clock to c + 1 only if c - min over live workers <= S. 0
-            is lock step, `math.inf` is free running.
+    A worker starts the step that brings its clock to c + 1 only if c - min over live workers <= S, the `staleness`. 0
+    is lock step, `math.inf` is free running.
     """
 
     def __init__(self, staleness: float) -> None:
@@ -35,11 +34,7 @@ class Clocks:
             self._changed.notify_all()
 
     def tick(self, worker: int, flag: bool = False) -> bool:
-        """Count a push.
-
-        Args:
-            worker: the worker that pushed.
-            flag: True asks all workers to stop after the step that the furthest one has begun.
+        """Count a push. With `flag`, all workers are to stop after the step that the furthest one has begun.
 
         Returns:
             True if this was the worker's last step.

@@ -49,9 +49,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 class Connection:
     """Sends tensors to another process and receives tensors from it. Blocking; use from one thread at a time.
 
-    Args:
-        end: the socket at this end of a TCP connection.
-        peer: name of the other end in error messages.
+    Error messages name the other end `peer`.
     """
 
     def __init__(self, end: socket.socket, peer: str) -> None:
@@ -109,16 +107,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class Listener:
-    """Accepts the connections of workers.
-
-    Args:
-        host: address or name of the interface to listen on; workers must be able to reach it.
-        port: port to listen on; 0 picks a free one.
-
-    Raises:
-        ValueError: if the address is not one of this machine's.
-        OSError: if the port is in use.
-    """
+    """Accepts the connections of workers."""
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = listening(host, port)
@@ -159,12 +148,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def connect(address: str) -> Connection:
-    """Connect to the server at HOST:PORT.
-
-    Raises:
-        ValueError: if the address is malformed.
-        ConnectionLost: if nobody answers.
-    """
+    """Connect to the server at HOST:PORT."""
     place = host_and_port(address)
     try:
         return Connection(socket.create_connection(place, HANDSHAKE.total_seconds()), f"the server at {address}")

@@ -56,12 +56,7 @@ class Request:
 
     @classmethod
     def receive(cls, connection: Connection, groups: int) -> Request:
-        """Receive a header; its body comes next.
-
-        Args:
-            connection: connection to the worker.
-            groups: number of optimizer groups.
-        """
+        """Receive a header; its body comes next."""
         header = connection.receive(torch.empty(8 * (4 + groups), dtype=torch.uint8))
         kind, worker, clock, flag = header[:32].view(torch.int64).tolist()
         return cls(kind, worker, clock, tuple(header[32:].view(torch.float64).tolist()), bool(flag))

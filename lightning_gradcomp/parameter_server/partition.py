@@ -128,10 +128,7 @@ class ServerPartition:
 
     Args:
         parameters: name -> parameter, for the whole model; those of the partition are copied.
-        part: the partition.
         optimizer: its class, groups and options are used.
-        compressor: compressor of the pushes.
-        pull: format of the weights in a pull.
     """
 
     def __init__(
@@ -223,11 +220,7 @@ class ServerPartition:
     # Pulls
 
     def pull(self, *, whole: bool) -> Pull:
-        """All weights.
-
-        Args:
-            whole: True: in fp32. False: in the format of pulls.
-        """
+        """All weights: `whole` in fp32, else in the format of pulls."""
         with self._lock:
             few, rest = (self._flat(layout) for layout in self.part.pull_layouts)
             exact = whole or self._pull_format == "fp32"

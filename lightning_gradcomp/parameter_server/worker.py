@@ -27,13 +27,7 @@ from lightning_gradcomp.parameter_server.partition import codec_of, dense_format
 class Worker:
     """A model, and the error feedback of its pushes.
 
-    Args:
-        model: the bare module.
-        optimizer: the optimizer of its parameters; learning rates are read from it.
-        compressor: compressor of the pushes.
-        pull: format of the weights in a pull.
-        servers: number of servers that share the weights.
-        world: number of workers by which learning rates are divided.
+    Learning rates are read from `optimizer`, and divided by `world`.
     """
 
     def __init__(
@@ -85,11 +79,7 @@ class Worker:
 
     @torch.no_grad()
     def encode(self, worker: int, grad_scale: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Encode the gradients in `p.grad` as pushes, one per server.
-
-        Args:
-            worker: this worker's number.
-            grad_scale: the loss scale by which the gradients are multiplied.
+        """Encode the gradients in `p.grad`, divided by `grad_scale`, as pushes, one per server.
 
         Returns:
             For each server the arguments of `ServerPartition.push` after the header. An empty list if a gradient is not

@@ -301,8 +301,6 @@ class DDPBase(BaseStrategy, DDPStrategy):
         """Add this strategy's state to a checkpoint.
 
         Args:
-            checkpoint: the checkpoint as Lightning made it.
-            path: the checkpoint's path.
             with_states: True if all ranks are present to add their states. The call is then collective.
 
         Returns:
@@ -473,11 +471,7 @@ class UnwrappedStrategy(DDPBase):
     """True in `optimizer_step`."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Like DDP's.
-
-        Raises:
-            ValueError: if no optimizer has parameters of the module, so that no step would be averaged.
-        """
+        """Like DDP's."""
         super().setup_optimizers(trainer)
         stepped = {id(p) for each in self.optimizers for group in each.param_groups for p in group["params"]}
         if not any(id(p) in stepped for p in self.pl_module.parameters()):

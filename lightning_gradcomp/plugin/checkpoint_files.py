@@ -32,13 +32,10 @@ FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY
 
 @contextmanager
 def no_code(weights_only: bool | None = None) -> Iterator[None]:
-    """Inside, `torch.load` reads tensors and plain data, and runs no code from a pickle.
+    """Inside, `torch.load` reads only tensors and plain data, and runs no code, unless `weights_only` is False.
 
     Lightning's defaults depend on its version and on the file's location (2.5 and URLs: weights_only=False), and 2.5's
     CheckpointIO has no argument for it. torch's environment variable covers all of these.
-
-    Args:
-        weights_only: False if the user explicitly allows code in the file to run.
     """
     if weights_only is False or FORCE_NOT in os.environ:
         yield
@@ -57,16 +54,7 @@ def no_code(weights_only: bool | None = None) -> Iterator[None]:
 def read(load: Callable[..., Any], path: Any, what: str, key: str, allowed: str, **options: Any) -> dict[str, Any]:
     """Return `load(path, **options)`, a dict with `key`. Runs no code from the file unless weights_only=False.
 
-    Args:
-        load: reads the file.
-        path: the file's path.
-        what: name of the file, for the message.
-        key: an entry that the dict must have.
-        allowed: what is allowed, for the message.
-        options: options of `load`.
-
-    Raises:
-        ValueError: if the file can't be read or holds something else. If it is missing, also a FileNotFoundError.
+    Messages name the file `what`, and what is `allowed`. If it is missing, the error is also a FileNotFoundError.
     """
     try:
         with no_code(options.get("weights_only")):
@@ -115,11 +103,7 @@ def of_rank_zero(value: Any) -> Any:
 
 
 class Sidecars:
-    """Writes, reads and removes sidecar files, on any filesystem that fsspec supports.
-
-    Args:
-        io: the strategy's CheckpointIO, which also writes checkpoints.
-    """
+    """Writes, reads and removes sidecar files, on any filesystem that fsspec supports."""
 
     def __init__(self, io: CheckpointIO) -> None:
         self.io = io
@@ -130,11 +114,7 @@ class Sidecars:
         return not isinstance(self.io, _WrappingCheckpointIO)
 
     def write(self, state: dict[str, Any], checkpoint: str | Path, steps: int) -> str:
-        """Write this rank's file, and return the folder's name once all ranks have written theirs. Collective.
-
-        Raises:
-            ExchangeFailed: if another rank is lost; names the rank, `steps` and the phase.
-        """
+        """Write this rank's file, and return the folder's name once all ranks have written theirs. Collective."""
         with explained(steps, "saving a checkpoint"):
             token = of_rank_zero(uuid.uuid4().hex[:TOKEN_LETTERS].translate(LETTERS))
         parent, name = posixpath.split(str(checkpoint).replace(os.sep, "/"))
@@ -146,11 +126,7 @@ class Sidecars:
         return name
 
     def read(self, checkpoint: str | Path, name: str, rank: int) -> dict[str, Any]:
-        """The state of `rank` from its file in the folder `name` beside `checkpoint`, or beside the target of a link.
-
-        Raises:
-            ValueError: if the file is missing (also a FileNotFoundError), can't be read, or belongs to another save.
-        """
+        """The state of `rank` from the folder `name` beside `checkpoint`, or beside the target of a link."""
         fs, beside = get_filesystem(checkpoint), str(checkpoint)
         if isinstance(fs, LocalFileSystem):  # including file:// URLs
             beside = os.path.realpath(str(fs._strip_protocol(beside)))

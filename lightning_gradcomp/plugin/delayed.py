@@ -197,9 +197,6 @@ class DelayedStrategy(UnwrappedStrategy):
         Forward passes without steps change buffers too, as at the end of StochasticWeightAveraging.
 
         After an interruption, when other ranks may not answer, this rank returns to the latest average.
-
-        Raises:
-            ValueError: between a forward pass and its backward, or in a `training_step` of manual optimization.
         """
         if self.averager is None:
             return

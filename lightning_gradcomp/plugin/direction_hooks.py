@@ -30,11 +30,6 @@ class DirectionHooks:
     Without such hooks it measures nothing. With them, the first step takes a norm of the gradients, and the first
     `WATCHED` steps take two norms of the directions. In manual optimization these two are always taken, because
     `training_step` may rescale the directions itself.
-
-    Args:
-        averager: averages the gradients.
-        trainer: its callbacks may have such hooks.
-        module: may have such hooks.
     """
 
     def __init__(self, averager: GradientAverager, trainer: Trainer, module: LightningModule) -> None:

@@ -33,11 +33,7 @@ from lightning_gradcomp.plugin.validation import check_clipping_averages, check_
 
 
 class SetUp:
-    """A module that was set up in Fabric, with its communication hook, its optimizers, and its averager once it trains.
-
-    Args:
-        ddp: the wrapped module.
-    """
+    """A module that was set up in Fabric: its communication hook, its optimizers, and once it trains its averager."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp, self.hook = ddp, DDPHook(ddp, manual=True)
@@ -273,9 +269,6 @@ class CompressedFabricStrategy(DDPStrategy):
         """Like DDP's. For each optimizer in `state`, also loads the ranks' states of its modules.
 
         Runs no code from the file unless weights_only=False is given.
-
-        Raises:
-            ValueError: if a state does not fit the model.
         """
         with no_code(kwargs.get("weights_only")):
             rest = super().load_checkpoint(path, state, *args, **kwargs)

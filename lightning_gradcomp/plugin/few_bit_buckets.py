@@ -35,10 +35,8 @@ class FewBitBuckets:
     GPU it also has its own stream. To make one is collective.
 
     Args:
-        form: the format.
         large: for each parameter whose gradient travels in few bits, its id -> its first block. The others' travel in
             fp32.
-        device: the device of the gradients.
     """
 
     def __init__(self, form: FewBits, large: Mapping[int, int], device: torch.device) -> None:

@@ -50,11 +50,7 @@ from lightning_gradcomp.plugin.validation import check_verification
 
 
 class Steps(ManualSteps):
-    """Averages between replicas in manual optimization.
-
-    Args:
-        precision: the precision plugin, whose loss scale the gradients have.
-    """
+    """Averages between replicas in manual optimization."""
 
     def __init__(self, precision: object) -> None:
         super().__init__()
@@ -204,11 +200,7 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that all replicas share, after `agree`. Collective, unless the fit was interrupted.
-
-        Raises:
-            ValueError: between forward and backward, when the shards in memory are this rank's local weights.
-        """
+        """The weights that all replicas share, after `agree`. Collective, unless the fit was interrupted."""
         if self.averager is not None and self.averager.in_local_weights:
             allowed = "before the forward pass or after backward, or local_weights=False for the strategy"
             raise refusal("saving the weights of a sharded model", "between forward and backward", allowed)

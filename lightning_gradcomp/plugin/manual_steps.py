@@ -65,8 +65,6 @@ class ManualSteps(ABC):
         """Average the gradients of a backward if one optimizer has all the parameters. Collective.
 
         Args:
-            averager: averages what DDP does not.
-            parameters: the parameters that require gradients.
             by_ddp: True if DDP has averaged the gradients.
             accumulates: True if they are not to be averaged yet.
 
@@ -86,9 +84,6 @@ class ManualSteps(ABC):
 
         Returns:
             True if the averager averaged here.
-
-        Raises:
-            ValueError: if other ranks are at another step, or step another optimizer.
         """
         if not self.is_pending(optimizer):
             return False

@@ -89,13 +89,7 @@ def rank_state(averager: Saved, accumulating: bool) -> State:
 
 
 class RankStates:
-    """Saves the states of all ranks in checkpoints, and restores them.
-
-    Args:
-        mode: the strategy's `checkpoint_state`.
-        sidecars: the files beside checkpoints.
-        nodes: number of nodes.
-    """
+    """Saves the states of all ranks in checkpoints, and restores them."""
 
     def __init__(self, mode: str, sidecars: Sidecars, nodes: int) -> None:
         self.mode, self.sidecars, self.nodes = mode, sidecars, nodes
@@ -137,12 +131,7 @@ class RankStates:
         return "sidecar"
 
     def after_saving(self, saved: Sequence[State], path: Any) -> None:
-        """Remove an earlier checkpoint's sidecars once rank 0 has written a new one. Collective if it has sidecars.
-
-        Args:
-            saved: what `put_into` has added to the new checkpoint, for each averager.
-            path: the checkpoint's path.
-        """
+        """Remove an earlier checkpoint's sidecars once rank 0 has written a new one. Collective if it has sidecars."""
         keep = {entry["sidecars"] for entry in saved if "sidecars" in entry}
         if keep:
             dist.barrier()  # the earlier one is needed until the new one is complete
@@ -165,11 +154,7 @@ class RankStates:
         self._removed = []
 
     def restore(self, checkpoint: Mapping[str, Any], path: Any, averager: Saved) -> None:
-        """Load this rank's state into `averager`, or the mean of all states if the number of ranks has changed.
-
-        Raises:
-            ValueError: if a state can't be read, or does not fit the model.
-        """
+        """Load this rank's state into `averager`, or the mean of all states if the number of ranks has changed."""
         saved = None if self.mode == "drop" else checked_header(checkpoint.get(KEY))
         if saved is None or saved["compressor"] != name_of(averager):
             held = "no residuals" if saved is None else f"residuals of {saved['compressor']!r}"
@@ -213,11 +198,7 @@ class RankStates:
 
 
 def checked_header(saved: Any) -> State | None:
-    """A checkpoint's entry under `KEY`, or None.
-
-    Raises:
-        ValueError: if part of it is missing, or has a type that `RankStates.put_into` does not write.
-    """
+    """A checkpoint's entry under `KEY`, or None."""
     if saved is None:
         return None
     what = f"checkpoint[{KEY!r}]"

@@ -94,18 +94,13 @@ def _stop_if_flagged(trainer: Trainer) -> None:
 
 
 def meet(device: torch.device, *, saving: bool = False, flag: bool = False) -> bool:
-    """Wait for all ranks. Collective.
+    """Wait for all ranks. Raises ValueError if only some of them save a checkpoint. Collective.
 
     Args:
-        device: device of collectives.
         saving: True if this rank is in `trainer.save_checkpoint`.
-        flag: this rank's flag.
 
     Returns:
         True if any rank set its flag.
-
-    Raises:
-        ValueError: if some ranks save a checkpoint and others do not.
     """
     said = torch.tensor([flag, saving, not saving], dtype=torch.uint8, device=device)
     dist.all_reduce(said, dist.ReduceOp.MAX)

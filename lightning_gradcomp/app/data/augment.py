@@ -32,9 +32,6 @@ class Augment:
         mixup: alpha of MixUp (Zhang et al. 2017, arXiv 1710.09412); 0 for none.
         cutmix: alpha of CutMix (Yun et al. 2019, arXiv 1905.04899); 0 for none. With both, each batch gets one of them.
         label_smoothing: the fraction of a label that is distributed over all classes.
-
-    Raises:
-        ValueError: if an option is out of range.
     """
 
     interpolation: str = "bilinear"

@@ -48,9 +48,6 @@ class Digits(SharedImages):
 
     Args:
         fold: 0 to 4: fold of a cross-validation. None: one fixed split.
-
-    Raises:
-        ValueError: if an option is out of range.
     """
 
     name, channels, classes, size = "digits", CHANNELS, CLASSES, 8

@@ -20,18 +20,9 @@ def dirichlet_split(labels: torch.Tensor, ranks: int, alpha: float, least: int, 
     The smaller `alpha`, the more unequal. Draws are repeated until every rank has `least` images, as is usual
     (Yurochkin et al. 2019, arXiv 1905.12022; Li et al. 2022, arXiv 2102.02079).
 
-    Args:
-        labels: int64 [n].
-        ranks: number of ranks.
-        alpha: concentration, the same for all ranks, above 0.
-        least: minimum number of images per rank.
-        seed: seed of the draws.
-
     Returns:
-        Ascending indices for each rank, int64. Every image belongs to exactly one rank.
-
-    Raises:
-        ValueError: if none of `ATTEMPTS` draws gives every rank `least` images.
+        Ascending indices for each rank, int64. Every image, of which `labels` is int64 [n], belongs to exactly one
+        rank.
     """
     random = np.random.default_rng(seed)
     for _ in range(ATTEMPTS):
@@ -52,15 +43,10 @@ def _cuts(shares: np.ndarray, images: int) -> np.ndarray:
 
 
 class OwnImages(Sampler[int]):
-    """A rank's own images, in a new order every epoch, with a fixed number of indices per epoch.
+    """A rank's own images, in a new order every epoch, with `length` indices per epoch.
 
-    A rank with fewer images repeats them; one with more uses some of them in each epoch.
-
-    Args:
-        own: the rank's images.
-        length: indices per epoch.
-        seed: seed of the orders.
-        skip: number of indices to skip at the start of the next epoch.
+    A rank with fewer images repeats them; one with more uses some of them in each epoch. The next epoch skips its first
+    `skip` indices.
     """
 
     def __init__(self, own: np.ndarray, length: int, *, seed: int, skip: int) -> None:

@@ -80,11 +80,7 @@ def class_folders(root: Path) -> list[str]:
 
 
 def read(path: str) -> Image.Image:
-    """A picture with three channels of 8 bits. 16-bit grey, which Pillow would clip, keeps its upper 8 bits.
-
-    Raises:
-        MissingData: if it can't be read, or has 32-bit pixels.
-    """
+    """A picture with three channels of 8 bits. 16-bit grey, which Pillow would clip, keeps its upper 8 bits."""
     try:
         with Image.open(path) as picture:
             if picture.mode.startswith("I;16") or (picture.mode, picture.format) == ("I", "PNG"):

@@ -26,10 +26,6 @@ class SharedImages(SharedData):
         augment: augmentation of the training images.
         dirichlet: concentration; each rank has its own images, the smaller, the more unequal. None: all share all
             images.
-
-    Raises:
-        ValueError: if an option is out of range; in `setup`, if the ranks can't share the batch size, or a Dirichlet
-            split leaves a rank without a batch.
     """
 
     channels: int
@@ -98,9 +94,6 @@ class Synthetic(SharedImages):
         classes: number of classes.
         images: images per epoch.
         channels: channels of an image.
-
-    Raises:
-        ValueError: if an option is out of range.
     """
 
     name = "synthetic"

@@ -56,9 +56,6 @@ class SharedData(L.LightningDataModule, ABC):
         seed: seed for the order of the examples.
         workers: processes per rank that decode and augment; 0 for none.
         prefetch: batches that each of them prepares ahead.
-
-    Raises:
-        ValueError: if an option is out of range; in `setup`, if the ranks can't share the batch size.
     """
 
     name: str | None

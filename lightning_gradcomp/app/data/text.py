@@ -28,10 +28,6 @@ class Text(SharedTokens):
         dir: a folder with text files. None: Python's standard library: its `*.py` without tests, about 12 MB,
             different in every version of Python.
         pattern: glob pattern of the files in `dir`.
-
-    Raises:
-        ValueError: if an option is out of range; in `check`, if there is no text or too little of it, or a file
-            contains a zero byte, which text does not.
     """
 
     name, vocabulary, unit = "text", 256, "byte"
@@ -64,11 +60,7 @@ class Text(SharedTokens):
         return whole[:cut], whole[cut:]
 
     def files(self) -> list[Path]:
-        """The files, sorted by their paths relative to the folder.
-
-        Raises:
-            MissingData: if there is none.
-        """
+        """The files, sorted by their paths relative to the folder."""
         if not self.root.is_dir():
             raise self.missing("there is no such folder")
         pattern = "**/*.py" if self.is_library else self.pattern

@@ -36,9 +36,6 @@ class SharedTokens(SharedData):
     Args:
         context: tokens that the network sees at once; a window has one more.
         validation_windows: number of windows to validate with, evenly spaced, the same for all seeds; None: all.
-
-    Raises:
-        ValueError: if an option is out of range; in `check`, if there are too few tokens.
     """
 
     vocabulary: int

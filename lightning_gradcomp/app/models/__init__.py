@@ -33,11 +33,7 @@ WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
 def of_torchvision(name: str, *, channels: int, classes: int, size: int, **options: Any) -> nn.Module:
-    """A torchvision classifier, without pretrained weights.
-
-    Raises:
-        ValueError: if torchvision has no such model, or the images don't have three channels.
-    """
+    """A torchvision classifier, without pretrained weights."""
     if name not in (names := torchvision.models.list_models(module=torchvision.models)):
         raise refusal("model.name with model=torchvision", name, ", ".join(names))
     if channels != 3:
@@ -48,11 +44,7 @@ def of_torchvision(name: str, *, channels: int, classes: int, size: int, **optio
 
 
 def of_timm(name: str, *, channels: int, classes: int, size: int, **options: Any) -> nn.Module:
-    """A timm model, without pretrained weights.
-
-    Raises:
-        ValueError: if timm has no such model.
-    """
+    """A timm model, without pretrained weights."""
     import timm  # pyrefly: ignore[missing-import] - not a dependency
 
     if not timm.is_model(name):

@@ -28,9 +28,6 @@ class GPT(nn.Module):
         heads: attention heads in a block.
         positions: "learned", as in GPT-2, or "rope" (Su et al. 2021, arXiv 2104.09864).
         tied: the last layer uses the tokens' embeddings, as in GPT-2.
-
-    Raises:
-        ValueError: if an option is out of range.
     """
 
     def __init__(

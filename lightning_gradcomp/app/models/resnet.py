@@ -18,14 +18,7 @@ def resnet(name: str, *, channels: int, classes: int, size: int = 32, stem: str 
     nothing.
 
     Args:
-        name: `resnet18` or `resnet50`.
-        channels: channels of an image.
-        classes: number of classes.
-        size: height and width of an image in pixels.
         stem: "small" or "imagenet". "auto": small for images of up to 64 pixels.
-
-    Raises:
-        ValueError: if `stem` is none of these.
     """
     if stem not in ("auto", "small", "imagenet"):
         raise refusal("model.stem", stem, "auto, small, imagenet")

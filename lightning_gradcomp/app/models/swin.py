@@ -20,15 +20,8 @@ def swin_mini(*, channels: int, classes: int, size: int = 32, patch: int = 1, wi
     it is on 28x28 images with patches of 2x2 pixels and 7x7 windows. Other sizes are padded to whole windows.
 
     Args:
-        channels: channels of an image.
-        classes: number of classes.
-        size: height and width of an image in pixels.
         patch: height and width in pixels of the patch that becomes a token.
         window: height and width in tokens of the windows of the attention.
-
-    Raises:
-        ValueError: if images have more than 64 pixels per side, which would mean thousands of tokens, or if an option
-            is out of range.
     """
     if size > SMALL:
         raise refusal(f"model with images of {size} pixels", "swin_mini", "swin_t, resnet18, resnet50")
@@ -44,9 +37,6 @@ def swin_t(*, channels: int, classes: int, size: int) -> nn.Module:
 
     For images of up to 64 pixels, patches are 2x2 pixels instead of 4x4, and windows 4x4 tokens instead of 7x7: a 32x32
     image has 16x16 tokens in the first stage and 2x2 in the last.
-
-    Raises:
-        ValueError: if images have fewer than 16 pixels per side, which four stages would reduce to nothing.
     """
     if size > SMALL:
         return torchvision.models.swin_t(weights=None, num_classes=classes)

@@ -9,11 +9,7 @@ MESH = ("replicate", "shard")
 
 
 def mesh_shape(replicate: int | str, shard: int | str, nodes: int, per_node: int) -> tuple[int, int]:
-    """Return (replicas, shards per replica). The other size determines an "auto"; with two, each node is a replica.
-
-    Raises:
-        ValueError: if the product is not the number of ranks.
-    """
+    """Return (replicas, shards per replica). The other size determines an "auto"; with two, each node is a replica."""
     world = nodes * per_node
     if isinstance(replicate, str) and isinstance(shard, str):
         return nodes, per_node

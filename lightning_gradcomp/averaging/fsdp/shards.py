@@ -35,11 +35,7 @@ OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if `fully_shard` has prepared the model.
-
-    Raises:
-        ValueError: if the model uses FSDP1.
-    """
+    """True if `fully_shard` has prepared the model."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise refusal("model", "FullyShardedDataParallel (FSDP1)", "one prepared by torch.distributed.fsdp.fully_shard")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -83,9 +79,6 @@ class Shards:
     Args:
         model: a model prepared by `fully_shard` with a one-dimensional mesh.
         optimizer: the optimizer of the model's parameters, if it is known.
-
-    Raises:
-        ValueError: if parameters are not sharded, are sharded over several dimensions, or are in CPU memory.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -267,16 +260,7 @@ def _checked(name: str, parameter: torch.Tensor) -> DTensor:
 
 
 def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: Topology) -> None:
-    """Check the process group and the topology of a sharded model.
-
-    Args:
-        shards: the model's shards.
-        group: the averager's `process_group` argument.
-        topology: how payloads travel.
-
-    Raises:
-        ValueError: if the group does not hold the same shards of other replicas, or shards can't use the topology.
-    """
+    """Raises ValueError if `group` is not that of the same shards of other replicas, or the topology is partitioned."""
     what, allowed = "process_group with a sharded model", "that of the replicate dimension: mesh.get_group('replicate')"
     if group is None and dist.get_world_size() > shards.number:
         raise refusal(what, None, allowed)
