@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,12 +101,9 @@ class Timed(lgc.Stats):
 
     device = torch.device("cpu")
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def now(self, phase: str | None) -> None:
         methods.wait(self.device)
-        with super().phase(name):
-            yield
-            methods.wait(self.device)
+        super().now(phase)
 
 
 class Compression:
@@ -134,6 +130,7 @@ class Compression:
     def average(self, stats: lgc.Stats) -> None:
         """Compress the gradients, exchange them and decompress the average."""
         average = average_compressed(self.memory, self.final, "all_gather", self.steps, Flags(), stats)
+        stats.now(None)
         self.steps += 1
         assert average.commit is not None
         average.commit(average.names)

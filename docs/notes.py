@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,8 +106,7 @@ class OneRank:
     def __init__(self, n: int, step: int = 0) -> None:
         self.step, self._n = step, n
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+    def now(self, phase: str) -> None: ...
 
     def buffer(self) -> torch.Tensor:
         return torch.empty(self._n)

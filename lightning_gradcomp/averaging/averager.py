@@ -255,13 +255,14 @@ class GradientAverager:
                     flags = Flags.at(self.steps, stop=self.flag, changed=self._changed())
                     memory, stats = self._memory, self.stats
                     if decision.is_plain:
-                        with stats.phase("exchange"):
-                            average = average_dense(self.gradients, self.ranks, decision.wire, self.steps, flags)
+                        stats.now("exchange")
+                        average = average_dense(self.gradients, self.ranks, decision.wire, self.steps, flags)
                     elif decision.compressor:
                         how = decision.compressor, decision.topology, self.steps
                         average = average_compressed(memory, *how, flags, stats)
                     else:
                         average = flush(memory, flags, stats)
+                    stats.now(None)
                     if average.flags.steps_differ:
                         check_same_step(self.ranks, self.gradients.device, self.steps, differ=True)
                     if not average.flags.changed:

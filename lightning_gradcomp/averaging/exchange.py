@@ -98,7 +98,7 @@ class Exchange:
         self, ranks: Ranks, step: int, extras: Extras, stats: Stats, buffer: Callable[[], torch.Tensor]
     ) -> None:
         self.ranks, self.workers, self.worker, self.step = ranks, ranks.workers, ranks.worker, step
-        self.extras, self.stats, self.phase, self.buffer = extras, stats, stats.phase, buffer
+        self.extras, self.stats, self.now, self.buffer = extras, stats, stats.now, buffer
 
     def mean_of_payloads(
         self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
@@ -113,16 +113,16 @@ class Exchange:
             parts = layout.parts(min(PARTS, codec.payload_bytes(layout) // SHORT))
         begun: list[tuple[Decoded, Callable[[], list[torch.Tensor]]]] = []
         for part in parts:
-            with self.phase("compress"):
-                payload, sent = codec.pack(part.of(flat), part.layout)
+            self.now("compress")
+            payload, sent = codec.pack(part.of(flat), part.layout)
             begun.append((sent, self.start_gather(payload)))
         means: list[Decoded] = []
         for part, (sent, payloads) in zip(parts, begun, strict=True):
             rows = enumerate(payloads())
-            with self.phase("decompress"):
-                decoded = (sent if worker == self.worker else codec.unpack(row, part.layout) for worker, row in rows)
-                buffer = partial(lambda part: part.of(self.buffer()), part)
-                means.append(mean_of(decoded, self.workers, part.layout.n, buffer, over_senders=over_senders))
+            self.now("decompress")
+            decoded = (sent if worker == self.worker else codec.unpack(row, part.layout) for worker, row in rows)
+            buffer = partial(lambda part: part.of(self.buffer()), part)
+            means.append(mean_of(decoded, self.workers, part.layout.n, buffer, over_senders=over_senders))
         if len(parts) == 1:
             return means[0], begun[0][0]
         return Dense(self.buffer()), concatenate([sent for sent, _ in begun], [part.start for part in parts])
@@ -139,48 +139,47 @@ class Exchange:
         extras, frame = self.extras, None
         if not extras.carried:
             extras.carried = True
-            with self.phase("compress"):
-                frame = Frame(extras.dense.numel(), extras.values, payload.numel(), extras.flags.numel())
-                dense = frame.pack_dense(extras.dense)
-                extras.sent = frame.read_dense(dense)
-                payload = frame.pack(dense, payload, extras.flags)
-        with self.phase("exchange"):
-            rows_of_all = self.ranks.start_gather(payload)
+            self.now("compress")
+            frame = Frame(extras.dense.numel(), extras.values, payload.numel(), extras.flags.numel())
+            dense = frame.pack_dense(extras.dense)
+            extras.sent = frame.read_dense(dense)
+            payload = frame.pack(dense, payload, extras.flags)
+        self.now("exchange")
+        rows_of_all = self.ranks.start_gather(payload)
         self._record(self.ranks.gather_traffic(payload.numel()))
 
         def wait() -> list[torch.Tensor]:
-            with self.phase("exchange"):
-                rows = rows_of_all()
+            self.now("exchange")
+            rows = rows_of_all()
             if frame is None:
                 return list(rows)
-            with self.phase("decompress"):
-                extras.mean = mean_of_rows([frame.read_dense(row) for row in rows])
-                extras.combine([frame.read_flags(row) for row in rows])
+            self.now("decompress")
+            extras.mean = mean_of_rows([frame.read_dense(row) for row in rows])
+            extras.combine([frame.read_flags(row) for row in rows])
             return [frame.read_payload(row) for row in rows]
 
         return wait
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
         """The mean of `flat` (fp32 [m]) over the workers. The first message carries the extras."""
-        extras = self.extras
-        with self.phase("exchange"):
-            rest = []
-            if not extras.carried:
-                rest = [extras.dense, extras.flags.float()]
-            parts = [flat, *rest]
-            total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
-            mean, *means = total.split([part.numel() for part in parts])
-            if rest:
-                extras.mean, flags = means
-                extras.flags, extras.carried = flags > 0, True
-            self._record(self.ranks.add_traffic(total.nbytes, total.device))
-            return mean
+        self.now("exchange")
+        extras, rest = self.extras, []
+        if not extras.carried:
+            rest = [extras.dense, extras.flags.float()]
+        parts = [flat, *rest]
+        total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
+        mean, *means = total.split([part.numel() for part in parts])
+        if rest:
+            extras.mean, flags = means
+            extras.flags, extras.carried = flags > 0, True
+        self._record(self.ranks.add_traffic(total.nbytes, total.device))
+        return mean
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum of `values` (fp32 [m]) over the workers."""
-        with self.phase("exchange"):
-            self._record(self.ranks.maximum_traffic(values.nbytes))
-            return self.ranks.maximum(values)
+        self.now("exchange")
+        self._record(self.ranks.maximum_traffic(values.nbytes))
+        return self.ranks.maximum(values)
 
     def finish(self) -> None:
         """Send the extras in a message of their own if none has carried them."""

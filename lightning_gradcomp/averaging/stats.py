@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,12 +59,15 @@ class Stats:
             seconds={phase: seconds - earlier.seconds[phase] for phase, seconds in self.seconds.items()},
         )
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to phase `name`."""
-        begin = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - begin
+    _phase = None
+    _began = 0.0
+
+    def now(self, phase: str | None) -> None:
+        """Begin a phase of the step, which ends when the next one begins. None: the step's last phase ends."""
+        now = time.perf_counter()
+        if self._phase is not None:
+            self.seconds[self._phase] += now - self._began
+        self._phase, self._began = phase, now
 
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:

@@ -71,8 +71,7 @@ def average_compressed(
     gradients = memory.gradients
     memory.use_topology(topology)
     finite, present = _compensate(memory, flags, stats)
-    with stats.phase("compress"):
-        _fill_unless(finite, gradients.compressed_flat, 0.0)
+    _fill_unless(finite, gradients.compressed_flat, 0.0)
 
     extras = Extras(gradients.dense_flat, compressor.dense_values, finite, present)
     how = memory.ranks, step, extras, stats, gradients.mean_buffer
@@ -81,12 +80,12 @@ def average_compressed(
     mean, sent = compressor.average(gradients.compressed_flat, gradients.layout, exchange, memory.compressed.update)
     exchange.finish()
 
-    with stats.phase("decompress"):
-        good, anywhere, flags = exchange.agreed(mean)
-        if not good or flags.void:
-            return _without_effect(gradients, anywhere, flags)
-        memory.subtract(sent, extras.sent, extras.mean)
-        gradients.assign_updates(mean, extras.mean, anywhere, memory.compressed.update)
+    stats.now("decompress")
+    good, anywhere, flags = exchange.agreed(mean)
+    if not good or flags.void:
+        return _without_effect(gradients, anywhere, flags)
+    memory.subtract(sent, extras.sent, extras.mean)
+    gradients.assign_updates(mean, extras.mean, anywhere, memory.compressed.update)
     return Average(flags, gradients.marked(anywhere), memory.commit, partial(gradients.values, mean, extras.mean))
 
 
@@ -94,24 +93,23 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
     """Replace `p.grad` with the dense average of gradients plus residuals, and hand the momentum to the optimizer."""
     gradients, ranks = memory.gradients, memory.ranks
     finite, present = _compensate(memory, flags, stats)
-    with stats.phase("compress"):
-        memory.add_partitions()
-        _fill_unless(finite, gradients.compressed_flat, torch.nan)
+    memory.add_partitions()
+    _fill_unless(finite, gradients.compressed_flat, torch.nan)
     started = memory.started  # parameters without a gradient send their residuals too
     for number, name in enumerate(gradients.names):
         present[number] |= name in started
 
     moments = memory.compressed.next_optimizer_state
     flats = [*gradients.flats, *moments.values()]
-    with stats.phase("exchange"):
-        [mean, dense_mean, *means], found = all_reduce_mean(ranks, flats, present)
+    stats.now("exchange")
+    [mean, dense_mean, *means], found = all_reduce_mean(ranks, flats, present)
     stats.bytes_sent = stats.bytes_received = ranks.dense_traffic(sum(flat.nbytes for flat in flats))
 
-    with stats.phase("decompress"):
-        good, anywhere, flags = _agreed(ranks, all_finite(mean) & all_finite(dense_mean), found)
-        if not good or flags.void:
-            return _without_effect(gradients, anywhere, flags)
-        gradients.assign_updates(Dense(mean), dense_mean, anywhere, memory.compressed.update)
+    stats.now("decompress")
+    good, anywhere, flags = _agreed(ranks, all_finite(mean) & all_finite(dense_mean), found)
+    if not good or flags.void:
+        return _without_effect(gradients, anywhere, flags)
+    gradients.assign_updates(Dense(mean), dense_mean, anywhere, memory.compressed.update)
     commit = partial(memory.commit_all_sent, dict(zip(moments, means, strict=True)))
     return Average(flags, gradients.marked(anywhere), commit, partial(gradients.values, Dense(mean), dense_mean))
 
@@ -157,16 +155,16 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
     """
     gradients, ranks = memory.gradients, memory.ranks
     present = [*gradients.present, *flags]
-    with stats.phase("compress"):
-        gradients.collect()
+    stats.now("compress")
+    gradients.collect()
     if ranks.per_worker > 1:
-        with stats.phase("exchange"):
-            present = ranks.average_inside(gradients.flats, present)
-    with stats.phase("compress"):
-        memory.share_inside()
-        if memory.clip_norm is not None:
-            _clip(gradients.flats, memory.clip_norm, ranks)
-        return memory.compensate(), present
+        stats.now("exchange")
+        present = ranks.average_inside(gradients.flats, present)
+        stats.now("compress")
+    memory.share_inside()
+    if memory.clip_norm is not None:
+        _clip(gradients.flats, memory.clip_norm, ranks)
+    return memory.compensate(), present
 
 
 def _clip(flats: list[torch.Tensor], clip_norm: float, ranks: Ranks) -> None:

@@ -131,22 +131,22 @@ class TwoPhaseExchange(Exchange):
     def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send payload j (uint8) to worker j. Returns what all workers sent to this one, in worker order."""
         extras, carry, self._scattered = self.extras, not self._scattered, True
-        with self.phase("compress"):
-            frames = self._frames(extras.values, [payload.numel() for payload in payloads], carry)
-            flags = extras.flags if carry else extras.flags[:0]
-            parts = extras.dense.split(self._dense_sizes) if carry else [extras.dense[:0]] * self.workers
-            dense = [frame.pack_dense(part) for frame, part in zip(frames, parts, strict=True)]
-            messages = [frame.pack(d, p, flags) for frame, d, p in zip(frames, dense, payloads, strict=True)]
-        with self.phase("exchange"):
-            rows = self.ranks.scatter(messages)
+        self.now("compress")
+        frames = self._frames(extras.values, [payload.numel() for payload in payloads], carry)
+        flags = extras.flags if carry else extras.flags[:0]
+        parts = extras.dense.split(self._dense_sizes) if carry else [extras.dense[:0]] * self.workers
+        dense = [frame.pack_dense(part) for frame, part in zip(frames, parts, strict=True)]
+        messages = [frame.pack(d, p, flags) for frame, d, p in zip(frames, dense, payloads, strict=True)]
+        self.now("exchange")
+        rows = self.ranks.scatter(messages)
         lengths, own = [frame.length for frame in frames], frames[self.worker]
         self._record(self.ranks.scatter_traffic(lengths, self.worker), self.ranks.gather_traffic(own.length))
         if carry:
-            with self.phase("decompress"):
-                decoded = [frame.read_dense(part) for frame, part in zip(frames, dense, strict=True)]
-                extras.sent = torch.cat(decoded)
-                self._partition_mean = mean_of_rows([own.read_dense(row) for row in rows])
-                extras.combine([own.read_flags(row) for row in rows])
+            self.now("decompress")
+            decoded = [frame.read_dense(part) for frame, part in zip(frames, dense, strict=True)]
+            extras.sent = torch.cat(decoded)
+            self._partition_mean = mean_of_rows([own.read_dense(row) for row in rows])
+            extras.combine([own.read_flags(row) for row in rows])
         return [own.read_payload(row) for row in rows]
 
     def gather_partitions(self, payload: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -155,18 +155,18 @@ class TwoPhaseExchange(Exchange):
         extras.carried = True
         frames = self._frames("fp32", lengths, carry)
         own, longest = frames[self.worker], max(frame.length for frame in frames)
-        with self.phase("compress"):
-            flags, dense = extras.flags, self._partition_mean
-            flags, dense = (flags, dense) if carry else (flags[:0], dense[:0])
-            message = own.pack(own.pack_dense(dense), payload, flags)
-            message = torch.nn.functional.pad(message, (0, longest - own.length))
-        with self.phase("exchange"):
-            rows = self.ranks.gather(message)
+        self.now("compress")
+        flags, dense = extras.flags, self._partition_mean
+        flags, dense = (flags, dense) if carry else (flags[:0], dense[:0])
+        message = own.pack(own.pack_dense(dense), payload, flags)
+        message = torch.nn.functional.pad(message, (0, longest - own.length))
+        self.now("exchange")
+        rows = self.ranks.gather(message)
         self._record(self.ranks.gather_traffic(longest))
         if carry:
-            with self.phase("decompress"):
-                extras.mean = torch.cat([frame.read_dense(row) for frame, row in zip(frames, rows, strict=True)])
-                extras.combine([frame.read_flags(row) for frame, row in zip(frames, rows, strict=True)])
+            self.now("decompress")
+            extras.mean = torch.cat([frame.read_dense(row) for frame, row in zip(frames, rows, strict=True)])
+            extras.combine([frame.read_flags(row) for frame, row in zip(frames, rows, strict=True)])
         return [frame.read_payload(row) for frame, row in zip(frames, rows, strict=True)]
 
     def mean_of_payloads(
@@ -178,26 +178,24 @@ class TwoPhaseExchange(Exchange):
             raise refusal("over_senders with a topology that has partitions", True, allowed)
         partitions, own = self.slices, self._residual.own.layout
         pull = Uncompressed(self.extras.values) if self.dense_pull else codec.for_means
-        with self.phase("compress"):
-            pushed = [pack_slice(codec, partition.of(flat), partition.layout) for partition in partitions]
+        self.now("compress")
+        pushed = [pack_slice(codec, partition.of(flat), partition.layout) for partition in partitions]
         rows = self.scatter([payload for payload, _ in pushed])
-        with self.phase("decompress"):
-            mean = flat.new_zeros(own.n)
-            for row in rows:
-                unpack_slice(codec, row, own).add_to(mean)
-            mean.div_(len(rows))
-            self._residual.add_to(mean)
-        with self.phase("compress"):
-            payload, sent = pack_slice(pull, mean, own)
-            self._residual.subtract(mean, sent)
+        self.now("decompress")
+        mean = flat.new_zeros(own.n)
+        for row in rows:
+            unpack_slice(codec, row, own).add_to(mean)
+        mean.div_(len(rows))
+        self._residual.add_to(mean)
+        self.now("compress")
+        payload, sent = pack_slice(pull, mean, own)
+        self._residual.subtract(mean, sent)
         lengths = [slice_bytes(pull, partition.layout) for partition in partitions]
         payloads = self.gather_partitions(payload, lengths)
-        with self.phase("decompress"):
-            means = [
-                unpack_slice(pull, row, partition.layout) for partition, row in zip(partitions, payloads, strict=True)
-            ]
-            starts = [partition.start for partition in partitions]
-            applied, own_sent = concatenate(means, starts), concatenate([decoded for _, decoded in pushed], starts)
-            if isinstance(applied, Sparse) and isinstance(own_sent, Sparse):
-                own_sent = own_sent.only(torch.isin(own_sent.indices, applied.indices, assume_unique=True))
-            return mean_of([applied], 1, layout.n, self.buffer), own_sent
+        self.now("decompress")
+        means = [unpack_slice(pull, row, partition.layout) for partition, row in zip(partitions, payloads, strict=True)]
+        starts = [partition.start for partition in partitions]
+        applied, own_sent = concatenate(means, starts), concatenate([decoded for _, decoded in pushed], starts)
+        if isinstance(applied, Sparse) and isinstance(own_sent, Sparse):
+            own_sent = own_sent.only(torch.isin(own_sent.indices, applied.indices, assume_unique=True))
+        return mean_of([applied], 1, layout.n, self.buffer), own_sent

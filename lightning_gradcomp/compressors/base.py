@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -65,8 +64,8 @@ class Collectives(Protocol):
     step: int
     """Steps so far, the same on all workers."""
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Adds the time spent inside to "compress", "exchange" or "decompress"."""
+    def now(self, phase: str) -> None:
+        """Counts the time from here to the next call as "compress", "exchange" or "decompress"."""
         ...
 
     def buffer(self) -> torch.Tensor:

@@ -266,41 +266,39 @@ class PowerSGD(LossyCompressor):
         On a CPU neither product is stored. Each is computed when it is used, a piece at a time.
         """
         pieces = pieces_of(layout, self.rank, flat.device)
-        with collectives.phase("compress"):
-            matrices = [[batch.of(flat) for batch in piece.batches] for piece in pieces]
-            queries = [torch.cat([state.queries[number].view(-1) for number in piece.numbers()]) for piece in pieces]
-            products = [
-                (m @ q).view(-1)
-                for piece, own, packed in zip(pieces, matrices, queries, strict=True)
-                for m, q in zip(own, piece.q.of(packed), strict=True)
-            ]
+        matrices = [[batch.of(flat) for batch in piece.batches] for piece in pieces]
+        queries = [torch.cat([state.queries[number].view(-1) for number in piece.numbers()]) for piece in pieces]
+        products = [
+            (m @ q).view(-1)
+            for piece, own, packed in zip(pieces, matrices, queries, strict=True)
+            for m, q in zip(own, piece.q.of(packed), strict=True)
+        ]
         packed = collectives.mean(torch.cat(products))
-        with collectives.phase("compress"):
-            parts = packed.split([piece.p.n for piece in pieces])
-            ps = [piece.p.packed(orthonormal(piece.p.padded(part))) for piece, part in zip(pieces, parts, strict=True)]
-            local = [
-                torch.cat([(m.mT @ p).view(-1) for m, p in zip(own, piece.p.of(packed), strict=True)])
-                for piece, own, packed in zip(pieces, matrices, ps, strict=True)
-            ]
-            del matrices  # copies of those that are no neighbours
+        collectives.now("compress")
+        parts = packed.split([piece.p.n for piece in pieces])
+        ps = [piece.p.packed(orthonormal(piece.p.padded(part))) for piece, part in zip(pieces, parts, strict=True)]
+        local = [
+            torch.cat([(m.mT @ p).view(-1) for m, p in zip(own, piece.p.of(packed), strict=True)])
+            for piece, own, packed in zip(pieces, matrices, ps, strict=True)
+        ]
+        del matrices  # copies of those that are no neighbours
         packed = collectives.mean(torch.cat(local))
-        with collectives.phase("decompress"):
-            qs = packed.split([piece.q.n for piece in pieces])
-            # |P Qᵀ| ≤ r · max|Q|, since no element of an orthonormal P exceeds 1.
-            finite = (packed.abs().max() * self.rank).isfinite() & torch.stack([p.isfinite().all() for p in ps]).all()
-            if self.warm_start:
-                state.next_queries = self._next_queries(pieces, qs, queries)
-            else:  # with a fixed Q, what lies outside its span would never be sent
-                state.next_queries = self._new_queries(layout, state, collectives.step + 1)
+        collectives.now("decompress")
+        qs = packed.split([piece.q.n for piece in pieces])
+        # |P Qᵀ| ≤ r · max|Q|, since no element of an orthonormal P exceeds 1.
+        finite = (packed.abs().max() * self.rank).isfinite() & torch.stack([p.isfinite().all() for p in ps]).all()
+        if self.warm_start:
+            state.next_queries = self._next_queries(pieces, qs, queries)
+        else:  # with a fixed Q, what lies outside its span would never be sent
+            state.next_queries = self._new_queries(layout, state, collectives.step + 1)
         places = [(piece.start, piece.stop) for piece in pieces]
         sent = Chunked(places, lambda i: pieces[i].products(ps[i], local[i]))
         mean = Chunked(places, lambda i: pieces[i].products(ps[i], qs[i]), finite)
         if not flat.is_cuda:
             return mean, sent
-        with collectives.phase("decompress"):  # a dense mean is written to all gradients by one call
-            whole = collectives.buffer()
-            for number, (start, stop) in enumerate(places):
-                whole[start:stop] = mean.values(number)
+        whole = collectives.buffer()  # a dense mean is written to all gradients by one call
+        for number, (start, stop) in enumerate(places):
+            whole[start:stop] = mean.values(number)
         return Dense(whole), sent
 
     def _next_queries(

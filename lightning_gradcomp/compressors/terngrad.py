@@ -150,9 +150,8 @@ class TernGrad(TensorCodec):
         """Agree on the scalers, then clip, ternarise, exchange and add."""
         codec: Any = self.for_step(collectives.worker, collectives.step)
         if self.share_scaler:
-            with collectives.phase("compress"):
-                pieces = layout.pieces(flat.device)
-                limits = [scaler_of(one.of(flat), self.clip_sigma, Rows.of(one.layout.sizes)) for one in pieces]
+            pieces = layout.pieces(flat.device)
+            limits = [scaler_of(one.of(flat), self.clip_sigma, Rows.of(one.layout.sizes)) for one in pieces]
             numbers, limits = {name: number for number, name in enumerate(layout.names)}, torch.cat(limits)
             codec._agreed = numbers, limits, collectives.maximum(limits)
         return collectives.mean_of_payloads(codec, flat, layout)

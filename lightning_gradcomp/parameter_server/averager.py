@@ -134,17 +134,18 @@ class AsyncAverager(Worker):
         self._check_connected("step")
         self.check_unchanged()
         stats = AsyncStats(dense_bytes=2 * self.gradients.nbytes)
-        with stats.phase("compress"):
-            pushes = self.encode(self.worker, grad_scale)
-        with stats.phase("exchange"):
-            for number, connection in enumerate(self._connections):
-                request = Request(PUSH if pushes else SKIP, self.worker, self.steps, self.rates, self.flag)
-                stats.bytes_sent += request.send(connection, *(pushes[number] if pushes else ()))
+        stats.now("compress")
+        pushes = self.encode(self.worker, grad_scale)
+        stats.now("exchange")
+        for number, connection in enumerate(self._connections):
+            request = Request(PUSH if pushes else SKIP, self.worker, self.steps, self.rates, self.flag)
+            stats.bytes_sent += request.send(connection, *(pushes[number] if pushes else ()))
         before = self._versions[0]
         for number in range(len(self._connections)):
             answer = self._receive(number, whole=False, stats=stats)
             if number == 0:  # each server counts separately; the first decides
                 self.flagged = answer.stop
+        stats.now(None)
         stats.bytes_sent = stats.bytes_received = stats.bytes_sent + stats.bytes_received
         stats.staleness = self._versions[0] - before - 1
         if pushes:
@@ -158,11 +159,11 @@ class AsyncAverager(Worker):
     def _receive(self, number: int, *, whole: bool, stats: Stats | None = None) -> Answer:
         """Receive a server's answer and write the weights of its pull into the model."""
         connection, stats = self._connections[number], stats or Stats()
-        with stats.phase("exchange"):
-            answer = Answer.receive(connection)
-            body = connection.receive(torch.empty(self.pull_bytes(number, whole), dtype=torch.uint8))
-        with stats.phase("decompress"):
-            self.assign(number, body, whole)
+        stats.now("exchange")
+        answer = Answer.receive(connection)
+        body = connection.receive(torch.empty(self.pull_bytes(number, whole), dtype=torch.uint8))
+        stats.now("decompress")
+        self.assign(number, body, whole)
         self._versions[number] = answer.version
         stats.bytes_received += Answer.BYTES + body.numel()
         return answer

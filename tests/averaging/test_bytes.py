@@ -1,14 +1,18 @@
 """The numbers are honest: what is reported is what is handed to the collective, and it is never more than dense."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.compressors import OneBit
+from lightning_gradcomp.compressors import DGC, OneBit
 from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.schedules import Ramp, exponential
+from tests.averaging.simulated_clock import SimulatedClock
 from tests.averaging.workers import SHAPES, Table, averaged, backward, dgc, prescribed_loss
 from tests.threads import GATHERS, checked_collectives, run_ranks, short_sum
 
@@ -108,6 +112,33 @@ def test_every_phase_of_a_step_is_timed():
     for stats, _ in steps_of(2, lambda epoch, step: 0.9, 2)[0]:
         assert set(stats.seconds) == {"compress", "exchange", "decompress"}
         assert all(0 < seconds < 10 for seconds in stats.seconds.values())
+
+
+class FailsOnce(DGC):
+    failed = False
+
+    def select(self, flat, layout):
+        if not FailsOnce.failed:
+            raise MemoryError
+        return super().select(flat, layout)
+
+
+def test_a_failed_step_adds_no_time_to_the_next_one(monkeypatch):
+    clock = SimulatedClock()
+    monkeypatch.setattr("lightning_gradcomp.averaging.stats.time", SimpleNamespace(perf_counter=clock))
+
+    def work(rank, group):
+        model = Table()
+        optimizer, averager = averaged(model, group, FailsOnce(sparsity=0.9, start_sparsity=0.9, min_elements=50))
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        with pytest.raises(MemoryError):
+            averager.step()
+        dist.barrier(group)
+        FailsOnce.failed, clock.now = True, 1000.0
+        averager.step()
+        return sum(averager.spent.seconds.values())
+
+    assert run_ranks(2, work) == [0, 0]
 
 
 def test_a_schedule_gets_the_epoch_and_the_step():

@@ -1,7 +1,6 @@
 """PowerSGD: a gradient of rank r is sent exactly in one step, any other in the end."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from threading import Barrier
 
 import pytest
@@ -74,8 +73,8 @@ class Means:
     def __init__(self, worker, flats, barrier):
         self.worker, self.flats, self.barrier = worker, flats, barrier
 
-    def phase(self, name):
-        return nullcontext()
+    def now(self, phase):
+        pass
 
     def mean(self, flat):
         self.flats[self.worker] = flat
