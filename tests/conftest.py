@@ -2,7 +2,17 @@
 
 import sys
 
+import pytest
 import torch
+import torch.distributed as dist
 
 torch.set_num_threads(1)  # ranks would otherwise fight for the cores, and sums stay in one order
 sys.setswitchinterval(5e-4)  # one that comes back from an exchange then soon gets its turn, where ranks are threads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_process_group():
+    """Destroys the process group that a Trainer leaves, so that a later file of the same worker can make its own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
