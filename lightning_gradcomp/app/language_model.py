@@ -37,13 +37,13 @@ class LanguageModel(Task):
         return self.model(tokens)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = self._cross_entropy(batch, "mean")
+        loss = self.cross_entropy(batch, "mean")
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def count(self, batch: torch.Tensor) -> torch.Tensor:
         """Sum of the losses, number of predicted tokens."""
-        losses = self._cross_entropy(batch, "none").double()
+        losses = self.cross_entropy(batch, "none").double()
         return torch.stack([losses.sum(), torch.ones_like(losses).sum()])
 
     def metrics(self) -> dict[str, float]:
@@ -60,7 +60,7 @@ class LanguageModel(Task):
             f"{loss:.4f} nats per {self.unit}, {bits:.4f} bits ({self.counts[1]:,.0f} {self.unit}s)",
         )
 
-    def _cross_entropy(self, windows: torch.Tensor, reduction: str) -> torch.Tensor:
+    def cross_entropy(self, windows: torch.Tensor, reduction: str) -> torch.Tensor:
         """Of windows int64 (batch, context + 1), whose first token is not predicted."""
         logits = self(windows[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)

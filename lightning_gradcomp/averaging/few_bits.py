@@ -54,15 +54,15 @@ def mean_in_few_bits(
     lengths = [form.length(shape) for shape in shapes]
     if not any(lengths) and not m:  # a bucket of parameters without elements
         return [tensor.float() for _, tensor in large], small[0].float()
-    part, small_part = part_sizes(form, sum(lengths), m, world)
+    n = sum(lengths)
+    part, small_part = part_sizes(form, n, m, world)
     flat = torch.empty(world * part, dtype=torch.float32, device=device)
-    places = torch.zeros(world * part // form.block, dtype=torch.int64, device=device)
-    rows = flat[: sum(lengths)].split(lengths)
-    for (first, tensor), row, place in zip(large, rows, _split(places, lengths, form), strict=True):
-        form.put(tensor, world, row, key)
-        torch.arange(first, first + len(place), out=place)
-    flat[sum(lengths) :].zero_()
-    parts, small_parts, places = flat.view(world, part), _divided(small, world, small_part), places.view(world, -1)
+    rows = flat[:n].split(lengths)
+    form.put([tensor for _, tensor in large], rows, key)
+    flat[:n].div_(world)
+    flat[n:].zero_()
+    places = _places(form, [first for first, _ in large], lengths, world * part, device).view(world, -1)
+    parts, small_parts = flat.view(world, part), _divided(small, world, small_part)
     pieces = _pieces(form, parts, small_parts)
     to_owners, to_all = row_seeds(places, *key, 0, rank), row_seeds(places[rank], *key, 1)
 
@@ -98,10 +98,16 @@ def few_bits_traffic(form: FewBits, shapes: Sequence[tuple[int, ...]], m: int, r
     return 2 * (ranks.world - ranks.per_worker) * (form.nbytes(part) + 4 * small_part)
 
 
-def _split(places: torch.Tensor, lengths: Sequence[int], form: FewBits) -> tuple[torch.Tensor, ...]:
-    """The parts of `places` for tensors of these lengths."""
+def _places(
+    form: FewBits, first: Sequence[int], lengths: Sequence[int], total: int, device: torch.device
+) -> torch.Tensor:
+    """The number of each block in the model, for tensors of these lengths from these blocks: int64 [total / block]."""
     counts = [length // form.block for length in lengths]
-    return places[: sum(counts)].split(counts)
+    starts = accumulate(counts[:-1], initial=0)
+    ahead = torch.tensor([number - start for number, start in zip(first, starts, strict=True)], dtype=torch.int64)
+    places = torch.arange(total // form.block)
+    places[: sum(counts)] += ahead.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    return places.to(device, non_blocking=True)
 
 
 def _divided(tensors: Sequence[torch.Tensor], world: int, part: int) -> torch.Tensor:

@@ -141,8 +141,7 @@ def _mean_in_few_bits(
     shard = ranks.shards.rank() if ranks.shards else 0
     small = [dense, to_flags(present, flat.device).float()]
     means, small_means = mean_in_few_bits(ranks, form, large, small, step, shard)
-    for view, mean in zip(views, means, strict=True):
-        view.copy_(mean)
+    torch._foreach_copy_(views, means)
     dense_mean, anywhere = small_means.split([part.numel() for part in small])
     return flat, dense_mean, read_flags(anywhere > 0)
 

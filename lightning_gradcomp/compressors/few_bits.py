@@ -7,6 +7,7 @@ does not depend on the tensors that travel with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -36,8 +37,8 @@ class FewBits(ABC):
         """Bytes of n elements after `pack`: a multiple of 4, so that fp32 numbers may follow."""
 
     @abstractmethod
-    def put(self, tensor: torch.Tensor, divisor: int, out: torch.Tensor, key: Key) -> None:
-        """Fill `out`, fp32 [length(shape)], with the blocks of `tensor` / `divisor`."""
+    def put(self, tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], key: Key) -> None:
+        """Fill each of `outs`, fp32 [length(shape)], with the blocks of a tensor."""
 
     @abstractmethod
     def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
@@ -67,10 +68,12 @@ class Int8Blocks(FewBits):
     def nbytes(self, n: int) -> int:
         return int8_bytes(n)
 
-    def put(self, tensor: torch.Tensor, divisor: int, out: torch.Tensor, key: Key) -> None:
-        n = tensor.numel()
-        out[:n].copy_(tensor.reshape(-1)).div_(divisor)
-        out[n:].zero_()
+    def put(self, tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], key: Key) -> None:
+        flats = [tensor.reshape(-1) for tensor in tensors]
+        torch._foreach_copy_([out[: len(flat)] for flat, out in zip(flats, outs, strict=True)], flats)
+        for flat, out in zip(flats, outs, strict=True):
+            if len(flat) < len(out):
+                out[len(flat) :].zero_()
 
     def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
         pack_int8(blocks, out, seeds)
@@ -102,14 +105,15 @@ class RotatedBlocks(FewBits):
     def nbytes(self, n: int) -> int:
         return 4 * -(-eden.eden_bytes(n, self.bits) // 4)
 
-    def put(self, tensor: torch.Tensor, divisor: int, out: torch.Tensor, key: Key) -> None:
-        rows = tensor.reshape(len(tensor), -1).float()
-        blocks = pad(rows, (0, -rows.size(1) % self.block)).view(-1, self.block)
-        turn = eden.rotation(out.device, *key)
-        # A product of fixed size each, so that a row's rounding errors don't depend on the rows beside it.
-        at_once = len(blocks) if out.is_cuda else eden.CHUNK // self.block
-        for part, result in zip(blocks.split(at_once), out.view(-1, self.block).split(at_once), strict=True):
-            torch.mm(part, turn, out=result).div_(divisor)
+    def put(self, tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], key: Key) -> None:
+        for tensor, out in zip(tensors, outs, strict=True):
+            turn = eden.rotation(out.device, *key)
+            rows = tensor.reshape(len(tensor), -1).float()
+            blocks = pad(rows, (0, -rows.size(1) % self.block)).view(-1, self.block)
+            # A product of fixed size each, so that a row's rounding errors don't depend on the rows beside it.
+            at_once = len(blocks) if out.is_cuda else eden.CHUNK // self.block
+            for part, result in zip(blocks.split(at_once), out.view(-1, self.block).split(at_once), strict=True):
+                torch.mm(part, turn, out=result)
 
     def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
         end = eden.eden_bytes(len(blocks), self.bits)

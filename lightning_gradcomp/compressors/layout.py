@@ -92,7 +92,7 @@ class Layout:
     def pieces(self, device: torch.device) -> list[Slice]:
         """The buffer cut between parameters into what is processed at once.
 
-        On a CPU these are a parameter, or small consecutive ones of one size that fit in its cache. On a GPU they are
+        On a CPU these are a parameter, or small consecutive ones of one shape that fit in its cache. On a GPU they are
         as many parameters as fit in `GPU_CHUNK` elements, whatever their shapes.
         """
         if device in self._pieces:
@@ -101,7 +101,7 @@ class Layout:
         found = self._pieces[device] = []
         for number, (_, stop) in enumerate([*self.bounds[1:], (0, 0)], 1):
             ends = number == len(self.names) or stop - start > (CHUNK if on_cpu else GPU_CHUNK)
-            if ends or (on_cpu and self.sizes[number] != self.sizes[first]):
+            if ends or (on_cpu and self.shapes[number] != self.shapes[first]):
                 found.append(Slice(start, Layout(self.names[first:number], self.shapes[first:number])))
                 first, start = number, start + found[-1].layout.n
         return found

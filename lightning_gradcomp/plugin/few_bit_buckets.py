@@ -86,8 +86,10 @@ class FewBitBuckets:
             small = [*task.small, none]
             means, small_mean = mean_in_few_bits(Ranks(self._group), self._form, task.large, small, task.step, shard)
             means += small_mean.split([gradient.numel() for gradient in task.small]) if task.small else ()
-            for gradient, mean in zip([*(each for _, each in task.large), *task.small], means, strict=True):
-                gradient.copy_(mean.view(gradient.shape))
+            gradients = [*(each for _, each in task.large), *task.small]
+            torch._foreach_copy_(
+                gradients, [mean.view(each.shape) for each, mean in zip(gradients, means, strict=True)]
+            )
         except Exception as error:
             self._error = error
             task.future.set_exception(error)

@@ -1,0 +1,87 @@
+"""Losses of a small language model on many ranks: a thread for each, in one process.
+
+    python -m benchmarks.many_ranks 8 recipe=stdlib_gpt compressor=none,eden seed=0,1 trainer.max_epochs=6
+
+Each run appends a line to docs/data/text.csv, as one of `gradcomp` with the same words would
+(benchmarks/language_models.py). Its weights are bit-identical to those of such a run: the ranks have the same windows,
+and average with the package's `GradientAverager` over gloo. Processes would spend most of their time on imports and on
+waiting for one another.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import threading
+import time
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+
+from benchmarks import summaries
+from lightning_gradcomp import GradientAverager
+from lightning_gradcomp.app import compose
+from tests.threads import run_ranks
+
+
+def train(config: dict[str, Any], ranks: int) -> tuple[float, GradientAverager, torch.nn.Module]:
+    """Train as `gradcomp` would. Returns the loss in nats per token, and rank 0's averager and network."""
+    made = OmegaConf.create(config)
+    L.seed_everything(made.seed, workers=True, verbose=False)
+    data: Any = compose.instantiated("data", made)
+    first: Any = compose.build_task(made, data)
+    data.train, data.val = data.load()
+    steps = min(made.trainer.limit_train_batches or sys.maxsize, len(data.train) // data.batch_size)
+    turn = threading.Lock()  # interleaved, threads would take longer: each operation is short
+    tasks = [first, *(copy.deepcopy(first) for _ in range(1, ranks))]
+
+    def of_rank(rank: int, group: dist.ProcessGroup) -> GradientAverager:
+        task = tasks[rank]
+        optimizer = task.optimizer(task.parameter_groups())
+        schedule = task.scheduler(optimizer, steps, made.trainer.max_epochs)
+        compressor = compose.instantiated("compressor", made)
+        averager = GradientAverager(
+            task, compressor, optimizer=optimizer, process_group=group, steps_per_epoch=steps, topology=topology(made)
+        )
+        sampler = data.sampler(rank, ranks, 0)
+        for epoch in range(made.trainer.max_epochs):
+            sampler.set_epoch(epoch)
+            loader = DataLoader(data.train, batch_size=data.batch_size // ranks, sampler=sampler, drop_last=True)
+            for batch in itertools.islice(loader, steps):
+                optimizer.zero_grad()
+                with turn, averager.local_weights():
+                    task.cross_entropy(batch, "mean").backward()
+                averager.step()
+                schedule.step()
+        return averager
+
+    averager = run_ranks(ranks, of_rank, timeout=24 * 3600)[0]
+    with torch.no_grad():
+        total = sum(first.count(batch) for batch in DataLoader(data.val, batch_size=64))
+    return float(total[0] / total[1]), averager, first
+
+
+def topology(config: Any) -> str:
+    """The strategy's topology."""
+    return config.strategy.topology
+
+
+def main() -> None:
+    """Run every combination of the words' values."""
+    torch.set_num_threads(1)
+    ranks, *words = sys.argv[1:]
+    several = [[f"{word.split('=', 1)[0]}={value}" for value in word.split("=", 1)[1].split(",")] for word in words]
+    for each in itertools.product(*several):
+        config = summaries.composed(*each)
+        start = time.perf_counter()
+        loss, _, _ = train(config, int(ranks))
+        print(*each, ranks, f"{loss:.6f} nats, {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
