@@ -32,7 +32,7 @@ class Memory:
         topology: how payloads travel. With "auto", `use_topology` decides.
         optimizer: the only optimizer, if it is known.
         by_servers: True for dist_async, where servers step the parameters, so the optimizer's state does not hold the
-            moments. Pushes in 16 or 8 bits then have a residual.
+            moments. Pushes in 16 bits, which are rounded to the nearest, then have a residual.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Memory:
         gradients, compressor = self.gradients, self.compressor
         update = compressor.state_for(self._optimizer)
         rounds = isinstance(compressor, LossyCompressor) and compressor.dense_values != "fp32"
-        if self._by_servers and compressor.wire != "fp32":
+        if self._by_servers and compressor.wire in ("bf16", "fp16"):
             update, rounds = Gradient(), True
         dense_update = Gradient() if rounds else Update()
         compressed = ErrorFeedback(gradients.layout, gradients.device, update)

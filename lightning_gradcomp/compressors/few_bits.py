@@ -15,8 +15,12 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
+from lightning_gradcomp.compressors.decoded import Dense
 from lightning_gradcomp.compressors.kernels import eden
 from lightning_gradcomp.compressors.kernels.int8 import GROUP, add_int8, int8_bytes, pack_int8, unpack_int8
+from lightning_gradcomp.compressors.kernels.rng import row_seeds
+from lightning_gradcomp.compressors.layout import Layout
+from lightning_gradcomp.compressors.payloads import Payloads
 
 Key = tuple[int, ...]
 """Numbers that differ between the averages of a run, for random draws."""
@@ -132,3 +136,38 @@ class RotatedBlocks(FewBits):
 
 FORMATS: dict[str, FewBits] = {"int8": Int8Blocks(), **{f"eden{bits}": RotatedBlocks(bits) for bits in eden.LEVELS}}
 """The formats by their name in `Compressor.wire`."""
+
+
+@dataclass(frozen=True)
+class FewBitPayloads(Payloads):
+    """Payloads of unbiased estimates in few bits, for pushes to a parameter server.
+
+    Args:
+        form: the format.
+        key: worker and step.
+    """
+
+    form: FewBits
+    key: Key
+
+    def payload_bytes(self, layout: Layout) -> int:
+        return self.form.nbytes(sum(self._lengths(layout)))
+
+    def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Dense]:
+        lengths = self._lengths(layout)
+        blocks = flat.new_empty(sum(lengths))
+        self.form.put(layout.views(flat), blocks.split(lengths), self.key)
+        seeds = row_seeds(torch.arange(len(blocks) // self.form.block, device=flat.device), *self.key)
+        payload = torch.empty(self.payload_bytes(layout), dtype=torch.uint8, device=flat.device)
+        self.form.pack(blocks, payload, seeds)
+        return payload, self.unpack(payload, layout)
+
+    def unpack(self, payload: torch.Tensor, layout: Layout) -> Dense:
+        lengths = self._lengths(layout)
+        values = torch.empty(sum(lengths), dtype=torch.float32, device=payload.device)
+        self.form.unpack(payload, values, self.key)
+        rows = zip(values.split(lengths), layout.shapes, strict=True)
+        return Dense(torch.cat([self.form.take(row, shape).reshape(-1) for row, shape in rows]))
+
+    def _lengths(self, layout: Layout) -> list[int]:
+        return [self.form.length(shape) for shape in layout.shapes]

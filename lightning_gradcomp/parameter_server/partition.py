@@ -19,7 +19,8 @@ from torch import nn
 
 from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
-from lightning_gradcomp.compressors.kernels.formats import BITS, pack_values, unpack_values, value_bytes
+from lightning_gradcomp.compressors.few_bits import FORMATS, FewBitPayloads
+from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed, slice_bytes
 from lightning_gradcomp.errors import refusal
@@ -102,11 +103,11 @@ def codec_of(compressor: Compressor, worker: int, step: int) -> Payloads:
         final = compressor.with_sparsity(compressor.final_sparsity)
         if isinstance(final, Codec):
             return final.for_step(worker, step)
-    elif compressor.wire in BITS:
+    elif compressor.wire in FORMATS:
+        return FewBitPayloads(FORMATS[compressor.wire], (worker, step))
+    else:
         return Uncompressed(compressor.wire)
-    allowed = (
-        "DGC, GradientDropping, OneBit, TwoBit, 'none', 'fp16', 'bf16' or 'int8', whose payloads a server can decode"
-    )
+    allowed = "a compressor whose payloads a server can decode: DGC, GradientDropping, OneBit, TwoBit, EDEN or 'int8'"
     raise refusal("compressor with dist_async", type(compressor).__name__, allowed)
 
 
@@ -114,7 +115,7 @@ def dense_format(compressor: Compressor) -> str:
     """Format of the uncompressed gradients in a push."""
     if isinstance(compressor, LossyCompressor):
         return compressor.dense_values
-    return "fp32" if compressor.wire == "int8" else compressor.wire  # Int8 chooses what travels in 8 bits
+    return "fp32" if compressor.wire in FORMATS else compressor.wire
 
 
 def check_pull(values: str) -> None:

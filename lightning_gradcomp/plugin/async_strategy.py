@@ -50,7 +50,7 @@ class AsyncStrategy(UnwrappedStrategy):
 
     Args:
         compressor: compresses the pushes. DGC, GradientDropping, OneBit and TwoBit need SGD; `"none"`, `"fp16"`,
-            `"bf16"` and `"int8"` take any optimizer. There is no warm-up: every push is compressed.
+            `"bf16"`, `"int8"` and `"eden"` take any optimizer. There is no warm-up: every push is compressed.
         staleness: S, how many steps a rank may be ahead of the slowest before it waits. `math.inf`: it never waits.
         pull: format in which the servers send weights back: `"fp32"`, `"bf16"` or `"int8"`. Biases and norms travel in
             fp32. Servers keep all weights in fp32.
