@@ -7,6 +7,7 @@ import pytest
 import torch
 import torchvision
 
+from lightning_gradcomp import GradientAverager
 from lightning_gradcomp.averaging import few_bits
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.few_bits import first_blocks, mean_in_few_bits
@@ -212,6 +213,28 @@ def test_one_element_that_is_not_finite_is_seen_by_all_ranks(name, value, grad_s
         got = gradients(compressor, 3, change, grad_scale=grad_scale)
         bad = ~got.isfinite()
         assert 0 < bad.sum() <= (256 if name == "kernel" else 1)
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_rows_without_a_gradient_on_any_rank_do_not_move(bits):
+    """Adam divides by its own noise, so a rare word's row would move by the learning rate."""
+
+    def work(rank, group):
+        generator = seeded(rank)
+        model = torch.nn.Embedding(8192, 24, _weight=torch.ones(8192, 24))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        averager = GradientAverager(model, EDEN(bits=bits), optimizer=optimizer, process_group=group)
+        seen = torch.zeros(8192, dtype=torch.bool)
+        for _ in range(3):
+            words = torch.randint(8192, (200,), generator=generator)
+            optimizer.zero_grad()
+            model(words).square().sum().backward()
+            seen[words] = True
+            averager.step()
+        return seen, (model.weight != 1).any(1)
+
+    (first, moved), (second, _) = run_ranks(2, work)
+    assert torch.equal(moved, first | second)
 
 
 def test_large_numbers_do_not_overflow():
