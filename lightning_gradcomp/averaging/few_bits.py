@@ -58,7 +58,8 @@ def mean_in_few_bits(
     part, small_part = part_sizes(form, n, m, world)
     flat = torch.empty(world * part, dtype=torch.float32, device=device)
     rows = flat[:n].split(lengths)
-    form.put([tensor for _, tensor in large], rows, key)
+    if large:  # else torch._foreach_copy_ raises an error
+        form.put([tensor for _, tensor in large], rows, key)
     flat[:n].div_(world)
     flat[n:].zero_()
     places = _places(form, [first for first, _ in large], lengths, world * part, device).view(world, -1)
@@ -103,7 +104,7 @@ def _places(
 ) -> torch.Tensor:
     """The number of each block in the model, for tensors of these lengths from these blocks: int64 [total / block]."""
     counts = [length // form.block for length in lengths]
-    starts = accumulate(counts[:-1], initial=0)
+    starts = [0, *accumulate(counts)][:-1]
     ahead = torch.tensor([number - start for number, start in zip(first, starts, strict=True)], dtype=torch.int64)
     places = torch.arange(total // form.block)
     blocks = sum(counts)

@@ -65,6 +65,17 @@ def test_8_bits_are_bit_identical_to_the_simulation_in_one_process(world, n, m):
         assert all(np.array_equal(mean, wanted) for mean, wanted in zip(got, [*expected, small], strict=True))
 
 
+@pytest.mark.parametrize("wire", ["int8", "eden2"])
+def test_a_bucket_of_small_tensors_alone_has_exact_means(wire):
+    def work(rank, group):
+        return mean_in_few_bits(
+            Ranks(group), FORMATS[wire], [], [torch.full((3,), 1.0 + rank), torch.full((2,), 4.0 * rank)], 7
+        )
+
+    for means, small_mean in run_ranks(2, work):
+        assert means == [] and small_mean.tolist() == [1.5, 1.5, 1.5, 2.0, 2.0]
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_rotated_bits_are_bit_identical_to_the_simulation_in_one_process(world, bits):
