@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 import torch
 import torchvision
 from matplotlib.axes import Axes
@@ -23,11 +24,13 @@ from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
 from benchmarks import language_models, report, results, time_to_accuracy
+from benchmarks import rotation as rotation_of_a_gradient
 from benchmarks import step_time as step_times
 from docs.tables import MODELS, step
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.app.plan import HIDES, Link, Method, Plan, given_link
 from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.compressors.kernels.eden import LEVELS, UNIT
 
 FOLDER = Path(__file__).with_name("pictures")
 GREY, BLUE, ORANGE, GREEN, VIOLET, RED = "#747b84", "#337ab7", "#b8691c", "#3a8450", "#8559a5", "#b0413e"
@@ -340,6 +343,20 @@ def loss_by_link(axes: Axes) -> None:
     both[-1].set(xlabel="seconds", xlim=(0, None))
 
 
+def rotation(axes: Axes) -> None:
+    """Entries of a gradient before and after EDEN's rotation, and the levels of two bits."""
+    found = pd.read_csv(rotation_of_a_gradient.CSV)
+    edges = [*found["from"], -found["from"][0]]
+    axes.stairs(found["before"], edges, color=ORANGE, label="the gradient")
+    axes.stairs(found["after"], edges, color=BLUE, fill=True, alpha=0.45, label="rotated")
+    levels = [sign * level / UNIT for level in LEVELS[2] for sign in (-1, 1)]
+    axes.plot(levels, [1e-4] * len(levels), "^", color=GREEN, clip_on=False, zorder=3, label="levels of 2 bits")
+    axes.legend(frameon=False)
+    axes.set(
+        xlabel="entry, in root mean squares of its block", ylabel="density", xlim=(-6, 6), yscale="log", ylim=(1e-4, 10)
+    )
+
+
 def latency(axes: Axes) -> None:
     """Step time over computation alone, by the link's delay, two ranks."""
     with (FOLDER.parent / "data" / "latency.csv").open(newline="") as file:
@@ -425,6 +442,7 @@ PICTURES: dict[str, Picture] = {
     "loss_by_link": (loss_by_link, (5, 4.6)),
     "accuracy": (accuracy, (5, 5.6)),
     "latency": (latency, (5, 3.2)),
+    "rotation": (rotation, (5, 3.0)),
     "timelines": (timelines, (5, 3.4)),
 }
 
