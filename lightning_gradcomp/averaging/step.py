@@ -141,7 +141,8 @@ def _mean_in_few_bits(
     shard = ranks.shards.rank() if ranks.shards else 0
     small = [dense, to_flags(present, flat.device).float()]
     means, small_means = mean_in_few_bits(ranks, form, large, small, step, shard)
-    torch._foreach_copy_(views, means)
+    if views:  # else torch._foreach_copy_ raises an error
+        torch._foreach_copy_(views, means)
     dense_mean, anywhere = small_means.split([part.numel() for part in small])
     return flat, dense_mean, read_flags(anywhere > 0)
 
