@@ -24,15 +24,20 @@ TYPES: dict[str, Any] = {
 """Keys and types of `GradientAverager.state_dict`."""
 
 
+def check_entries(state: Any, types: Mapping[str, Any], what: str, allowed: str) -> None:
+    """Raise ValueError, with `what` and `allowed`, unless `state` is a dict with the keys and types of `types`."""
+    if not isinstance(state, Mapping) or set(types) - set(state):
+        lacking = sorted(set(types) - set(state)) if isinstance(state, Mapping) else list(types)
+        raise refusal(what, f"a {type(state).__name__} without {', '.join(lacking)}", allowed)
+    for key, expected in types.items():
+        if not isinstance(state[key], expected):
+            raise refusal(f"{what}, {key!r}", f"a {type(state[key]).__name__}", allowed)
+
+
 def check_state(state: Any, kinds: Iterable[str]) -> None:
     """Raises ValueError unless `state` is a `GradientAverager.state_dict()` with these kinds of state."""
     what, allowed = "the state of GradientAverager", "what GradientAverager.state_dict() returned, unchanged"
-    if not isinstance(state, Mapping) or set(TYPES) - set(state):
-        lacking = sorted(set(TYPES) - set(state)) if isinstance(state, Mapping) else list(TYPES)
-        raise refusal(what, f"a {type(state).__name__} without {', '.join(lacking)}", allowed)
-    for key, expected in TYPES.items():
-        if not isinstance(state[key], expected):
-            raise refusal(f"{what}, {key!r}", f"a {type(state[key]).__name__}", allowed)
+    check_entries(state, TYPES, what, allowed)
     memory = state["memory"]
     for kind, parts in memory.items():
         if not isinstance(parts, Mapping) or not all(isinstance(part, torch.Tensor) for part in parts.values()):

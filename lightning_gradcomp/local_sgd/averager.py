@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_gradcomp.averaging.checkpoint_state import check_entries
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
 from lightning_gradcomp.averaging.replicas import broadcast, broadcast_unless_identical
 from lightning_gradcomp.averaging.stats import Stats
@@ -33,6 +34,9 @@ from lightning_gradcomp.local_sgd.optimizer_state import zero_nonfinite_state
 from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
+
+TYPES = {"steps": int, "rounds_ended": int, "rounds": dict, "round_schedule": dict}
+"""Keys and types of `DelayedAverager.state_dict`."""
 
 
 @dataclass
@@ -439,8 +443,10 @@ class DelayedAverager:
         """Resume from `state`. Collective. Load the model's and the optimizers' first, the same on all ranks.
 
         Raises:
-            ValueError: if a tensor's shape differs from its parameter's.
+            ValueError: if `state` is not what `state_dict` returned, or a tensor's shape differs from its parameter's.
         """
+        what, allowed = "the state of DelayedAverager", "what DelayedAverager.state_dict() returned, unchanged"
+        check_entries(state, TYPES, what, allowed)
         if self._pending:
             self._pending.wait()  # its result is dropped
             self._pending = None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.checkpoint_state import check_state
 from lightning_gradcomp.averaging.faults import ExchangeFailed, explained
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
@@ -187,6 +188,7 @@ class Rounds:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace this rank's state, and the local optimizers' if it is in `state`."""
+        check_state(state, ())
         memory = {kind: parts for kind, parts in state["memory"].items() if not kind.startswith(LOCAL)}
         self.averager.load_state_dict({**state, "memory": memory})
         for prefix, optimizer, states in self._local_states():

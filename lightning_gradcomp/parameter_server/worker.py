@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gradcomp.averaging.checkpoint_state import check_state
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
@@ -154,6 +155,11 @@ class Worker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict` of this worker, or of one that has left."""
+        """Resume from a `state_dict` of this worker, or of one that has left.
+
+        Raises:
+            ValueError: if `state` is anything else.
+        """
+        check_state(state, ())
         self.memory.load_state_dict(state["memory"])
         self.steps = state["steps"]

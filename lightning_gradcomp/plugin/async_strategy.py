@@ -198,8 +198,8 @@ class AsyncStrategy(UnwrappedStrategy):
         self.server.partition.load_optimizer_state(
             {name: optimizer.state[p] for name, p in by_name.items() if p in optimizer.state}
         )
-        if KEY in checkpoint:
-            self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager)
+        if (state := checkpoint.get(KEY)) is not None:
+            self.rank_states.restore(state, self._loaded_from, self.averager)
             self.averager.steps = self._steps
         self.server.partition.load_weights(by_name)
         with self.explained("loading a checkpoint"):

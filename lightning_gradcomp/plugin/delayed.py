@@ -226,7 +226,7 @@ class DelayedStrategy(UnwrappedStrategy):
         return state
 
     def restore_states(self, checkpoint: Mapping[str, Any]) -> None:
-        if KEY in checkpoint:
-            self.averager.load_state_dict(checkpoint[KEY])
+        if (state := checkpoint.get(KEY)) is not None:
+            self.averager.load_state_dict(state)
             if self.averager.error_decay is not None:
-                self.rank_states.restore(checkpoint[KEY], self._loaded_from, self.averager.rounds)
+                self.rank_states.restore(state, self._loaded_from, self.averager.rounds)

@@ -26,6 +26,7 @@ from lightning_gradcomp.plugin.rank_states import (
     KEY,
     OptimizerState,
     RankStates,
+    checked_header,
     export_optimizer_state,
     mean_optimizer_state,
 )
@@ -277,7 +278,7 @@ class CompressedFabricStrategy(DDPStrategy):
             saved = rest.pop(key, None)
             if saved is None and len(keys) == 1:
                 saved = rest.pop(KEY, None)
-            each.loaded = {KEY: saved}, path
+            each.loaded = {KEY: checked_header(saved)}, path
             if each.averager is not None:
                 if saved is None:
                     each.averager = None  # the next one starts without residuals

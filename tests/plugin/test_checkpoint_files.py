@@ -9,6 +9,7 @@ import re
 import shutil
 import warnings
 import weakref
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -21,6 +22,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from packaging.version import Version
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.plugin import async_strategy, delayed
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars
 from lightning_gradcomp.plugin.rank_states import KEY
 
@@ -330,6 +332,48 @@ def test_malformed_states_are_named(copies, spoil, message):
     with pytest.raises(ValueError, match=message):
         fit(ckpt=path)
     assert fit("drop", path).global_step == 4  # none of it is looked at
+
+
+def keep_only(path, key, state):
+    """Replace what is held under `key` by `state`."""
+    content = torch.load(path, weights_only=True)
+    assert key in content
+    torch.save({**content, key: state}, path)
+
+
+ROUNDS = r"the state of DelayedAverager: got 'a dict without round_schedule, rounds, rounds_ended, steps', allowed: "
+EMPTIED = {
+    "dgc": (lambda: lgc.CompressedDDPStrategy(), KEY, r"\['format'\]: got None, allowed: 1"),
+    "dga": (lambda: lgc.DelayedStrategy(), delayed.KEY, ROUNDS),
+    "sparseloco": (lambda: lgc.DelayedStrategy(error_decay=0.95), delayed.KEY, ROUNDS),
+    "dist_async": (lambda: lgc.AsyncStrategy(), async_strategy.KEY, ""),  # as checkpoint_state="drop" saves it
+}
+
+
+@pytest.mark.parametrize(("make", "key", "message"), EMPTIED.values(), ids=EMPTIED)
+def test_an_emptied_state_is_named_and_none_is_no_state(saved, tmp_path, make, key, message):
+    path = tmp_path / "last.ckpt"
+    fit(strategy=make()).save_checkpoint(path)
+    keep_only(path, key, {})
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        fit(strategy=make(), ckpt=path, epochs=2)
+    keep_only(path, key, None)
+    assert fit(strategy=make(), ckpt=path, epochs=2).global_step == 8
+
+
+def test_an_emptied_state_is_named_by_fabric(saved, tmp_path):
+    def load(**state):
+        fabric = L.Fabric(strategy=lgc.CompressedFabricStrategy(), accelerator="cpu", devices=1)
+        fabric.launch()
+        module, optimizer = fabric.setup(net := torch.nn.Linear(4, 2), torch.optim.SGD(net.parameters(), lr=0.1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fabric.save(tmp_path / "fabric.ckpt", {"module": module, "optimizer": optimizer, **state})
+            fabric.load(tmp_path / "fabric.ckpt", {"module": module, "optimizer": optimizer})
+
+    with pytest.raises(ValueError, match=r"\['format'\]: got None, allowed: 1"):
+        load(lightning_gradcomp={})
+    load(lightning_gradcomp=None)
 
 
 @pytest.mark.parametrize("strategy", [lgc.CompressedDDPStrategy, lgc.DelayedStrategy])
