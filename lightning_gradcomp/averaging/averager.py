@@ -42,6 +42,9 @@ from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
 from lightning_gradcomp.errors import refusal
 
+UNKNOWN = "the optimizer has none of the model's parameters"
+"""The reason why nothing is compressed if another optimizer steps the model."""
+
 
 class GradientAverager:
     """Averages a model's gradients over a process group with compression; replaces DDP.
@@ -62,7 +65,8 @@ class GradientAverager:
             `torch.distributed.fsdp.fully_shard` has prepared with a one-dimensional mesh: each rank then averages its
             own shards with the ranks of `process_group`, which hold the same shards of other replicas.
         compressor: an instance, or a name with default options.
-        optimizer: steps the parameters; parameters that it does not have are not averaged. DGC requires
+        optimizer: steps the parameters; parameters that it does not have are not averaged. If it has none of the
+            model's, all are averaged, but methods with error feedback then compress nothing and warn. DGC requires
             `torch.optim.SGD`, `Adam` or `AdamW` itself, whose momentum it corrects. With Adam and AdamW, every method
             with error feedback accumulates optimizer steps instead of gradients. Without an optimizer, `average`
             commits the error feedback of all parameters.
@@ -156,6 +160,13 @@ class GradientAverager:
         self._dropped: Pending | None = None
         self._gradient_norm = 0.0
         self._optimizer_steps = self._attached()
+        if self.gradients.are_unknown and self._choice and self.world > 1 and self.rank == 0:
+            name = type(self.compressor).__name__
+            warnings.warn(
+                f"{name}: {UNKNOWN}, so all gradients are averaged uncompressed. With Lightning, configure_optimizers "
+                "must return the optimizer that steps them.",
+                stacklevel=2,
+            )
 
     def _check_epochs_are_counted(self) -> None:
         counts_epochs = isinstance(self.schedule, Ramp) and self.schedule.counts_epochs
@@ -360,7 +371,7 @@ class GradientAverager:
         if self.autotune and decided and self.autotune.choice == self.autotune.uncompressed and self.ranks.rank == 0:
             what = f"{type(self.compressor).__name__}: {self.autotune.outcome}."
             warnings.warn(f"{what} topology='all_gather' would compress anyway.", stacklevel=2)
-        if not self.optimizers:
+        if not self.optimizers or self.gradients.are_unknown:
             self.commit()
 
     def commit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -493,14 +504,15 @@ class GradientAverager:
         return self._local.suspended()
 
     def compare_untrained(self) -> None:
-        """Compare, across ranks, frozen parameters that have changed since the start, if weights were ever local.
+        """Compare, across ranks, parameters that are not averaged and have changed since the start. Collective.
 
-        `average` does it in some of its steps. A teacher's copy of local weights differs by rank. Collective.
+        `average` does it in some of its steps. A teacher's copy of local weights differs by rank, and so does a
+        parameter that the module steps by its own gradient. Without either, nothing is compared.
 
         Raises:
             ValueError: on every rank, if a parameter differs between ranks; names it.
         """
-        if self._local.were_used:
+        if self._local.were_used or self.gradients.trains_others:
             self._untrained.compare(self.gradients.left_out, self.ranks)
 
     def compare_all_local_weights(self) -> None:
@@ -617,6 +629,8 @@ class GradientAverager:
         if self.ranks.workers == 1:
             alone = "replica" if self.shards else "rank" if self.world == 1 else "node, and only nodes compress"
             return f"there is one {alone}"
+        if self.gradients.are_unknown:
+            return UNKNOWN
         if not self.gradients.compressed:
             return "no tensor is large enough"
         if self.schedule is not None and self.schedule(self.epoch or 0, self.steps - 1) == 0:
@@ -639,7 +653,8 @@ class GradientAverager:
             sent = dense_step_traffic(self.gradients, ranks, self.compressor.wire)
             return f"{name}: {sent:,} bytes sent a step by {dense_topology(self.compressor.wire)} ({where})."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
-        message = "no tensor is large enough to compress; all are sent dense"
+        reason = UNKNOWN if self.gradients.are_unknown else "no tensor is large enough to compress"
+        message = f"{reason}; all are sent dense"
         if self.gradients.compressed:
             first = f"{start}, then " if (start := dense_start(self.schedule)) else ""
             message = first + self._choice.describe(self.gradients)

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_gradcomp.averaging.fsdp.shards import Shards
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import ignored_by_ddp
-from lightning_gradcomp.averaging.trainable import check_same_parameters, check_trainable
+from lightning_gradcomp.averaging.trainable import check_same_parameters, check_trainable, has_stepped
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.layout import Layout, plain_name
@@ -48,7 +48,9 @@ class Gradients:
         model: the bare module. Parameters in its `_ddp_params_and_buffers_to_ignore` are skipped.
         compressor: chooses what to compress, by the shapes of whole tensors.
         shards: this rank's shards, for a sharded model. Only `chosen` and `left_dense` then describe whole tensors.
-        optimizers: parameters that none of them has are skipped. Without any, all parameters are averaged.
+        optimizers: parameters that none of them has are skipped. Without any, all parameters are averaged. If they have
+            none of the model's parameters, all are averaged too, and error feedback, which needs to know what a step
+            uses, compresses none.
     """
 
     def __init__(
@@ -61,12 +63,17 @@ class Gradients:
         check_trainable(model)
         ignored = ignored_by_ddp(model)
         self._stepped = stepped = _ids(optimizers)
+        self.are_unknown = bool(optimizers) and not has_stepped(model, optimizers)
+        """True if there are optimizers, but they have none of the model's parameters."""
         mine = {
             plain_name(name) for name, p in model.named_parameters()
-            if name not in ignored and (stepped is None or id(p) in stepped)
+            if name not in ignored and (stepped is None or self.are_unknown or id(p) in stepped)
         }  # fmt: skip
         self.averaged = [p for name, p in model.named_parameters() if plain_name(name) in mine]
         """The model's parameters that are averaged when they train."""
+        self._others = [
+            p for name, p in model.named_parameters() if plain_name(name) not in mine and name not in ignored
+        ]
         every = shards.named if shards else [(plain_name(name), p) for name, p in model.named_parameters()]
         self._every = [(name, p) for name, p in every if name in mine]
         self._all_names = {name for name, _ in every}
@@ -75,6 +82,8 @@ class Gradients:
         shapes = shards.whole_shapes if shards else {name: tuple(p.shape) for name, p in every}
         compressor.check_names(shapes)
         names = compressor.choose(shapes)
+        if self.are_unknown and isinstance(compressor, LossyCompressor):
+            names = set()
         if shards and isinstance(compressor, LossyCompressor):
             check_shards(compressor, names & mine & shards.trainable, shards.shapes_on(shards.number - 1))
         self.chosen = {name: shape for name, shape in shapes.items() if name in names}
@@ -144,6 +153,11 @@ class Gradients:
     def left_out(self) -> set[str]:
         """Names of the model's other parameters: frozen, or not the optimizers'."""
         return self._all_names - set(self.names)
+
+    @property
+    def trains_others(self) -> bool:
+        """True if a parameter that requires a gradient is not averaged."""
+        return any(p.requires_grad for p in self._others)
 
     @property
     def is_stale(self) -> bool:

@@ -190,10 +190,11 @@ class Untrained:
             which = ", ".join(map(str, differs[:, first].nonzero().flatten().tolist()))
             got = f"{list(named)[first]!r}, which on rank {which} is not rank 0's"
             allowed = (
-                "an update in on_train_batch_end, where all ranks have the same weights; local_weights=False; or, if "
-                "each rank is to have its own, its name in the module's _ddp_params_and_buffers_to_ignore"
+                "an optimizer that has it; an update in on_train_batch_end, where all ranks have the same weights; "
+                "local_weights=False; or, if each rank is to have its own, its name in the module's "
+                "_ddp_params_and_buffers_to_ignore"
             )
-            raise refusal("a frozen parameter that changes in training", got, allowed)
+            raise refusal("a parameter that is not averaged, but changes in training", got, allowed)
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:

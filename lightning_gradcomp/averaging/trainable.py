@@ -6,7 +6,7 @@ determine the lengths of messages, so they must be the same on all ranks. The ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
 import torch
@@ -16,6 +16,12 @@ from lightning_gradcomp.averaging.ranks import Ranks, gather
 from lightning_gradcomp.averaging.replicas import ignored_by_ddp
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
+
+
+def has_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """True if one of the optimizers has a parameter of the model in its groups."""
+    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    return any(id(p) in stepped for p in model.parameters())
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from lightning_gradcomp.averaging.checkpoint_state import check_entries
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
 from lightning_gradcomp.averaging.replicas import broadcast, broadcast_unless_identical
 from lightning_gradcomp.averaging.stats import Stats
+from lightning_gradcomp.averaging.trainable import has_stepped
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
@@ -129,6 +130,9 @@ class DelayedAverager:
         self._pending_share = pending_share
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        if not has_stepped(model, self.optimizers):
+            allowed = "one with parameters of the model, whose steps are averaged"
+            raise refusal("the optimizer of DelayedAverager", "none of the model's parameters", allowed)
         self.compressor: Compressor = build(compressor)
         self.outer, self.error_decay = outer or PLAIN_AVERAGING, error_decay
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch

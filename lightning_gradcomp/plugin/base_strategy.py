@@ -45,6 +45,7 @@ from lightning_gradcomp.averaging.faults import (
     others_end,
     post_reason,
 )
+from lightning_gradcomp.averaging.trainable import has_stepped
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import sigterm
@@ -473,8 +474,7 @@ class UnwrappedStrategy(DDPBase):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Like DDP's."""
         super().setup_optimizers(trainer)
-        stepped = {id(p) for each in self.optimizers for group in each.param_groups for p in group["params"]}
-        if not any(id(p) in stepped for p in self.pl_module.parameters()):
+        if not has_stepped(self.pl_module, self.optimizers):
             allowed = "at least one, because its steps are averaged"
             raise refusal(f"configure_optimizers with {type(self).__name__}", "no optimizer of the model", allowed)
 

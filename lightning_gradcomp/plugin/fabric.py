@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.topology import resolve
-from lightning_gradcomp.compressors import Compressor
+from lightning_gradcomp.averaging.trainable import has_stepped
+from lightning_gradcomp.compressors import Compressor, NoCompression
 from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code, of_rank_zero
@@ -45,8 +46,7 @@ class SetUp:
 
     def has_some_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if the optimizer steps some of the module's parameters."""
-        own = {id(p) for p in self.ddp.parameters()}
-        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        return has_stepped(self.ddp, [optimizer])
 
     def versions(self) -> list[tuple[torch.Tensor | None, int]]:
         """Every parameter's gradient and torch's count of writes to it, which change if a backward computes some."""
@@ -156,6 +156,11 @@ class CompressedFabricStrategy(DDPStrategy):
         name, owners = type(self.compressor).__name__, self._of(optimizer)
         if self.compressor.needs_optimizer and len(owners) > 1:
             raise refusal(f"modules of an optimizer with {name}", len(owners), "1")
+        if not owners and type(self.compressor) is not NoCompression:
+            rank_zero_warn(
+                f"{type(optimizer).__name__} has no parameter of a module that is set up, so {name} does not compress "
+                "its gradients. Set up the module first, or both together: fabric.setup(module, optimizer)."
+            )
         for each in owners:
             if self.compressor.needs_optimizer and each.optimizers:
                 raise refusal(f"optimizers of a module with {name}", "a second one", "one")

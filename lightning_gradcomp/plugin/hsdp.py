@@ -63,7 +63,7 @@ class Steps(ManualSteps):
         return scaler.get_scale() if scaler else 1.0
 
     def _average(
-        self, averager: GradientAverager, optimizer: torch.optim.Optimizer, *, by_ddp: bool, revocable: bool
+        self, averager: GradientAverager, optimizer: torch.optim.Optimizer | None, *, by_ddp: bool, revocable: bool
     ) -> None:
         averager.average(grad_scale=self.grad_scale, optimizer=optimizer, revocable=revocable)
 

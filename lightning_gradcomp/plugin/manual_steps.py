@@ -36,9 +36,12 @@ class ManualSteps(ABC):
 
     @abstractmethod
     def _average(
-        self, averager: GradientAverager, optimizer: torch.optim.Optimizer, *, by_ddp: bool, revocable: bool
+        self, averager: GradientAverager, optimizer: torch.optim.Optimizer | None, *, by_ddp: bool, revocable: bool
     ) -> None:
-        """Average the gradients of `optimizer`'s parameters, or record the average if it was `by_ddp`. Collective."""
+        """Average the gradients of `optimizer`'s parameters, or record the average if it was `by_ddp`. Collective.
+
+        Without an optimizer, those of all parameters.
+        """
 
     def take_back(self, averager: GradientAverager) -> bool:
         """Before a backward, restore this rank's own gradients unless an optimizer has used their average.
@@ -62,7 +65,7 @@ class ManualSteps(ABC):
         by_ddp: bool = False,
         accumulates: bool = False,
     ) -> bool:
-        """Average the gradients of a backward if one optimizer has all the parameters. Collective.
+        """Average the gradients of a backward if one optimizer has all the parameters, or none has any. Collective.
 
         Args:
             by_ddp: True if DDP has averaged the gradients.
@@ -76,6 +79,10 @@ class ManualSteps(ABC):
         if accumulates:
             return False
         self._backwards += 1
+        if averager.gradients.are_unknown:  # no step of an optimizer that is known would average them
+            self._pending = {}
+            self._average(averager, None, by_ddp=by_ddp, revocable=False)
+            return not by_ddp
         owners = [each for each in averager.optimizers if self._pending_of(each) & ids]
         return len(owners) == 1 and self._average_pending(averager, owners[0], revocable=True)
 

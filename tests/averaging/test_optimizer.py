@@ -1,10 +1,12 @@
 """The user's optimizer stays the user's: taken over inside its step, and never seen to be."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
+from lightning_gradcomp import Int8, OneBit
 from lightning_gradcomp.averaging import GradientAverager
 from tests.averaging.workers import HAS_MUON, Table, averaged, backward, dgc, muon_adamw, prescribed_loss, weights
 from tests.threads import run_ranks
@@ -142,6 +144,63 @@ def test_a_parameter_outside_the_optimizer_is_left_alone():
     assert not torch.equal(grad, other_grad), "it does not travel"
     assert torch.equal(values, other_values)
     assert groups == 1
+
+
+def test_a_parameter_that_the_module_steps_by_its_own_gradient_is_an_error_on_all_ranks():
+    def work(rank, group):
+        model = Table()
+        optimizer = torch.optim.SGD([model.matrix, model.bias], lr=0.02)
+        averager = GradientAverager(model, OneBit(min_elements=50), optimizer=optimizer, process_group=group)
+        with pytest.raises(ValueError, match=r"'kernel', which on rank 1 is not rank 0's.*: an optimizer that has it"):
+            for step in range(4):
+                model.zero_grad()
+                prescribed_loss(model, rank, step).backward()
+                averager.step()
+                model.kernel.data.sub_(0.02 * model.kernel.grad)
+
+    run_ranks(2, work)
+
+
+class OfCopies(torch.optim.Optimizer):
+    """Keeps copies of the weights in its groups, which it steps by the model's gradients."""
+
+    def __init__(self, model):
+        self.parameters = list(model.parameters())
+        super().__init__([p.detach().clone() for p in self.parameters], {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self):
+        for copied, p in zip(self.param_groups[0]["params"], self.parameters, strict=True):
+            p.copy_(copied.sub_(0.02 * p.grad))
+
+
+@pytest.mark.parametrize("compressor", [OneBit(min_elements=50), Int8(min_elements=50)], ids=["onebit", "int8"])
+def test_an_optimizer_of_copies_gets_averages_and_error_feedback_says_that_it_compresses_nothing(compressor):
+    def work(rank, group):
+        model = Table()
+        optimizer = OfCopies(model)
+        averager = GradientAverager(model, compressor, optimizer=optimizer, process_group=group)
+        for step in range(4):
+            model.zero_grad()
+            prescribed_loss(model, rank, step).backward()
+            averager.step()
+        return weights(model), averager.steps, averager.spent.ratio, averager.why_uncompressed()
+
+    plain = Table()
+    for step in range(4):
+        losses = [prescribed_loss(plain, rank, step) for rank in (0, 1)]
+        gradients = [torch.autograd.grad(loss, list(plain.parameters())) for loss in losses]
+        with torch.no_grad():
+            for p, *own in zip(plain.parameters(), *gradients, strict=True):
+                p.sub_(0.02 * torch.stack(own).mean(0))
+    warned = pytest.warns(UserWarning, match="none of the model's parameters, so all gradients are averaged unc")
+    with warned if isinstance(compressor, OneBit) else nullcontext():
+        (values, steps, ratio, reason), (others, *_) = run_ranks(2, work)
+    assert torch.equal(values, others) and steps == 4
+    if isinstance(compressor, OneBit):
+        assert torch.allclose(values, weights(plain)) and ratio == 1 and "none of the model's parameters" in reason
+    else:
+        assert torch.allclose(values, weights(plain), atol=0.01) and ratio > 2
 
 
 class SGDSubclass(torch.optim.SGD):

@@ -3,9 +3,12 @@
 Part of `features.py`.
 """
 
+import warnings
+
 import torch
 from features_kit import (
     RANK,
+    SGD,
     Manual,
     Net,
     apart,
@@ -24,7 +27,10 @@ from features_kit import (
 )
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
+from strategies import forced
 from torch import nn
+
+import lightning_gradcomp as lgc
 
 
 def low_precision():
@@ -168,6 +174,34 @@ def disturbed_replica():
     }
 
 
+class UnknownOptimizer(Manual):
+    """Steps an optimizer that Lightning does not know."""
+
+    def configure_optimizers(self):
+        return None
+
+    def training_step(self, batch, index):
+        if index == 0 and self.current_epoch == 0:
+            self.__dict__["own"] = torch.optim.SGD(self.parameters(), **SGD)
+        self.own.zero_grad()
+        self.manual_backward(Net.training_step(self, batch, index))
+        self.own.step()
+
+
+def unknown_optimizer():
+    """How far from DDP, and what the averager counted and said."""
+    _, stock = fit("ddp", UnknownOptimizer)
+    outcome = {}
+    for name, strategy in (("onebit", onebit()), ("int8", forced(lgc.Int8(min_elements=32)))):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            trainer, after = fit(strategy, UnknownOptimizer)
+        averager, said = trainer.strategy.averager, " ".join(str(each.message) for each in warned)
+        told = "configure_optimizers must return the optimizer" in said
+        outcome[name] = [apart(stock, after), averager.steps, averager.spent.ratio, told]
+    return outcome
+
+
 def uneven_batches():
     trainer = trainer_for(onebit(), use_distributed_sampler=False)
     return raised(trainer.fit, Net(), loader(2 + RANK))
@@ -175,5 +209,5 @@ def uneven_batches():
 
 FEATURES = (
     low_precision, loss_scale, overflow, sparse_gradients, unused_parameter, two_gradients_a_step,
-    two_backward_calls, block_backward_sync, disturbed_replica, uneven_batches,
+    two_backward_calls, block_backward_sync, disturbed_replica, unknown_optimizer, uneven_batches,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -59,6 +60,18 @@ def test_fabric_on_one_rank_starts_with_the_mean(outcome, folder):
     expected = mean_state(saved["ranks"])["memory"]["velocity"]
     got = strategy.averager.state_dict()["memory"]["velocity"]
     assert expected["body.weight"].any() and all(torch.equal(got[name], part) for name, part in expected.items())
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["onebit", "ddp_dense"])
+def test_fabric_warns_of_an_optimizer_that_was_set_up_before_its_module(name):
+    fabric = L.Fabric(strategy=name, accelerator="cpu", devices=1)
+    fabric.launch()
+    module = torch.nn.Linear(4, 2)
+    warned = pytest.warns(UserWarning, match="no parameter of a module that is set up, so OneBit does not compress its")
+    with warned if name == "onebit" else nullcontext():
+        fabric.setup_optimizers(torch.optim.SGD(module.parameters(), lr=0.1))
+    fabric.setup_module(module)
     torch.distributed.destroy_process_group()
 
 

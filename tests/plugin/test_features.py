@@ -112,6 +112,13 @@ def test_tied_weights_are_remembered_once(result):
     assert result("tied_weights")["names"] == ["back.weight", "body.weight", "head.weight"]
 
 
+def test_an_optimizer_that_lightning_does_not_know_gets_averages(result):
+    outcome = result("unknown_optimizer")
+    assert outcome["onebit"] == [0, 20, 1, True]
+    apart, steps, ratio, warned = outcome["int8"]
+    assert 0 < apart < 0.01 and steps == 20 and ratio > 1.5 and not warned
+
+
 def test_monitor_sees_the_users_momentum(result):
     outcome = result("momentum_in_the_monitor")
     assert outcome["sparsity"] == 0.9
