@@ -9,9 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_gradcomp.averaging.ranks import Ranks, all_gather_single
 
@@ -77,18 +74,14 @@ def ignored_by_ddp(model: nn.Module) -> set[str]:
     return set(names)
 
 
-def replicated(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that must be the same on all ranks: parameters, and buffers except those that forward passes change.
+def replicated(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that must be the same on all ranks: all but those that the model tells DDP to ignore.
 
-    These are running statistics, and what spectral norm derives from local weights. Skips the names in the model's
-    `_ddp_params_and_buffers_to_ignore`.
+    Buffers are left out: forward passes change them by each rank's data, as those of batch norms and of quantisation's
+    observers, or by its local weights, as those of spectral norm.
     """
     ignored = ignored_by_ddp(model)
-    for prefix, module in model.named_modules():
-        hooks = module._forward_pre_hooks.values()
-        if isinstance(module, _NormBase | _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
-            ignored |= {f"{prefix}.{name}" if prefix else name for name, _ in module.named_buffers(recurse=False)}
-    return [(name, t) for name, t in [*model.named_parameters(), *model.named_buffers()] if name not in ignored]
+    return [(name, parameter) for name, parameter in model.named_parameters() if name not in ignored]
 
 
 def checksum(parameter: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -505,7 +505,14 @@ class UnwrappedStrategy(DDPBase):
             raise refusal(f"{type(self).__name__}(...)", ", ".join(used), "no DDP options, because DDP is not used")
 
     def configure_ddp(self) -> None:
-        """Do nothing: DDP does not wrap the model."""
+        """DDP does not wrap the model. Give it DDP's `no_sync`, which has nothing to do: backward does not average."""
+        if not hasattr(self.pl_module, "no_sync"):
+            vars(self.pl_module)["no_sync"] = nullcontext
+
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("no_sync", None)
+        super().teardown()
 
     @property
     def _ends(self) -> bool:

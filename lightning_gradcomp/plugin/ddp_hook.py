@@ -122,6 +122,9 @@ class DDPHook(ManualSteps):
         if self._ddp._join_config.enable and isinstance(averager.compressor, LossyCompressor):
             allowed = "the same number of batches on every rank: one that has ended can't average compressed gradients"
             raise refusal(f"DDP's join() with {type(averager.compressor).__name__}", "a backward inside it", allowed)
+        if self._ddp._join_config.enable and not self._ddp._divide_by_initial_world_size:
+            what, allowed = "DDP's join(divide_by_initial_world_size)", "True: a communication hook can't do otherwise"
+            raise refusal(what, False, allowed)
         if self._ddp.require_backward_grad_sync:
             self._check_parameters()
         if not self._manual:
@@ -238,7 +241,8 @@ def sent_if_they_differ(model: nn.Module, ddp_options: dict[str, Any]) -> Iterat
     if "init_sync" in ddp_options:
         yield
         return
-    ddp_options["init_sync"] = not identical([*model.parameters(), *model.buffers()])
+    tensors = [*model.parameters(), *model.buffers()]
+    ddp_options["init_sync"] = bool(tensors) and not identical(tensors)  # without parameters DDP raises an error
     try:
         yield
     finally:

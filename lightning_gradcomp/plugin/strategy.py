@@ -61,8 +61,8 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
             "sidecar". "mean": one copy of their mean; a resumed run is then not exact. "drop": none.
         timeout: how long a rank waits for the others before it raises an error. Increase it if one rank works alone,
             for example to prepare data.
-        verify_replicas_every_n_steps: compares a checksum of every parameter, and of every buffer except running
-            statistics, across the ranks at this interval; also detects every write into local weights.
+        verify_replicas_every_n_steps: compares a checksum of every parameter across the ranks at this interval; also
+            detects every write into local weights.
         local_weights: computes gradients at the shared weights minus this rank's own unsent steps, if the compressor
             owns the momentum. False: at the shared weights, which costs accuracy; the module may then write into its
             weights in `training_step`.

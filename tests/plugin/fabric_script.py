@@ -353,18 +353,25 @@ def ignored_parameters():
 
 def joins():
     """What is raised inside DDP's join()."""
-    run = Run("onebit")
-    with run.model._forward_module.join(throw_on_early_termination=True):
-        said = raised(run.train, 1)
-        loss = run.loss(0)  # so that all ranks leave together
-    del loss
+    said = {}
+    for method, by_initial in (("onebit", True), (lgc.NoCompression(), False)):
+        run = Run(method)
+        with run.model._forward_module.join(by_initial, throw_on_early_termination=True):
+            said[type(run.fabric.strategy.compressor).__name__] = raised(run.train, 1)
+            loss = run.loss(0)  # so that all ranks leave together
+        del loss
     return said
+
+
+def without_parameters():
+    """What is raised where there is nothing to train."""
+    return {method: raised(Run(method).fabric.setup_module, nn.Flatten()) for method in ("ddp", "onebit")}
 
 
 if __name__ == "__main__":
     parts = (
         trains, goes_on, clipping, two_optimizers, wrapped_optimizer, after_backward, several_modules, evaluates,
-        copies, ignored_parameters, joins,
+        copies, ignored_parameters, joins, without_parameters,
     )  # fmt: skip
     outcome = {part.__name__: part() for part in parts}
     if os.environ["RANK"] == "0":

@@ -1,6 +1,7 @@
 """strategy="dga" in Lightning, on two ranks. One run of delayed_script.py serves most tests."""
 
 import json
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -160,3 +161,39 @@ def test_refused_before_processes_start(options, message, monkeypatch):
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **options)
     with pytest.raises(ValueError, match=message):
         trainer.fit(Two(), torch.utils.data.DataLoader(range(2)))
+
+
+class Accumulates(L.LightningModule):
+    """Two backward passes in a step, the first inside DDP's `no_sync`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        with self.trainer.model.no_sync():
+            self.manual_backward(self.layer(batch).square().mean())
+        self.manual_backward(self.layer(batch).mean())
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_no_sync_of_ddp_has_nothing_to_do():
+    def trained(strategy):
+        L.seed_everything(0, verbose=False)
+        net = Accumulates()
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(net, torch.ones(4, 4))
+        assert not hasattr(net, "no_sync")
+        return net.layer.weight.detach()
+
+    assert torch.equal(trained("dga"), trained("ddp"))
+    torch.distributed.destroy_process_group()

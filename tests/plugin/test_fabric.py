@@ -88,8 +88,12 @@ def test_fabric_clips_the_average(outcome):
             r"Refused: clipping with DGC in Fabric: got 'fabric.clip_gradients', allowed: DGC\(clip_norm=",
         ),
         (
-            ("joins",),
+            ("joins", "OneBit"),
             r"Refused: DDP's join\(\) with OneBit: got 'a backward inside it', allowed: the same number of batches",
+        ),
+        (
+            ("joins", "NoCompression"),
+            r"Refused: DDP's join\(divide_by_initial_world_size\): got False, allowed: True: a communication hook",
         ),
         (
             ("after_backward", "several"),
@@ -102,6 +106,11 @@ def test_fabric_refuses(outcome, got, message):
     for key in got:
         said = said[key]
     assert re.match(message, said), said
+
+
+def test_fabric_without_parameters_raises_what_ddp_raises(outcome):
+    said = outcome["without_parameters"]
+    assert said["onebit"] == said["ddp"] and "doesn't have any parameter" in said["ddp"]
 
 
 def test_fabric_averages_after_backward(outcome):
