@@ -28,7 +28,7 @@ from benchmarks.link import local, result
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
-from lightning_gradcomp.averaging.traffic import traffic
+from lightning_gradcomp.averaging.topology import traffic
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "ResNet-18, 32x32, 10 classes": partial(resnet18, channels=3, classes=10),

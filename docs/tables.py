@@ -22,7 +22,7 @@ from benchmarks import language_models, report, results, step_time, time_to_accu
 from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
-from lightning_gradcomp.averaging.traffic import dense_step_traffic, traffic
+from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
 from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.compressors.kernels.formats import value_bytes
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.averaging.checkpoint_state import check_shapes, check_state, warn_of_lost_kinds
-from lightning_gradcomp.averaging.decision import Choice, Decision
 from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.faults import explained
 from lightning_gradcomp.averaging.fsdp.shards import Shards, check_group, is_sharded, reshard
@@ -34,8 +33,7 @@ from lightning_gradcomp.averaging.optimizer_step import OptimizerStep
 from lightning_gradcomp.averaging.ranks import ranks_of
 from lightning_gradcomp.averaging.stats import Stats, norm
 from lightning_gradcomp.averaging.step import Average, Pending, average_compressed, average_dense, flush
-from lightning_gradcomp.averaging.topology import resolve
-from lightning_gradcomp.averaging.traffic import dense_step_traffic, dense_topology
+from lightning_gradcomp.averaging.topology import Choice, Decision, dense_step_traffic, dense_topology, resolve
 from lightning_gradcomp.averaging.trainable import check_same_step
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
@@ -117,7 +115,7 @@ class GradientAverager:
         self.shards = Shards(model, optimizer) if is_sharded(model) else None
         """For a sharded model: converts parameters, gradients and optimizer state to plain tensors and back."""
         if self.shards:
-            check_group(self.shards, process_group, route)
+            check_group(self.shards, process_group, route.name, route.inside)
         elif process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
         self.ranks = ranks_of(process_group, route.inside, ranks_per_node, self.shards.group if self.shards else None)
@@ -147,9 +145,7 @@ class GradientAverager:
         self._memory = Memory(self.compressor, self.gradients, self.ranks, route, stepped)
         self._choice = None
         if isinstance(self.compressor, LossyCompressor):
-            self._choice = Choice(
-                self.compressor, self.ranks, route.name, process_group, self.gradients, route.fallback
-            )
+            self._choice = Choice(self.compressor, self.ranks, route, process_group, self.gradients)
         self.autotune = self._choice.autotune if self._choice else None
         """The trials, with topology="auto"."""
         self._may_be_local, self._local = local_weights, LocalWeights(self._memory)
@@ -196,7 +192,7 @@ class GradientAverager:
         epoch = self.steps // (self.steps_per_epoch or 1) if self.epoch is None else self.epoch
         if (sparsity := self.schedule(epoch, self.steps)) is not None:
             check_sparsity("the schedule's sparsity", sparsity)
-        return dense if sparsity == 0 else self._choice.choose(sparsity, self.gradients, dense)
+        return dense if sparsity == 0 else self._choice.decide(sparsity, self.gradients, dense)
 
     @property
     def has_unsent(self) -> bool:

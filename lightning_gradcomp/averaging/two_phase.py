@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from lightning_gradcomp.averaging.exchange import Exchange, mean_of_rows
-from lightning_gradcomp.averaging.framing import Frame
+from lightning_gradcomp.averaging.exchange import Exchange, Frame, mean_of_rows
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.compressors.decoded import Decoded, Sparse, concatenate, mean_of
 from lightning_gradcomp.compressors.layout import Layout, Slice

@@ -54,6 +54,7 @@ class DDPHook(ManualSteps):
         ddp.register_comm_hook(None, self._hook)
         ddp._comm_hooks.pop()  # DDP has registered it; a copy of the module, which has no hook, would copy all of this
         self._ddp, self._manual = ddp, manual
+        self._ignored = ignored_by_ddp(ddp.module)
         self._known_to_ddp = {id(p) for p in self._trainable}
         self._known = {id(p) for _, p in self._named}
         self._by_ddp, self._wire, self._grad_scale = True, "fp32", 1.0
@@ -152,9 +153,7 @@ class DDPHook(ManualSteps):
     @property
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """The model's parameters and their names, without those that DDP ignores."""
-        module = self._ddp.module
-        ignored = ignored_by_ddp(module)
-        return [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        return [(name, p) for name, p in self._ddp.module.named_parameters() if name not in self._ignored]
 
     @property
     def _trainable(self) -> list[nn.Parameter]:

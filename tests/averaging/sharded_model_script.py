@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.averaging.traffic import traffic
+from lightning_gradcomp.averaging.topology import traffic
 from lightning_gradcomp.compressors import DGC, LossyCompressor, PowerSGD
 from tests.averaging.laws import KEPT, REGISTERED, REMEMBERING, quick, with_defaults
 from tests.averaging.workers import same, seeded

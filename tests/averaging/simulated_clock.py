@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
-from lightning_gradcomp.averaging import autotune, decision
+from lightning_gradcomp.averaging import autotune, topology
 from lightning_gradcomp.averaging.autotune import Autotune, TrialRound
 from tests.averaging.workers import backward, prescribed_loss
 
@@ -29,7 +29,7 @@ def simulated_clock(rounds=SHORT):
     clock = SimulatedClock()
     with (
         mock.patch.object(autotune, "ROUNDS", rounds),
-        mock.patch.object(decision, "Autotune", partial(Autotune, clock=clock)),
+        mock.patch.object(topology, "Autotune", partial(Autotune, clock=clock)),
     ):
         yield clock
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_gradcomp.averaging.traffic import messages, traffic
+from lightning_gradcomp.averaging.topology import messages, traffic
 from lightning_gradcomp.compressors import OneBit
 from lightning_gradcomp.compressors.decoded import Dense
 from tests.averaging.laws import finite, kept, quick

@@ -13,7 +13,7 @@ from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.few_bits import first_blocks, mean_in_few_bits
 from lightning_gradcomp.averaging.gradients import Layouts
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.traffic import dense_step_traffic
+from lightning_gradcomp.averaging.topology import dense_step_traffic
 from lightning_gradcomp.compressors import EDEN, Int8
 from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.compressors.kernels import eden

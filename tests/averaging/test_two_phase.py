@@ -10,7 +10,7 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.traffic import traffic
+from lightning_gradcomp.averaging.topology import traffic
 from lightning_gradcomp.compressors.layout import Layout
 from tests.averaging.laws import CODECS, KEPT, REMEMBERING, Parts
 from tests.averaging.workers import Table, averaged, backward, flat_gradients, prescribed_loss, recorded, same

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_gradcomp.averaging import GradientAverager, decision
+from lightning_gradcomp.averaging import GradientAverager, topology
 from tests.averaging.workers import backward, conv_net, dgc, weights
 from tests.threads import run_ranks
 
@@ -20,7 +20,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_compressed_steps_that_send_everything_are_the_optimizers(make, monkeypatch):
     """Such a step costs more than a dense one, and is dense otherwise. All ranks have the same gradients."""
-    monkeypatch.setattr(decision, "traffic", lambda *of: 0)
+    monkeypatch.setattr(topology, "traffic", lambda *of: 0)
 
     def work(rank, group):
         model = conv_net()

@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 
@@ -259,7 +258,7 @@ def _checked(name: str, parameter: torch.Tensor) -> DTensor:
     return parameter
 
 
-def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: Topology) -> None:
+def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: str, inside: str | None) -> None:
     """Raises ValueError if `group` is not that of the same shards of other replicas, or the topology is partitioned."""
     what, allowed = "process_group with a sharded model", "that of the replicate dimension: mesh.get_group('replicate')"
     if group is None and dist.get_world_size() > shards.number:
@@ -267,10 +266,10 @@ def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: Topol
     mine = dist.get_process_group_ranks(shards.group)
     if group is not None and len(set(mine) & set(dist.get_process_group_ranks(group))) > 1:
         raise refusal(what, "ranks that hold other shards of the same replica", allowed)
-    if topology.name != "all_gather":
-        raise refusal("topology with a sharded model", topology.name, "'all_gather'")
-    if topology.inside == "dense":
-        raise refusal("inside with a sharded model", topology.inside, "'compressed': FSDP averages inside a replica")
+    if topology != "all_gather":
+        raise refusal("topology with a sharded model", topology, "'all_gather'")
+    if inside == "dense":
+        raise refusal("inside with a sharded model", inside, "'compressed': FSDP averages inside a replica")
 
 
 def _dim(parameter: DTensor) -> int:
