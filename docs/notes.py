@@ -20,7 +20,6 @@ import lightning_gradcomp as lgc
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.compressors.decoded import Decoded
-from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
 
 LAYER = "layer2.0.conv1.weight"
@@ -132,7 +131,7 @@ class Sender:
 
     def __init__(self, compressor: Any, weight: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.compressor, self.layout = compressor, Layout.of([("weight", weight)])
-        self.state = ErrorFeedback(self.layout, weight.device, compressor.state_for(optimizer))
+        self.state = compressor.state_for(optimizer).start(self.layout, weight.device)
         self.state.attach(optimizer, [weight], shares_moments=False)
         self._out, self._steps = torch.zeros(self.layout.n), 0
 
@@ -141,7 +140,7 @@ class Sender:
         self._out.copy_(gradient.reshape(-1))
         self.state.compensate(self._out)
         alone = OneRank(self.layout.n, self._steps)
-        _, sent = self.compressor.average(self._out, self.layout, alone, self.state.update)
+        _, sent = self.compressor.average(self._out, self.layout, alone, self.state)
         arrived = torch.zeros(self.layout.n)
         sent.add_to(arrived)
         self.state.subtract(sent)

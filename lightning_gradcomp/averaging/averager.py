@@ -280,7 +280,7 @@ class GradientAverager:
             if self.steps & (self.steps - 1) == 0:  # 0, 1, 2, 4, 8, ...: soon, and at no cost in the long run
                 self.compare_untrained()
             self.flagged, named = average.flags.stop, self._named()
-            if not decision.is_plain and self.state.update.owns_momentum:
+            if not decision.is_plain and self.state.owns_momentum:
                 compressed = [id(p) for _, p in named[: len(self.gradients.compressed)]]
                 self._directions = dict(zip(compressed, self.gradients.exponents, strict=True))
             self._record(Pending(average, named, optimizers, own))
@@ -466,7 +466,7 @@ class GradientAverager:
     @property
     def has_local_weights(self) -> bool:
         """True if gradients are taken at local weights."""
-        return self._may_be_local and self.state.update.local_scales(self.ranks.workers) is not None
+        return self._may_be_local and self.state.local_scales(self.ranks.workers) is not None
 
     @property
     def in_local_weights(self) -> bool:

@@ -16,8 +16,8 @@ from lightning_gradcomp.averaging.replicas import ignored_by_ddp
 from lightning_gradcomp.averaging.trainable import check_same_parameters, check_trainable, has_stepped
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout, plain_name
-from lightning_gradcomp.compressors.updates import Update
 from lightning_gradcomp.errors import refusal
 
 LARGEST = 1e16
@@ -232,15 +232,17 @@ class Gradients:
                     _write_at(parameter, *part, factor)
         _write(self.dense_layout, dense, self.dense, rest, [dense_factor] * len(self.dense))
 
-    def assign_updates(self, compressed: Decoded, dense: torch.Tensor, present: list[bool], update: Update) -> None:
+    def assign_updates(
+        self, compressed: Decoded, dense: torch.Tensor, present: list[bool], state: ErrorFeedback
+    ) -> None:
         """Write what was averaged in a step with error feedback, times the loss scale, as `assign` does.
 
         A step of Adam is divided by the learning rate. If the result would overflow `p.grad`, it is written times 2^-k:
         fp16 ends at 65504, and steps from before a fall of the learning rate are long compared with it.
         """
-        rates = update.learning_rates() or [1.0] * len(self.compressed)
+        rates = state.learning_rates() or [1.0] * len(self.compressed)
         self.exponents = [0] * len(self.compressed)
-        if update.owns_momentum:
+        if state.owns_momentum:
             self.exponents = self._exponents(compressed, rates)
         scaled = zip(self.exponents, rates, strict=True)
         factors = [math.ldexp(self.scale, -k) / rate if rate else 0.0 for k, rate in scaled]

@@ -63,7 +63,7 @@ class LocalWeights:
         Parameters whose dtype or memory format does not fit the buffer get separate memory.
         """
         state, gradients = self._memory.compressed, self._memory.gradients
-        scales = state.update.local_scales(self._memory.ranks.workers)
+        scales = state.local_scales(self._memory.ranks.workers)
         if self._shared or scales is None or state.empty or state.unsent is None:
             return
         layout, unsent = gradients.layout, state.unsent.to(gradients.device)

@@ -15,8 +15,7 @@ from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.averaging.two_phase import PartitionResidual
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense
-from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
-from lightning_gradcomp.compressors.updates import Gradient, StateDict, Update
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, Gradient, StateDict
 
 
 class Memory:
@@ -64,13 +63,13 @@ class Memory:
 
     def _blank(self) -> tuple[ErrorFeedback, ErrorFeedback, PartitionResidual | None]:
         gradients, compressor = self.gradients, self.compressor
-        update = compressor.state_for(self._optimizer)
+        compressed = compressor.state_for(self._optimizer)
         rounds = isinstance(compressor, LossyCompressor) and compressor.dense_values != "fp32"
         if self._by_servers and compressor.wire in ("bf16", "fp16"):
-            update, rounds = Gradient(), True
-        dense_update = Gradient() if rounds else Update()
-        compressed = ErrorFeedback(gradients.layout, gradients.device, update)
-        dense = ErrorFeedback(gradients.dense_layout, gradients.device, dense_update)
+            compressed, rounds = Gradient(), True
+        dense = Gradient() if rounds else ErrorFeedback()
+        compressed.start(gradients.layout, gradients.device)
+        dense.start(gradients.dense_layout, gradients.device)
         compressed.attach(self._optimizer, gradients.compressed, shares_moments=not self._by_servers)
         return compressed, dense, self._blank_partition(self.topology)
 
@@ -121,7 +120,7 @@ class Memory:
         self.compressed.subtract(sent)
         self.dense.subtract(Dense(dense_sent))
         self._norms = None
-        if dense_mean is not None and self.compressed.update.accumulates_steps:
+        if dense_mean is not None and self.compressed.accumulates_steps:
             squares = torch.stack([dense_sent.square().sum(), dense_mean.square().sum()])
             self._norms = self.ranks.over_shards(squares)
 
@@ -130,10 +129,10 @@ class Memory:
         gradients = self.gradients
         gradients.compressed_flat = self.compressed.commit(stepped, gradients.compressed_flat)
         gradients.dense_flat = self.dense.commit(stepped, gradients.dense_flat)
-        if self.partition and not self.partition.commit(stepped - self.compressed.update.withheld):
+        if self.partition and not self.partition.commit(stepped - self.compressed.withheld):
             self._dissolve_partitions()  # left by another compressor, which used them
         if self._norms is not None:
-            self.compressed.update.observe(*self._norms)
+            self.compressed.observe(*self._norms)
 
     def add_partitions(self) -> None:
         """Add the owners' residuals to the buffer, so that everything is sent."""
@@ -148,7 +147,7 @@ class Memory:
             stepped: names of the parameters.
         """
         self.compressed.hand_over(moments, stepped)
-        self._clear(stepped - self.compressed.update.withheld)
+        self._clear(stepped - self.compressed.withheld)
 
     def _clear(self, names: Set[str]) -> None:
         for state in self._all:
@@ -252,5 +251,5 @@ class Memory:
         names = self.gradients.left_out
         self._left_out = {kind: {n: t for n, t in parts.items() if n in names} for kind, parts in state.items()}
         for name, part in self._left_out.pop(PARTITION, {}).items():  # its owner may differ when it is averaged again
-            residuals = self._left_out[str(compressed.update.kind)]
+            residuals = self._left_out[str(compressed.kind)]
             residuals[name] = residuals.get(name, 0) + part * workers

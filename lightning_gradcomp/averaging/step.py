@@ -77,7 +77,7 @@ def average_compressed(
     how = memory.ranks, step, extras, stats, gradients.mean_buffer
     owned = memory.partition
     exchange = TwoPhaseExchange(owned, topology == "server", *how) if owned else Exchange(*how)
-    mean, sent = compressor.average(gradients.compressed_flat, gradients.layout, exchange, memory.compressed.update)
+    mean, sent = compressor.average(gradients.compressed_flat, gradients.layout, exchange, memory.compressed)
     exchange.finish()
 
     stats.now("decompress")
@@ -85,7 +85,7 @@ def average_compressed(
     if not good or flags.void:
         return _without_effect(gradients, anywhere, flags)
     memory.subtract(sent, extras.sent, extras.mean)
-    gradients.assign_updates(mean, extras.mean, anywhere, memory.compressed.update)
+    gradients.assign_updates(mean, extras.mean, anywhere, memory.compressed)
     return Average(flags, gradients.marked(anywhere), memory.commit, partial(gradients.values, mean, extras.mean))
 
 
@@ -109,7 +109,7 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
     good, anywhere, flags = _agreed(ranks, all_finite(mean) & all_finite(dense_mean), found)
     if not good or flags.void:
         return _without_effect(gradients, anywhere, flags)
-    gradients.assign_updates(Dense(mean), dense_mean, anywhere, memory.compressed.update)
+    gradients.assign_updates(Dense(mean), dense_mean, anywhere, memory.compressed)
     commit = partial(memory.commit_all_sent, dict(zip(moments, means, strict=True)))
     return Average(flags, gradients.marked(anywhere), commit, partial(gradients.values, Dense(mean), dense_mean))
 

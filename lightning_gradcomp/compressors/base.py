@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, Gradient
 from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule
-from lightning_gradcomp.compressors.updates import AdamStep, Gradient, Update, is_adam
+from lightning_gradcomp.compressors.updates import AdamStep, is_adam
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import entries
 
@@ -141,9 +142,9 @@ class Compressor(CompressorBase):
         """Returns the compressor with the defaults that depend on the optimizer filled in."""
         return self
 
-    def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        """A new update rule, without state: what error feedback accumulates with this optimizer."""
-        return Update()
+    def state_for(self, optimizer: torch.optim.Optimizer | None) -> ErrorFeedback:
+        """What error feedback accumulates with this optimizer: a new state, which has not started."""
+        return ErrorFeedback()
 
     def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
         """Clip the averaged gradients of a dense step, which are multiplied by the loss scale `grad_scale`."""
@@ -235,7 +236,7 @@ class LossyCompressor(Compressor, ABC):
             return Ramp((), self.final_sparsity, dense=self.warmup_epochs)
         return Ramp((), self.final_sparsity, dense=self.dense_steps, by="step")
 
-    def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
+    def state_for(self, optimizer: torch.optim.Optimizer | None) -> ErrorFeedback:
         """With Adam and AdamW, their steps accumulate; with any other optimizer, gradients."""
         return AdamStep() if is_adam(optimizer) else Gradient()
 

@@ -30,12 +30,13 @@ from typing import ClassVar
 import torch
 
 from lightning_gradcomp.compressors.base import Card
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.formats import check_format
 from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential, quarters
 from lightning_gradcomp.compressors.sparse_codec import SparseCodec
-from lightning_gradcomp.compressors.updates import AdamStep, SGDVelocity, Update, check_adam, check_sgd, is_adam
+from lightning_gradcomp.compressors.updates import AdamStep, SGDVelocity, check_adam, check_sgd, is_adam
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import entries, register
 
@@ -131,7 +132,7 @@ class DGC(SparseCodec):
         levels = quarters(start, self.final_sparsity)
         return Ramp(tuple(levels), self.final_sparsity, dense=self.dense_steps, by="coverage")
 
-    def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
+    def state_for(self, optimizer: torch.optim.Optimizer | None) -> ErrorFeedback:
         """The steps that the optimizer would have made accumulate."""
         return AdamStep() if is_adam(optimizer) else SGDVelocity(masking=self.momentum_masking)
 

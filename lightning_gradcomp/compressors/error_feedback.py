@@ -1,6 +1,6 @@
 """Error feedback: the residual, which a worker has accumulated and not sent yet.
 
-The update rule (updates.py) decides what accumulates: gradients, or the steps of an optimizer with momentum.
+Here gradients accumulate. In updates.py, the steps of an optimizer with momentum do.
 
 An average calls `compensate`, which adds the residual, and `subtract`, which removes what was sent. Both compute in
 separate buffers. The optimizer's step calls `commit`, which swaps them with the old ones. An average that no step uses,
@@ -9,37 +9,54 @@ because a gradient was not finite on some rank or a hook skipped the step, leave
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import reduce
+from typing import Any, ClassVar
 
 import torch
 
 from lightning_gradcomp.compressors.decoded import Decoded, all_finite
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.moments import Moments
-from lightning_gradcomp.compressors.updates import StateDict, Update
+
+StateDict = dict[str, dict[str, torch.Tensor]]
+"""Kind -> parameter name -> tensor."""
 
 
 class ErrorFeedback:
-    """A worker's state: the residual, and the moments of the update rule.
+    """A worker's state between steps. This base class has none and drops whatever is not sent, as unbiased methods do.
 
-    Args:
-        layout: the parameters.
-        device: where the buffers are during a step.
-        update: the update rule. `Update()` accumulates nothing and drops whatever is not sent.
+    `start` it before anything else. A subclass has a `kind`, and accumulates what its `accumulate` computes.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, update: Update) -> None:
-        self.layout, self.device, self.update = layout, device, update
+    kind: ClassVar[str | None] = None
+    """The name of the residual in a `state_dict`; None if nothing accumulates."""
+    moment_kinds: ClassVar[Mapping[str, str]] = {}
+    """Kinds in a `state_dict` that the optimizer also has without compression -> torch's names for them."""
+    counts_steps: ClassVar[bool] = False
+    """True if the optimizer's state counts steps."""
+    owns_momentum: ClassVar[bool] = False
+    """True if the optimizer's momentum is applied to the local gradient before it accumulates."""
+    accumulates_steps: ClassVar[bool] = False
+    """True if steps of the weights are sent: update directions times `learning_rates`."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    parameters: Sequence[torch.Tensor] = ()
+    withheld: Set[str] = frozenset()
+    """Parameters to which the current average applies nothing."""
+
+    def start(self, layout: Layout, device: torch.device) -> ErrorFeedback:
+        """Start with empty state for these parameters, in buffers on `device`. Returns self."""
+        self.layout, self.device = layout, device
         self.unsent: torch.Tensor | None = None
         """The residual, fp32 [n]; None if nothing accumulates."""
-        if update.kind is not None:
+        if self.kind is not None:
             self.unsent = torch.zeros(layout.n, dtype=torch.float32, device=device)
-        self.moments = Moments(layout, device, tuple(update.moments.values()), counts_steps=update.counts_steps)
+        self.moments = Moments(layout, device, tuple(self.moment_kinds.values()), counts_steps=self.counts_steps)
         self.started: set[str] = set()
         """Parameters that have stepped and have state here. The same on all ranks."""
         self._out = torch.empty(0, dtype=torch.float32, device=device)
-        update.start(layout, device)
+        return self
 
     def attach(
         self,
@@ -52,13 +69,54 @@ class ErrorFeedback:
 
         With `shares_moments`, the optimizer's state holds the moments that are computed here.
         """
-        self.update.optimizer, self.update.parameters = optimizer, parameters
+        self.optimizer, self.parameters = optimizer, parameters
         self.moments.attach(optimizer if shares_moments else None, parameters)
 
     @property
     def empty(self) -> bool:
         """True if there is no state."""
         return not self.started
+
+    # What accumulates
+
+    def sharing(self, names: Iterable[str]) -> set[str]:
+        """The parameters among `names` whose moments are also in the optimizer's state."""
+        return set(names)
+
+    def rules(self) -> Sequence[Any]:
+        """How each parameter is treated in this step. Neighbours with equal rules are processed together."""
+        return [None] * len(self.layout.names)
+
+    def accumulate(self, flat: torch.Tensor, place: slice, rule: Any, unsent: torch.Tensor) -> None:
+        """Replace the gradient at `place` by `unsent` plus this step's update; new moments go to `moments.next`.
+
+        Args:
+            flat: the gradients, fp32 [n].
+            place: elements of parameters with the same rule.
+            rule: one of `rules`.
+            unsent: the residual, fp32 [n]. It is not changed.
+        """
+
+    def after_sending(self, decoded: Decoded) -> None:
+        """Update `moments.next` for the values that were sent."""
+
+    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Record the norms of the uncompressed gradient in a committed step.
+
+        Args:
+            own, mean: squared norms of this worker's gradient and of the mean of all workers, 0-d.
+        """
+
+    def learning_rates(self) -> list[float] | None:
+        """The learning rate in each parameter's steps; None unless `accumulates_steps`."""
+        return None
+
+    def local_scales(self, workers: int) -> Sequence[torch.Tensor | float] | None:
+        """For each parameter, the factor of the residual that this worker applies before it computes its gradient.
+
+        None: the gradient is computed at the weights that all ranks share.
+        """
+        return None
 
     # A step
 
@@ -72,18 +130,18 @@ class ErrorFeedback:
         """
         if self.unsent is None:
             return all_finite(flat)
-        self.moments.read(self.update.sharing(self.layout.names))
+        self.moments.read(self.sharing(self.layout.names))
         self._out, finite = flat, []
-        for rule, place in self.layout.chunks_by(self.update.rules(self.moments), flat.device):
+        for rule, place in self.layout.chunks_by(self.rules(), flat.device):
             finite.append(all_finite(flat[place]))
-            self.update.accumulate(flat, place, rule, self.unsent, self.moments)
+            self.accumulate(flat, place, rule, self.unsent)
         return reduce(torch.logical_and, finite) if finite else all_finite(flat)
 
     def subtract(self, decoded: Decoded) -> None:
         """Remove what was sent, as receivers decode it."""
         if self.unsent is not None:
             decoded.subtract_from(self._out)
-            self.update.after_sending(decoded, self.moments)
+            self.after_sending(decoded)
 
     def commit(self, stepped: Set[str], out: torch.Tensor) -> torch.Tensor:
         """Make the new state current after the optimizer's step.
@@ -99,11 +157,10 @@ class ErrorFeedback:
             return out
         stepped = stepped & set(self.layout.names)
         self.moments.commit(stepped)
-        self.layout.copy_except(stepped - self.update.withheld, self.unsent, out)
+        self.layout.copy_except(stepped - self.withheld, self.unsent, out)
         self._out, self.unsent = self.unsent, out
         self.started = self.started | stepped
-        self.update.commit(stepped)
-        self.moments.write(self.update.sharing(self.started))
+        self.moments.write(self.sharing(self.started))
         return self._out
 
     # Between steps
@@ -122,39 +179,37 @@ class ErrorFeedback:
     def clear(self, names: Set[str]) -> None:
         """Clear the residuals of these parameters, after they were sent."""
         if self.unsent is not None:
-            names = names - self.update.withheld
+            names = names - self.withheld
             self.layout.zero(names, self.unsent)
             self.started = self.started - names
-            if not self.started:
-                self.update.clear()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All state that differs between workers, to be averaged in place if several ranks become one worker."""
         unsent = [] if self.unsent is None else [self.unsent]
-        return [*unsent, *self.moments.flats, *self.update.tensors]
+        return [*unsent, *self.moments.flats]
 
     # The optimizer's moments
 
     @property
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """The optimizer's moments that are computed here: torch's name -> flat fp32 [n]."""
-        return dict(zip(self.update.moments.values(), self.moments.flats, strict=True))
+        return dict(zip(self.moment_kinds.values(), self.moments.flats, strict=True))
 
     @property
     def next_optimizer_state(self) -> dict[str, torch.Tensor]:
         """Their values after the current step."""
-        return dict(zip(self.update.moments.values(), self.moments.next, strict=True))
+        return dict(zip(self.moment_kinds.values(), self.moments.next, strict=True))
 
     def hand_over(self, optimizer_state: Mapping[str, torch.Tensor], stepped: Set[str]) -> None:
         """Give the optimizer these moments (flat fp32 [n] each) of the parameters it stepped, to go on alone."""
         stepped = stepped & set(self.layout.names)
         self.moments.replace(optimizer_state, stepped)
-        self.moments.hand_over(self.update.sharing(stepped))
+        self.moments.hand_over(self.sharing(stepped))
 
     def release(self) -> None:
         """Give the optimizer its moments back, and end this state."""
-        self.moments.hand_over(self.update.sharing(self.started))
+        self.moments.hand_over(self.sharing(self.started))
 
     # Checkpoints
 
@@ -162,17 +217,17 @@ class ErrorFeedback:
         """Copies of all state: kind -> parameter name -> tensor."""
         if self.unsent is None:
             return {}
-        self.moments.read(self.update.sharing(self.layout.names))
+        self.moments.read(self.sharing(self.layout.names))
         started = [name for name in self.layout.names if name in self.started]
-        kinds, flats = [str(self.update.kind), *self.update.moments], [self.unsent, *self.moments.flats]
+        kinds, flats = [str(self.kind), *self.moment_kinds], [self.unsent, *self.moments.flats]
         state: StateDict = {}
         for kind, flat in zip(kinds, flats, strict=True):
             parts = self.layout.split(flat)
             state[kind] = {name: parts[name] for name in started}
-        if self.update.counts_steps:
+        if self.counts_steps:
             steps = self.moments.steps
             state["step"] = {name: torch.tensor(float(steps[name]), dtype=torch.float32) for name in started}
-        return {**state, **self.update.state_dict(started)}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replace all state by a `state_dict` of any layout. Names that this layout lacks are ignored.
@@ -180,14 +235,22 @@ class ErrorFeedback:
         Raises:
             ValueError: if a tensor's shape differs from its parameter's.
         """
-        kind = self.update.kind
-        if kind is None:
+        if self.kind is None:
             return
-        self.unsent = self.layout.join(state[kind], self.device)
-        self.moments.flats = [self.layout.join(state[moment], self.device) for moment in self.update.moments]
-        self.started = set(state[kind]) & set(self.layout.names)
+        self.unsent = self.layout.join(state[self.kind], self.device)
+        self.moments.flats = [self.layout.join(state[moment], self.device) for moment in self.moment_kinds]
+        self.started = set(state[self.kind]) & set(self.layout.names)
         steps = {name: int(t) for name, t in state.get("step", {}).items()}
-        first = int(not self.update.counts_steps)
+        first = int(not self.counts_steps)
         self.moments.steps = {name: steps.get(name, first * (name in self.started)) for name in self.layout.names}
-        self.update.load_state_dict(state)
-        self.moments.write(self.update.sharing(self.started))
+        self.moments.write(self.sharing(self.started))
+
+
+class Gradient(ErrorFeedback):
+    """The residual is added to the next gradient (Seide et al. 2014; Aji & Heafield 2017)."""
+
+    kind = "residual"
+
+    def accumulate(self, flat: torch.Tensor, place: slice, rule: None, unsent: torch.Tensor) -> None:
+        """gradient ← residual + gradient."""
+        flat[place].add_(unsent[place])

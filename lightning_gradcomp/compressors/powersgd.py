@@ -27,9 +27,10 @@ import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, Gradient, StateDict
 from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.updates import AdamStep, Gradient, StateDict, Update, is_adam
+from lightning_gradcomp.compressors.updates import AdamStep, is_adam
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -153,30 +154,29 @@ def pieces_of(layout: Layout, r: int, device: torch.device) -> list[Piece]:
     return found
 
 
-class Queries(Update):
+class Queries(ErrorFeedback):
     """Each matrix keeps a query Q for the next step, the same on all ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def start(self, layout: Layout, device: torch.device) -> None:
-        super().start(layout, device)
+    def start(self, layout: Layout, device: torch.device) -> ErrorFeedback:
         rows = (prod(shape[1:]) for shape in layout.shapes)
         self.queries = [query(name, m, self._rank, device) for name, m in zip(layout.names, rows, strict=True)]
         self.next_queries = self.queries
         """The queries after this step is committed."""
+        return super().start(layout, device)
 
-    def commit(self, stepped: Set[str]) -> None:
-        super().commit(stepped)
+    def commit(self, stepped: Set[str], out: torch.Tensor) -> torch.Tensor:
         pairs = zip(self.layout.names, self.queries, self.next_queries, strict=True)
         self.queries = self.next_queries = [new if name in stepped else old for name, old, new in pairs]
+        return super().commit(stepped, out)
 
-    def state_dict(self, names: Sequence[str]) -> StateDict:
+    def state_dict(self) -> StateDict:
         queries = {name: q.clone() for name, q in zip(self.layout.names, self.queries, strict=True)}
-        return {**super().state_dict(names), "query": queries}
+        return {**super().state_dict(), "query": queries}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        super().load_state_dict(state)
         queries = []
         for name, q in zip(self.layout.names, self.queries, strict=True):
             saved = state["query"].get(name, q)
@@ -184,6 +184,7 @@ class Queries(Update):
                 raise ValueError(f"query of {name!r}: got shape {tuple(saved.shape)}, allowed: {tuple(q.shape)}")
             queries.append(saved.to(q.device, copy=True))
         self.queries = self.next_queries = queries
+        super().load_state_dict(state)
 
 
 class GradientAndQueries(Queries, Gradient):
@@ -248,7 +249,7 @@ class PowerSGD(LossyCompressor):
                 allowed = f"{self.rank} or more: a lower rank, fewer ranks in a replica, or exclude=[{name!r}]"
                 raise refusal(f"rows or columns with PowerSGD(rank={self.rank})", got, allowed)
 
-    def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
+    def state_for(self, optimizer: torch.optim.Optimizer | None) -> ErrorFeedback:
         """The gradient accumulates; with Adam and AdamW, their step."""
         return AdamStepAndQueries(self.rank) if is_adam(optimizer) else GradientAndQueries(self.rank)
 

@@ -14,10 +14,10 @@ import torch
 
 from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.decoded import Chunked
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout, Slice, chunks
-from lightning_gradcomp.compressors.updates import Update
 from lightning_gradcomp.errors import refusal
 
 
@@ -70,9 +70,9 @@ class TensorCodec(Codec):
         """
         return None
 
-    def state_for(self, optimizer: torch.optim.Optimizer | None) -> Update:
+    def state_for(self, optimizer: torch.optim.Optimizer | None) -> ErrorFeedback:
         """Nothing accumulates without `error_feedback`."""
-        return super().state_for(optimizer) if self.error_feedback else Update()
+        return super().state_for(optimizer) if self.error_feedback else ErrorFeedback()
 
     # Packing: the parts of all tensors, end to end, each at a multiple of 4 bytes
 

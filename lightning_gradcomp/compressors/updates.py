@@ -1,10 +1,9 @@
-"""What error feedback accumulates: the gradient, momentum SGD's velocity (DGC), or Adam's step.
+"""Error feedback that accumulates momentum SGD's velocity (DGC) or Adam's step.
 
-An update rule reads the optimizer's options at every step, and computes in the buffers of `ErrorFeedback`. The
-mathematics is in `correct_momentum` and `add_adam_step`.
+It reads the optimizer's options at every step. The mathematics is in `correct_momentum` and `add_adam_step`.
 
-If gradients accumulate, the optimizer applies momentum to their average. With the other two, momentum is applied to
-the local gradient before it accumulates, and the optimizer applies the average without momentum
+If gradients accumulate, the optimizer applies momentum to their average. Here momentum is applied to the local gradient
+before it accumulates, and the optimizer applies the average without momentum
 (averaging/optimizer_step.py). Updates that are sent late then move the weights as far as if sent at once.
 
 For Adam and AdamW (Kingma & Ba 2015, Algorithm 1; decoupled weight decay: Loshchilov & Hutter 2019, Algorithm 2), error
@@ -37,107 +36,9 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, StateDict
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.moments import Moments
 from lightning_gradcomp.errors import refusal
-
-StateDict = dict[str, dict[str, torch.Tensor]]
-"""Kind -> parameter name -> tensor."""
-
-
-class Update:
-    """The base of update rules. It accumulates nothing, which suits unbiased methods."""
-
-    kind: ClassVar[str | None] = None
-    """The name of the accumulated tensors in a `state_dict`; None if nothing accumulates."""
-    moments: ClassVar[Mapping[str, str]] = {}
-    """Kinds in a `state_dict` that the optimizer also has without compression -> torch's names for them."""
-    counts_steps: ClassVar[bool] = False
-    """True if the optimizer's state counts steps."""
-    owns_momentum: ClassVar[bool] = False
-    """True if the optimizer's momentum is applied to the local gradient before it accumulates."""
-    accumulates_steps: ClassVar[bool] = False
-    """True if steps of the weights are sent: update directions times `learning_rates`."""
-
-    optimizer: torch.optim.Optimizer | None = None
-    parameters: Sequence[torch.Tensor] = ()
-    withheld: Set[str] = frozenset()
-    """Parameters to which the current average applies nothing."""
-    tensors: Sequence[torch.Tensor] = ()
-    """Other tensors that differ between workers, to be averaged in place if several ranks become one worker."""
-
-    def start(self, layout: Layout, device: torch.device) -> None:
-        """Start with empty state for these parameters."""
-        self.layout = layout
-
-    def sharing(self, names: Iterable[str]) -> set[str]:
-        """The parameters among `names` whose moments are also in the optimizer's state."""
-        return set(names)
-
-    def rules(self, moments: Moments) -> Sequence[Any]:
-        """How each parameter is treated in this step. Neighbours with equal rules are processed together."""
-        return [None] * len(self.layout.names)
-
-    def accumulate(self, flat: torch.Tensor, place: slice, rule: Any, unsent: torch.Tensor, moments: Moments) -> None:
-        """Replace the gradient at `place` by `unsent` plus this step's update; new moments go to `moments.next`.
-
-        Args:
-            flat: the gradients, fp32 [n].
-            place: elements of parameters with the same rule.
-            rule: one of `rules`.
-            unsent: the residual, fp32 [n]. It is not changed.
-            moments: the parameters' moments.
-        """
-
-    def _decay(self, flat: torch.Tensor, place: slice, weight_decay: float) -> None:
-        """Add weight decay to the gradient at `place`."""
-        weights = self.layout.cut(self.parameters, place)
-        torch._foreach_add_(flat[place].split([len(each) for each in weights]), weights, alpha=weight_decay)
-
-    def after_sending(self, decoded: Decoded, moments: Moments) -> None:
-        """Update `moments.next` for the values that were sent."""
-
-    def commit(self, stepped: Set[str]) -> None:
-        """Make the state that this rule has computed for the next step current."""
-
-    def clear(self) -> None:
-        """Clear this rule's state, after all residuals were sent."""
-
-    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """Record the norms of the uncompressed gradient in a committed step.
-
-        Args:
-            own, mean: squared norms of this worker's gradient and of the mean of all workers, 0-d.
-        """
-
-    def learning_rates(self) -> list[float] | None:
-        """The learning rate in each parameter's steps; None unless `accumulates_steps`."""
-        return None
-
-    def local_scales(self, workers: int) -> Sequence[torch.Tensor | float] | None:
-        """For each parameter, the factor of the residual that this worker applies before it computes its gradient.
-
-        None: the gradient is computed at the weights that all ranks share.
-        """
-        return None
-
-    def state_dict(self, names: Sequence[str]) -> StateDict:
-        """Copies of this rule's state for these parameters, without the moments."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replace this rule's state by that in a `state_dict`."""
-
-
-class Gradient(Update):
-    """The residual is added to the next gradient (Seide et al. 2014; Aji & Heafield 2017)."""
-
-    kind = "residual"
-
-    def accumulate(self, flat: torch.Tensor, place: slice, rule: None, unsent: torch.Tensor, moments: Moments) -> None:
-        """gradient ← residual + gradient."""
-        flat[place].add_(unsent[place])
-
 
 # Momentum SGD
 
@@ -182,7 +83,7 @@ def correct_momentum(
         new_v.add_(new_u, alpha=m)
 
 
-class SGDVelocity(Update):
+class SGDVelocity(ErrorFeedback):
     """Momentum correction for SGD (Lin et al. 2018): the velocity v accumulates, the momentum u is `momentum_buffer`.
 
     Args:
@@ -190,7 +91,7 @@ class SGDVelocity(Update):
     """
 
     kind = "velocity"
-    moments: ClassVar[Mapping[str, str]] = {"momentum": "momentum_buffer"}
+    moment_kinds: ClassVar[Mapping[str, str]] = {"momentum": "momentum_buffer"}
     owns_momentum = True
 
     def __init__(self, *, masking: bool) -> None:
@@ -207,26 +108,24 @@ class SGDVelocity(Update):
         with_momentum = {name for name, rule in zip(self.layout.names, self._options(), strict=True) if rule.momentum}
         return with_momentum & set(names)
 
-    def rules(self, moments: Moments) -> list[tuple[SGDRule, bool]]:
+    def rules(self) -> list[tuple[SGDRule, bool]]:
         """Each parameter's options, and True if this is its first step."""
-        return [(o, not moments.steps[name]) for o, name in zip(self._options(), self.layout.names, strict=True)]
+        return [(o, not self.moments.steps[name]) for o, name in zip(self._options(), self.layout.names, strict=True)]
 
-    def accumulate(
-        self, flat: torch.Tensor, place: slice, rule: tuple[SGDRule, bool], unsent: torch.Tensor, moments: Moments
-    ) -> None:
+    def accumulate(self, flat: torch.Tensor, place: slice, rule: tuple[SGDRule, bool], unsent: torch.Tensor) -> None:
         """gradient ← the new velocity.
 
         Weight decay λ·w is first added to the gradient, so that momentum applies to it as in SGD.
         """
-        [u], [new_u], (options, first), g = moments.flats, moments.next, rule, flat[place]
+        [u], [new_u], (options, first), g = self.moments.flats, self.moments.next, rule, flat[place]
         if options.weight_decay:
-            self._decay(flat, place, options.weight_decay)
+            _decay(self, flat, place, options.weight_decay)
         correct_momentum(g, u[place], unsent[place], options, first, (new_u[place], g))
 
-    def after_sending(self, decoded: Decoded, moments: Moments) -> None:
+    def after_sending(self, decoded: Decoded) -> None:
         """With masking (eq. 9), set the momentum of the sent entries to 0."""
         if self.masking:
-            decoded.zero(moments.next[0])
+            decoded.zero(self.moments.next[0])
 
     def local_scales(self, workers: int) -> list[float]:
         """Learning rate / √workers. If gradients are mostly noise, a worker's own velocity is √workers times longer
@@ -297,26 +196,25 @@ def add_adam_step(
     torch.div(new_m, denominator, out=new_e).mul_(rule.lr / (1 - beta1**t)).add_(e)
 
 
-class AdamStep(Update):
+class AdamStep(ErrorFeedback):
     """The sum of Adam's unsent steps. A parameter whose learning rate is 0 sends nothing."""
 
     kind = "unsent_step"
-    moments: ClassVar[Mapping[str, str]] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    moment_kinds: ClassVar[Mapping[str, str]] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     counts_steps = owns_momentum = accumulates_steps = True
 
-    def start(self, layout: Layout, device: torch.device) -> None:
-        super().start(layout, device)
+    def start(self, layout: Layout, device: torch.device) -> ErrorFeedback:
         self._squares = torch.zeros(2, dtype=torch.float32, device=device)
         """Squared norms of this rank's uncompressed gradient and of the mean: sums over steps that decay by β2."""
         self._now: list[AdamRule | None] = []
         """Each parameter's options in the latest step."""
         self._scale = self.local_scale
         """`local_scale` in the latest step."""
+        return super().start(layout, device)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:  # type: ignore[override]
-        """Squared norms."""
-        return [self._squares]
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors, self._squares]
 
     @property
     def local_scale(self) -> torch.Tensor:
@@ -328,30 +226,25 @@ class AdamStep(Update):
         """√ρ for every parameter."""
         return [self.local_scale] * len(self.parameters)
 
-    def rules(self, moments: Moments) -> list[tuple[AdamRule | None, int]]:
+    def rules(self) -> list[tuple[AdamRule | None, int]]:
         """Each parameter's options (None if the optimizer does not hold it), and its number of steps so far."""
         decoupled, groups = isinstance(self.optimizer, torch.optim.AdamW), _groups(self.optimizer, self.parameters)
         self._scale = self.local_scale
         self._now = [_adam_rule(group, decoupled) if group else None for group in groups]
         named = list(zip(self.layout.names, self._now, strict=True))
         self.withheld = {name for name, options in named if options is None or options.lr == 0}
-        return [(options, moments.steps[name]) for name, options in named]
+        return [(options, self.moments.steps[name]) for name, options in named]
 
     def accumulate(
-        self,
-        flat: torch.Tensor,
-        place: slice,
-        rule: tuple[AdamRule | None, int],
-        unsent: torch.Tensor,
-        moments: Moments,
+        self, flat: torch.Tensor, place: slice, rule: tuple[AdamRule | None, int], unsent: torch.Tensor
     ) -> None:
         """gradient ← unsent steps plus the new step."""
         (options, t), g = rule, flat[place]
         if options is not None:
             if options.weight_decay and not options.decoupled:
-                self._decay(flat, place, options.weight_decay)
-            m, v = (each[place] for each in moments.flats)
-            new_m, new_v = (each[place] for each in moments.next)
+                _decay(self, flat, place, options.weight_decay)
+            m, v = (each[place] for each in self.moments.flats)
+            new_m, new_v = (each[place] for each in self.moments.next)
             add_adam_step(g, m, v, unsent[place], options, t + 1, self._scale, (new_m, new_v, g))
         if options is None or options.lr == 0:
             g.zero_()
@@ -364,15 +257,19 @@ class AdamStep(Update):
     def learning_rates(self) -> list[float]:
         return [rule.lr if rule else 0.0 for rule in self._now]
 
-    def clear(self) -> None:
-        self._squares.zero_()
+    def clear(self, names: Set[str]) -> None:
+        super().clear(names)
+        if self.empty:
+            self._squares.zero_()
 
-    def state_dict(self, names: Sequence[str]) -> StateDict:
-        return {"squares": {name: self._squares.clone() for name in names}}  # the same for all tensors
+    def state_dict(self) -> StateDict:
+        state = super().state_dict()
+        return {**state, "squares": {name: self._squares.clone() for name in state["step"]}}  # the same for all tensors
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for squares in state["squares"].values():
             self._squares = squares.to(self._squares.device, copy=True)
+        super().load_state_dict(state)
 
 
 def _adam_rule(group: dict[str, Any], decoupled: bool) -> AdamRule:
@@ -412,3 +309,9 @@ def _groups(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[dict[str
     groups = optimizer.param_groups if optimizer else []
     known = {id(parameter): group for group in groups for parameter in group["params"]}
     return [known.get(id(parameter)) for parameter in parameters]
+
+
+def _decay(state: ErrorFeedback, flat: torch.Tensor, place: slice, weight_decay: float) -> None:
+    """Add weight decay to the gradient at `place`."""
+    weights = state.layout.cut(state.parameters, place)
+    torch._foreach_add_(flat[place].split([len(each) for each in weights]), weights, alpha=weight_decay)

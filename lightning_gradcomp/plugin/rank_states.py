@@ -223,20 +223,20 @@ def mean_optimizer_state(states: Sequence[State], averager: GradientAverager) ->
     """The mean of the optimizer state in `states`, for a checkpoint as plain DDP writes it."""
     if not states:
         return {}
-    moments: Mapping[str, str] = averager.state.update.moments
+    moments: Mapping[str, str] = averager.state.moment_kinds
     means = mean_state({**state, "memory": {kind: state["memory"][kind] for kind in moments}} for state in states)
     return _by_parameter(means["memory"], averager)
 
 
 def own_optimizer_state(averager: GradientAverager) -> OptimizerState:
     """Copies on the CPU of the optimizer state that this rank's averager keeps."""
-    moments = averager.state.update.moments
+    moments = averager.state.moment_kinds
     memory = averager.state_dict()["memory"] if moments else {}
     return _by_parameter({k: {n: part.cpu().clone() for n, part in memory[k].items()} for k in moments}, averager)
 
 
 def _by_parameter(memory: Mapping[str, Mapping[str, torch.Tensor]], averager: GradientAverager) -> OptimizerState:
-    moments, kept = averager.state.update.moments, {}
+    moments, kept = averager.state.moment_kinds, {}
     for name, parameter in zip(averager.gradients.layout.names, averager.gradients.compressed, strict=True):
         parts = {moments[kind]: parts[name] for kind, parts in memory.items() if name in parts}
         if parts:

@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_gradcomp import OneBit
 from lightning_gradcomp.averaging import GradientAverager, mean_state
-from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
+from lightning_gradcomp.compressors.error_feedback import Gradient
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.updates import AdamStep, Gradient
+from lightning_gradcomp.compressors.updates import AdamStep
 from tests.averaging.laws import REGISTERED
 from tests.averaging.workers import (
     Table,
@@ -370,24 +370,24 @@ def test_moments_of_dense_steps_between_compressed_ones_are_taken_over_in_bf16_t
 
 def test_a_huge_gradient_and_dense_steps_leave_the_ratio_of_norms_as_a_resumed_run_has_it():
     layout = Layout(("w",), ((4, 8),))
-    states = [ErrorFeedback(layout, torch.device("cpu"), AdamStep()) for _ in range(2)]
+    states = [AdamStep().start(layout, torch.device("cpu")) for _ in range(2)]
     for state in states:
         parameter = nn.Parameter(torch.zeros(4, 8))
         state.attach(torch.optim.AdamW([parameter]), [parameter])
     [state, resumed] = states
-    state.update.observe(torch.tensor(4.0), torch.tensor(1.0))
-    state.update.observe(torch.tensor(torch.inf), torch.tensor(1.0))  # squares of what is finite
-    assert state.update.local_scale == 0.5
+    state.observe(torch.tensor(4.0), torch.tensor(1.0))
+    state.observe(torch.tensor(torch.inf), torch.tensor(1.0))  # squares of what is finite
+    assert state.local_scale == 0.5
     state.clear({"w"})
     resumed.load_state_dict(state.state_dict())
-    assert resumed.update.local_scale == state.update.local_scale == 1
+    assert resumed.local_scale == state.local_scale == 1
 
 
 def test_amsgrad_and_unknown_optimizers_keep_gradient_feedback():
     for made in (partial(torch.optim.AdamW, amsgrad=True), torch.optim.NAdam, torch.optim.RMSprop):
         model = Table()
         averager = GradientAverager(model, "onebit", optimizer=made(model.parameters()), epoch=0)
-        assert type(averager.state.update) is Gradient
+        assert type(averager.state) is Gradient
 
 
 def test_a_grad_scaler_skips_the_step_on_all_ranks():

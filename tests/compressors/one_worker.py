@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.layout import Layout
 
 CPU = torch.device("cpu")
@@ -43,7 +42,7 @@ class Worker:
 
     def __init__(self, compressor, layout):
         self.compressor, self.layout = compressor, layout
-        self.state, self.out = ErrorFeedback(layout, CPU, compressor.state_for(None)), torch.empty(layout.n)
+        self.state, self.out = compressor.state_for(None).start(layout, CPU), torch.empty(layout.n)
         self.payload, self.steps = None, 0
 
     def push(self, gradient):

@@ -8,7 +8,6 @@ import torch
 
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.compressors import PowerSGD
-from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.powersgd import orthonormal
 from tests.averaging.laws import Parts, kept
 from tests.averaging.workers import all_equal, averaged, conv_net, seeded, train
@@ -91,7 +90,7 @@ def test_the_residual_is_bounded_over_500_steps_of_noise():
     def work(worker):
         compressor, means = powersgd(rank=2), Means(worker, flats, barrier)
         state, out, generator = (
-            ErrorFeedback(layout, CPU, compressor.state_for(None)),
+            compressor.state_for(None).start(layout, CPU),
             torch.empty(layout.n),
             seeded(worker),
         )
@@ -99,7 +98,7 @@ def test_the_residual_is_bounded_over_500_steps_of_noise():
         for _ in range(500):
             gradient, applied = torch.randn(layout.n, generator=generator), torch.zeros(layout.n)
             state.compensate(out.copy_(gradient))
-            mean, sent = compressor.average(out, layout, means, state.update)
+            mean, sent = compressor.average(out, layout, means, state)
             mean.add_to(applied)
             state.subtract(sent)
             out = state.commit({"a"}, out)

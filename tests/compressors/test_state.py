@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
-from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
+from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, Gradient
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.updates import Gradient, SGDRule, SGDVelocity, Update
+from lightning_gradcomp.compressors.updates import SGDRule, SGDVelocity
 from tests.compressors.one_worker import CPU
 
 LAYOUT = Layout(("a", "b"), ((3, 4), (5, 2)))
@@ -70,11 +70,11 @@ class Worker:
 
 
 def velocity(rule=RULES["plain"], masking=True, layout=LAYOUT):
-    return Worker(ErrorFeedback(layout, CPU, SGDVelocity(masking=masking)), rule)
+    return Worker(SGDVelocity(masking=masking).start(layout, CPU), rule)
 
 
 def residual(rule=RULES["plain"], layout=LAYOUT):
-    return Worker(ErrorFeedback(layout, CPU, Gradient()))
+    return Worker(Gradient().start(layout, CPU))
 
 
 both_states = pytest.mark.parametrize("make", [residual, velocity])
@@ -329,7 +329,7 @@ def test_a_cleared_state_is_as_new(make):
 
 
 def test_a_state_of_nothing_sends_the_gradient_and_stays_empty():
-    worker = Worker(ErrorFeedback(LAYOUT, CPU, Update()))
+    worker = Worker(ErrorFeedback().start(LAYOUT, CPU))
     for g in gradients(3):
         assert torch.equal(worker.compensate(g), g)
         worker.step(g)

@@ -3,7 +3,6 @@
 import torch
 
 from lightning_gradcomp.compressors.decoded import Dense, Sparse
-from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.tensor_codec import TensorCodec
@@ -36,7 +35,7 @@ class Workers:
         self.states = []
         for _ in self.partitions:
             weights = [torch.zeros(shape, requires_grad=True) for shape in shapes.values()]
-            self.states.append(ErrorFeedback(self.layout, CPU, compressor.state_for(None)))
+            self.states.append(compressor.state_for(None).start(self.layout, CPU))
             self.states[-1].attach(torch.optim.SGD(weights, lr=1.0, momentum=momentum), weights)
         self.residual = torch.zeros(self.layout.n)
         self.accumulates = compressor.state_for(None).kind is not None
