@@ -1,23 +1,24 @@
 """Base classes of compressors: which tensors are compressed, when, and how they are averaged.
 
-Most methods extend `TensorCodec` (tensor_codec.py) and define what happens to one tensor. A method that selects among
-the elements of all tensors extends `Codec`. A method that sends sums instead of payloads extends `LossyCompressor`.
+Most methods extend `TensorCodec` (tensor_codec.py) and define what happens to one tensor. A method that selects
+entries extends `SparseCodec`. A method that sends sums instead of payloads extends `LossyCompressor`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.compressors.decoded import Decoded, Sparse
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, Gradient
-from lightning_gradcomp.compressors.kernels.formats import check_format, value_bytes
+from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes, pack_indices, unpack_indices
+from lightning_gradcomp.compressors.kernels.formats import check_format, pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule
@@ -294,6 +295,49 @@ class Codec(LossyCompressor, Payloads):
     ) -> tuple[Decoded, Decoded]:
         """Pack, exchange, unpack and add."""
         return collectives.mean_of_payloads(self.for_step(collectives.worker, collectives.step), flat, layout)
+
+
+class SparseCodec(Codec):
+    """A compressor that sends some entries of the flat buffer; `count` and `select` define which.
+
+    A payload holds their values in the format `values`, then their indices (kernels/elias_fano.py).
+
+    Args:
+        values: format of the values sent: `"fp32"`, `"bf16"`, `"fp16"`, `"int8"` (with a scale for each 256 values)
+            or `"int2"` (a sign and one of two magnitudes for each 256 values). The rounding error stays in the
+            residual.
+    """
+
+    values: str
+    sparsity: Any
+    """Fraction of the entries that stays unsent, in [0, 1)."""
+
+    def with_sparsity(self, sparsity: float | None) -> Self:
+        return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)
+
+    @abstractmethod
+    def count(self, layout: Layout) -> int:
+        """The number k of entries to send."""
+
+    @abstractmethod
+    def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The indices of the entries to send: int64 [k], ascending."""
+
+    def payload_bytes(self, layout: Layout) -> int:
+        k = self.count(layout)
+        return value_bytes(k, self.values) + index_bytes(layout.n, k)
+
+    def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Sparse]:
+        indices = self.select(flat, layout)
+        packed = pack_values(flat[indices], self.values)
+        decoded = Sparse(indices, unpack_values(packed, indices.numel(), self.values))
+        return torch.cat([packed, pack_indices(indices, flat.numel())]), decoded
+
+    def unpack(self, payload: torch.Tensor, layout: Layout) -> Sparse:
+        k = self.count(layout)
+        length = value_bytes(k, self.values)
+        values = unpack_values(payload[:length], k, self.values)
+        return Sparse(unpack_indices(payload[length:], layout.n, k), values)
 
 
 def build(compressor: Compressor | str) -> Compressor:

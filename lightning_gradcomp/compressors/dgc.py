@@ -29,13 +29,12 @@ from typing import ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import Card
+from lightning_gradcomp.compressors.base import Card, SparseCodec
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.formats import check_format
 from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential, quarters
-from lightning_gradcomp.compressors.sparse_codec import SparseCodec
 from lightning_gradcomp.compressors.updates import AdamStep, SGDVelocity, check_adam, check_sgd, is_adam
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import entries, register

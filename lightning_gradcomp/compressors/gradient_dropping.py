@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives
+from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, SparseCodec
 from lightning_gradcomp.compressors.decoded import Decoded
 from lightning_gradcomp.compressors.kernels.formats import check_format
 from lightning_gradcomp.compressors.kernels.topk import count, count_chunks, count_each, topk, topk_chunks, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import check_sparsity
-from lightning_gradcomp.compressors.sparse_codec import SparseCodec
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import register
 
