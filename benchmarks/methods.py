@@ -207,11 +207,14 @@ class Switched:
         with self._averager.local_weights():
             with self._hook.forward(decision):
                 loss = nn.functional.cross_entropy(self._ddp(images), labels)
-            self._hook.before_backward(self._averager, decision, None)
+            self._hook.before_backward(self._averager, decision)
             loss.backward()
-        self._hook.after_backward(self._averager)
-        with self._hook.stepping():
-            self._optimizer.step()
+        turn = self._hook.after_backward(self._averager)
+        if turn.ddp_seconds is None:
+            self._averager.average()
+        else:
+            self._averager.after_dense_step(seconds=turn.ddp_seconds)
+        self._optimizer.step()
 
 
 def with_hook(

@@ -200,6 +200,11 @@ class GradientAverager:
         return self._memory.has_unsent
 
     @property
+    def names_with_unsent(self) -> set[str]:
+        """Names of the parameters for which error feedback holds something to send, including those left out now."""
+        return self._memory.names_with_unsent
+
+    @property
     def state(self) -> ErrorFeedback:
         """Error feedback of the compressed parameters."""
         return self._memory.compressed
@@ -320,7 +325,8 @@ class GradientAverager:
         """
         index = [*map(id, self.optimizers)].index(id(optimizer))
         if self.world > 1:
-            check_same_step(self.ranks, self.gradients.device, self.steps, index, backwards)
+            with explained(self.steps, "averaging gradients", self.ranks.group):
+                check_same_step(self.ranks, self.gradients.device, self.steps, index, backwards)
 
     def _begin_average(self, grad_scale: float) -> Decision:
         decision = self.begin_step()

@@ -98,6 +98,11 @@ class Memory:
         """Parameters with state."""
         return self.compressed.started | self.dense.started
 
+    @property
+    def names_with_unsent(self) -> set[str]:
+        """`started`, and the parameters with state that are left out."""
+        return self.started.union(*self._left_out.values())
+
     # A step
 
     def compensate(self) -> torch.Tensor:

@@ -29,14 +29,13 @@ from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.few_bit_buckets import FewBitBuckets
-from lightning_gradcomp.plugin.manual_steps import ManualSteps, parameter_ids
+from lightning_gradcomp.plugin.manual_steps import ManualSteps, Turn
 
 
-class DDPHook(ManualSteps):
+class DDPHook:
     """The communication hook of one DDP module.
 
-    Run the forward pass inside `forward`, then `before_backward`, backward and `after_backward`. Step each optimizer
-    inside `stepping`; with `manual`, after `before_optimizer_step`, and call `take_back` before each backward.
+    Run the forward pass inside `forward`, then `before_backward`, backward and `after_backward`.
 
     DDP's `require_backward_grad_sync` (False in `no_sync()`) decides if a backward synchronizes. The hook can't tell,
     because it does not fire if DDP knows none of the trainable parameters. DDP knows those that required a gradient
@@ -44,12 +43,11 @@ class DDPHook(ManualSteps):
 
     Args:
         ddp: the wrapped model.
-        manual: False, for automatic optimization: a compressed step averages all gradients after backward.
-            True: as in `ManualSteps`.
+        manual: decides when gradients are averaged in manual optimization. None, in automatic optimization: all of
+            them after backward.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, *, manual: bool = False) -> None:
-        super().__init__()
+    def __init__(self, ddp: DistributedDataParallel, manual: ManualSteps | None = None) -> None:
         # Registered directly, because Lightning registers hooks only on CUDA.
         ddp.register_comm_hook(None, self._hook)
         ddp._comm_hooks.pop()  # DDP has registered it; a copy of the module, which has no hook, would copy all of this
@@ -64,12 +62,10 @@ class DDPHook(ManualSteps):
         self._ddp_skipped = False
         """True if DDP was told not to synchronize this forward pass."""
         self._gradients_ready: float | None = None
-        self._seconds = 0.0
         self.accumulating = False
         """True if the last backward left local gradients for a later one to add to."""
-        self._unused_average = False
-        self._compressed: set[int] = set()
-        """With `manual`: ids of the parameters whose last step was compressed."""
+        self._averaged_at: int | None = None
+        """In automatic optimization, the averager's steps when gradients were last averaged."""
 
     def release(self) -> None:
         """Release the DDP module, which holds this hook: Python's garbage collector can't see the cycle through C++."""
@@ -108,13 +104,13 @@ class DDPHook(ManualSteps):
             ddp.require_backward_grad_sync = synchronizes
             ddp.require_forward_param_sync = synchronizes  # as after any forward pass: the next one sends buffers
 
-    def before_backward(self, averager: GradientAverager, decision: Decision, precision: object) -> None:
+    def before_backward(self, averager: GradientAverager, decision: Decision, grad_scale: float = 1.0) -> None:
         """Decide whether DDP or the averager averages the gradients of the next backward.
 
         Args:
             averager: averages what DDP does not.
             decision: what this step does.
-            precision: the precision plugin, whose loss scale the gradients will have.
+            grad_scale: the loss scale that the gradients will have.
 
         Raises:
             ValueError: if a parameter was added after DDP wrapped the model; if DDP waits for a frozen one; or if, in
@@ -130,25 +126,20 @@ class DDPHook(ManualSteps):
             self._check_parameters()
         if not self._manual:
             self._check_averages_were_used(averager)
-        scaler = getattr(precision, "scaler", None)
-        self._grad_scale, self._step = scaler.get_scale() if scaler else 1.0, averager.steps
+        self._grad_scale, self._step = grad_scale, averager.steps
         self._wire = decision.wire if averager.world > 1 else "fp32"
         if self._wire in FORMATS and self._few_bits is None:
             form, named = FORMATS[self._wire], self._ddp.module.named_parameters()
             first = first_blocks(form, averager.gradients.chosen)
             large = {id(p): first[plain_name(name)] for name, p in named if plain_name(name) in first}
             self._few_bits = FewBitBuckets(form, large, averager.gradients.device)
-        self._by_ddp = not self._ddp_skipped and self._can_be_by_ddp(decision)
+        by_ddp = not self._ddp_skipped and self._can_be_by_ddp(decision)
+        self._by_ddp = by_ddp and not (self._manual and self._leaves_some_for(averager, self._manual))
         self._gradients_ready = None
 
     def _can_be_by_ddp(self, decision: Decision) -> bool:
-        """True if DDP can average this step: it is dense, DDP knows its parameters, and none has a residual."""
-        trainable = self._trainable
-        return (
-            decision.is_plain
-            and all(id(p) in self._known_to_ddp for p in trainable)
-            and self._nothing_left_for_averager(trainable)
-        )
+        """True if DDP can average this step: it is dense, and DDP knows its parameters."""
+        return decision.is_plain and all(id(p) in self._known_to_ddp for p in self._trainable)
 
     @property
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -171,64 +162,31 @@ class DDPHook(ManualSteps):
             raise refusal("a layer that was frozen while training", first, allowed)
 
     def _check_averages_were_used(self, averager: GradientAverager) -> None:
-        if self._unused_average and isinstance(averager.compressor, LossyCompressor):
+        if self._averaged_at == averager.steps and isinstance(averager.compressor, LossyCompressor):
             name = type(averager.compressor).__name__
             if any(p.grad is not None and bool(p.grad.any()) for p in averager.gradients.parameters):
                 what = f"backward calls with {name} between two optimizer steps"
                 raise refusal(what, "2", "1: add up the losses, or wrap all but the last call in no_sync()")
-        self._unused_average = False
 
-    def _nothing_left_for_averager(self, trainable: list[nn.Parameter]) -> bool:
-        """True if no trainable parameter has a residual or a local gradient from an earlier backward."""
-        if not self._manual:
+    def _leaves_some_for(self, averager: GradientAverager, manual: ManualSteps) -> bool:
+        """True if a trainable parameter has a residual, or a local gradient from an earlier backward."""
+        named = [(plain_name(name), p) for name, p in self._named if p.requires_grad]
+        if not averager.names_with_unsent.isdisjoint(name for name, _ in named):
             return True
-        if any(id(p) in self._compressed for p in trainable):
-            return False
-        left = [p for p in trainable if self._pending.get(id(p)) is False and p.grad is not None]
-        return not any(bool(p.grad.any()) for p in left if p.grad is not None)
+        left = [p.grad for _, p in named if p.grad is not None and manual.pending.get(id(p), 0.0) is None]
+        return any(bool(grad.any()) for grad in left)
 
-    def after_backward(self, averager: GradientAverager) -> bool:
-        """Average, unless gradients accumulate, DDP has averaged them, or several optimizers' steps will.
-
-        Returns:
-            True if the averager averaged here.
-        """
-        fired = self._gradients_ready is not None
-        self.accumulating = not (fired or self._ddp.require_backward_grad_sync)
+    def after_backward(self, averager: GradientAverager) -> Turn | None:
+        """What to average now. None if gradients accumulate, or if several optimizers' steps will average them."""
+        seconds = None if self._gradients_ready is None else time.perf_counter() - self._gradients_ready
+        self.accumulating = seconds is None and not self._ddp.require_backward_grad_sync
         if self.accumulating:
-            return False
-        by_ddp = self._by_ddp and fired
-        if self._gradients_ready is not None:
-            self._seconds = time.perf_counter() - self._gradients_ready
+            return None
+        ddp_seconds = seconds if self._by_ddp else None
         if self._manual:
-            return self.note_backward(averager, self._trainable, by_ddp=by_ddp)
-        self._unused_average = True
-        self._average(averager, None, by_ddp=by_ddp)
-        return not by_ddp
-
-    def _average(
-        self,
-        averager: GradientAverager,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        by_ddp: bool,
-        revocable: bool = False,
-    ) -> None:
-        if by_ddp:
-            averager.after_dense_step(grad_scale=self._grad_scale, seconds=self._seconds, optimizer=optimizer)
-        else:
-            averager.average(grad_scale=self._grad_scale, optimizer=optimizer, revocable=revocable)
-        if optimizer is not None:
-            own = parameter_ids(optimizer) & {id(p) for p in self._trainable}
-            # If the next step is dense, the averager sends the residual of compressed parameters.
-            self._compressed = self._compressed - own if averager.decision.is_plain else self._compressed | own
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Wrap an optimizer's step, which uses the gradients."""
-        with super().stepping():
-            yield
-        self._unused_average = False
+            return self._manual.after_backward(averager, self._trainable, ddp_seconds=ddp_seconds)
+        self._averaged_at = averager.steps
+        return Turn(ddp_seconds=ddp_seconds)
 
 
 @contextmanager

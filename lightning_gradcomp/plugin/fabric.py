@@ -23,6 +23,7 @@ from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code, of_rank_zero
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ
+from lightning_gradcomp.plugin.manual_steps import ManualSteps, Turn
 from lightning_gradcomp.plugin.rank_states import (
     KEY,
     OptimizerState,
@@ -38,7 +39,8 @@ class SetUp:
     """A module that was set up in Fabric: its communication hook, its optimizers, and once it trains its averager."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp, self.hook = ddp, DDPHook(ddp, manual=True)
+        self.ddp, self.manual_steps = ddp, ManualSteps()
+        self.hook = DDPHook(ddp, self.manual_steps)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averager: GradientAverager | None = None
         self.loaded: tuple[dict[str, Any], Any] | None = None
@@ -115,6 +117,7 @@ class CompressedFabricStrategy(DDPStrategy):
         self.steps_per_epoch = steps_per_epoch
         self._epoch: int | None = None
         self._set_up: list[SetUp] = []
+        self._in_step, self._grad_scale = False, 1.0
         self._kept: OptimizerState = {}
         """The optimizer state that the averagers keep, while a checkpoint is saved."""
 
@@ -142,7 +145,7 @@ class CompressedFabricStrategy(DDPStrategy):
         with ExitStack() as stack:
             for each in self._training:
                 averager = self._averager(each)
-                each.hook.take_back(averager)
+                each.manual_steps.take_back(averager)
                 stack.enter_context(averager.local_weights())
             yield
 
@@ -179,17 +182,19 @@ class CompressedFabricStrategy(DDPStrategy):
         return [each for each in self._set_up if each.has_some_of(optimizer)]
 
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        training = self._training
+        training, scaler = self._training, getattr(self.precision, "scaler", None)
+        self._grad_scale = scaler.get_scale() if scaler else 1.0
         for each in training:
             averager = self._averager(each)
             averager.epoch = self._epoch
-            each.hook.take_back(averager)
-            each.hook.before_backward(averager, averager.begin_step(), self.precision)
+            each.manual_steps.take_back(averager)
+            each.hook.before_backward(averager, averager.begin_step(), self._grad_scale)
         before = [each.versions() for each in training]
         super().backward(tensor, module, *args, **kwargs)
         for each, versions in zip(training, before, strict=True):
             if each.took_part(versions):
-                each.hook.after_backward(self._averager(each))
+                averager = self._averager(each)
+                self._average(averager, each.hook.after_backward(averager))
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Average the gradients of the optimizer's parameters unless they are averaged, then step."""
@@ -198,31 +203,42 @@ class CompressedFabricStrategy(DDPStrategy):
 
         def closure_then_average() -> Any:
             result = closure()
-            self._average(optimizer)
+            self._average_for(optimizer)
             return result
 
         if closure is None:
-            self._average(optimizer)
+            self._average_for(optimizer)
         else:
             kwargs["closure"] = closure_then_average
-        with ExitStack() as stack:
-            for each in self._of(optimizer):
-                stack.enter_context(each.hook.stepping())
+        self._in_step = True
+        try:
             result = super().optimizer_step(optimizer, **kwargs)
+        finally:
+            self._in_step = False
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             for averager in self.averagers:
                 averager.commit(optimizer)
         return result
 
-    def _average(self, optimizer: torch.optim.Optimizer) -> None:
+    def _average_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of the optimizer's parameters, unless no backward has changed them since."""
         for each in self._of(optimizer):
-            each.hook.before_optimizer_step(self._averager(each), optimizer)
+            averager = self._averager(each)
+            self._average(averager, each.manual_steps.before_step(averager, optimizer))
+
+    def _average(self, averager: GradientAverager, turn: Turn | None) -> None:
+        if turn is None:
+            return
+        if turn.ddp_seconds is None:
+            averager.average(grad_scale=self._grad_scale, optimizer=turn.optimizer, revocable=turn.revocable)
+        else:
+            seconds = turn.ddp_seconds
+            averager.after_dense_step(grad_scale=self._grad_scale, seconds=seconds, optimizer=turn.optimizer)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        allowed = "the optimizer that fabric.setup returns, whose step averages the gradients first"
-        for each in self._set_up:
-            each.hook.check_averaged(optimizer, "optimizer", allowed)
+        if not self._in_step and any(each.manual_steps.is_pending(optimizer) for each in self._set_up):
+            allowed = "the optimizer that fabric.setup returns, whose step averages the gradients first"
+            raise refusal("optimizer", f"torch's own {type(optimizer).__name__}", allowed)
 
     def clip_gradients_norm(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kw: Any
@@ -241,7 +257,7 @@ class CompressedFabricStrategy(DDPStrategy):
     def _average_to_clip(self, optimizer: torch.optim.Optimizer) -> None:
         for each in self._of(optimizer):
             check_clipping_averages(self.compressor, self._corrected(each), "in Fabric", "fabric.clip_gradients")
-        self._average(optimizer)
+        self._average_for(optimizer)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state. In a checkpoint it includes the momentum that the averager keeps, as in plain SGD."""

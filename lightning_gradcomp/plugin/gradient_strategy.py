@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import compare_replicas, replicated, share_buffers
 from lightning_gradcomp.compressors import LossyCompressor
+from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy, averages_of
 from lightning_gradcomp.plugin.direction_hooks import DirectionHooks
-from lightning_gradcomp.plugin.manual_steps import ManualSteps
+from lightning_gradcomp.plugin.manual_steps import ManualSteps, Turn
 from lightning_gradcomp.plugin.validation import (
     check_clipping,
     check_clipping_averages,
@@ -52,19 +52,16 @@ class GradientStrategy(BaseStrategy):
     """Number of steps at the last comparison of replicas."""
     _in_step = False
     """True inside `optimizer_step`."""
+    _grad_scale = 1.0
+    """The loss scale in the gradients."""
 
     @abstractmethod
     def averager_options(self) -> dict[str, Any]:
         """The averager's options that are specific to this strategy."""
 
-    @property
     @abstractmethod
-    def manual_steps(self) -> ManualSteps:
-        """Averages in manual optimization, during a fit."""
-
-    @abstractmethod
-    def average_after_backward(self) -> bool:
-        """Average the gradients if this backward ends an accumulation. Returns True if the averager averaged them."""
+    def after_backward(self) -> Turn | None:
+        """What to average after this backward. None if gradients accumulate, or an optimizer's step averages them."""
 
     # Around a fit
 
@@ -94,6 +91,7 @@ class GradientStrategy(BaseStrategy):
         return self.compressor.state_for(self._corrected).owns_momentum
 
     def setup(self, trainer: Trainer) -> None:
+        self._manual_steps = ManualSteps()
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._compared = 0
@@ -168,8 +166,10 @@ class GradientStrategy(BaseStrategy):
         precision = self.precision_plugin
         if not self.pl_module.automatic_optimization:
             self.averager.use_optimizers(self._corrected, self.optimizers)
-            if self.manual_steps.take_back(self.averager):
+            if self._manual_steps.take_back(self.averager):
                 self._direction_hooks.revoked()
+        scaler = getattr(precision, "scaler", None)
+        self._grad_scale = scaler.get_scale() if scaler else 1.0
         with self.averager.leaving_local_weights():
             self.pre_backward(closure_loss)
             closure_loss = precision.pre_backward(closure_loss, self.pl_module)
@@ -178,20 +178,24 @@ class GradientStrategy(BaseStrategy):
         self.post_backward(closure_loss)
         if self.pl_module.automatic_optimization and self._owns_momentum:
             self._clip_locally(self.pl_module.trainer)
-        self._average(self.average_after_backward)
+        if turn := self.after_backward():
+            self._average(turn)
         return precision.post_backward(closure_loss, self.pl_module)
 
-    def _average(self, average: Callable[[], bool]) -> None:
-        """Call `average`, which returns True if the averager averaged. Then end after a SIGTERM, and log what
-        topology="auto" chose."""
-        autotune = self.averager.autotune
+    def _average(self, turn: Turn) -> None:
+        """Average, or record what DDP has averaged. Then end after a SIGTERM, and log what topology="auto" chose."""
+        averager, autotune = self.averager, self.averager.autotune
         before = autotune.outcome if autotune else ""
         self._direction_hooks.before_average()
+        optimizer, ddp_seconds, revocable = turn
         with self.explained("averaging gradients"):
-            by_averager = average()
-        if by_averager:
+            if ddp_seconds is None:
+                averager.average(grad_scale=self._grad_scale, optimizer=optimizer, revocable=revocable)
+            else:
+                averager.after_dense_step(grad_scale=self._grad_scale, seconds=ddp_seconds, optimizer=optimizer)
+        if ddp_seconds is None:
             self._direction_hooks.after_average(in_step=self._in_step)
-            sigterm.stop_after_batch(self.averager, self.pl_module.trainer)
+            sigterm.stop_after_batch(averager, self.pl_module.trainer)
         if autotune and autotune.outcome != before and autotune.choice != autotune.uncompressed:
             rank_zero_info(autotune.outcome)
 
@@ -214,8 +218,7 @@ class GradientStrategy(BaseStrategy):
 
         self._in_step = True
         try:
-            with self.manual_steps.stepping():
-                result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
+            result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
         finally:
             self._in_step = False
         self._direction_hooks.after_step(optimizer)  # also if a loss scaler skipped it
@@ -230,8 +233,8 @@ class GradientStrategy(BaseStrategy):
         return result
 
     def _average_for(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.manual_steps.is_pending(optimizer):
-            self._average(partial(self.manual_steps.before_optimizer_step, self.averager, optimizer))
+        if turn := self._manual_steps.before_step(self.averager, optimizer):
+            self._average(turn)
 
     def _clip_locally(self, trainer: Trainer) -> None:
         """Have compressed steps clip each rank's gradient at the Trainer's current threshold.
@@ -273,8 +276,9 @@ class GradientStrategy(BaseStrategy):
         self._direction_hooks.after_step(optimizer)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        allowed = "one from self.optimizers(), whose step averages the gradients first"
-        self.manual_steps.check_averaged(optimizer, "optimizer in manual optimization", allowed)
+        if not self._in_step and self._manual_steps.is_pending(optimizer):
+            allowed = "one from self.optimizers(), whose step averages the gradients first"
+            raise refusal("optimizer in manual optimization", f"torch's own {type(optimizer).__name__}", allowed)
 
     # Checkpoints
 

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_gradcomp.averaging import GradientAverager, save_sharded_state
+from lightning_gradcomp.averaging import save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
 from lightning_gradcomp.averaging.fsdp.mesh import MESH, mesh_shape
@@ -37,7 +37,7 @@ from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.plugin.base_strategy import has_optimizer_states, warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
-from lightning_gradcomp.plugin.manual_steps import ManualSteps
+from lightning_gradcomp.plugin.manual_steps import Turn
 from lightning_gradcomp.plugin.rank_states import (
     FORMAT,
     KEY,
@@ -47,25 +47,6 @@ from lightning_gradcomp.plugin.rank_states import (
     name_of,
 )
 from lightning_gradcomp.plugin.validation import check_verification
-
-
-class Steps(ManualSteps):
-    """Averages between replicas in manual optimization."""
-
-    def __init__(self, precision: object) -> None:
-        super().__init__()
-        self._precision = precision
-
-    @property
-    def grad_scale(self) -> float:
-        """The current loss scale."""
-        scaler = getattr(self._precision, "scaler", None)
-        return scaler.get_scale() if scaler else 1.0
-
-    def _average(
-        self, averager: GradientAverager, optimizer: torch.optim.Optimizer | None, *, by_ddp: bool, revocable: bool
-    ) -> None:
-        averager.average(grad_scale=self.grad_scale, optimizer=optimizer, revocable=revocable)
 
 
 class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
@@ -155,7 +136,6 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
             allowed = "fully_shard(..., mesh=self.device_mesh['shard']) of the modules that have parameters"
             raise refusal("configure_model() with CompressedHSDPStrategy", "a model that is not sharded", allowed)
         reshard(self.pl_module)  # an earlier validation leaves whole parameters
-        self._hook = Steps(self.precision_plugin)
         super().setup(trainer)
 
     def model_to_device(self) -> None:
@@ -185,17 +165,11 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         finally:
             self._accumulating = False
 
-    def average_after_backward(self) -> bool:
-        if not self.pl_module.automatic_optimization:
-            trainable = [p for p in self.pl_module.parameters() if p.requires_grad]
-            return self._hook.note_backward(self.averager, trainable, accumulates=self._accumulating)
-        if not self._accumulating:
-            self.averager.average(grad_scale=self._hook.grad_scale)
-        return not self._accumulating
-
-    @property
-    def manual_steps(self) -> ManualSteps:
-        return self._hook
+    def after_backward(self) -> Turn | None:
+        if self.pl_module.automatic_optimization:
+            return None if self._accumulating else Turn()
+        trainable = [p for p in self.pl_module.parameters() if p.requires_grad]
+        return self._manual_steps.after_backward(self.averager, trainable, accumulates=self._accumulating)
 
     # Checkpoints
 

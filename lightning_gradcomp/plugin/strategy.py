@@ -24,7 +24,7 @@ from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.base_strategy import DDPBase
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ, spare_buffers
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
-from lightning_gradcomp.plugin.manual_steps import ManualSteps
+from lightning_gradcomp.plugin.manual_steps import Turn
 from lightning_gradcomp.plugin.rank_states import (
     OptimizerState,
     export_optimizer_state,
@@ -123,7 +123,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         self._shares_buffers = self.model.broadcast_buffers
         if as_ddp_does:
             spare_buffers(self.model, self.compressor)
-        self._hook = DDPHook(self.model, manual=not module.automatic_optimization)
+        self._hook = DDPHook(self.model, None if module.automatic_optimization else self._manual_steps)
 
     def averager_options(self) -> dict[str, Any]:
         return {**self._averager_options, "ranks_per_node": self.num_processes}
@@ -146,15 +146,11 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         automatic = self.pl_module.automatic_optimization  # else a batch may have several steps
         decision = self._decision if automatic else self.averager.begin_step()
-        self._hook.before_backward(self.averager, decision, self.precision_plugin)
+        self._hook.before_backward(self.averager, decision, self._grad_scale)
         super().pre_backward(closure_loss)
 
-    def average_after_backward(self) -> bool:
+    def after_backward(self) -> Turn | None:
         return self._hook.after_backward(self.averager)
-
-    @property
-    def manual_steps(self) -> ManualSteps:
-        return self._hook
 
     # Checkpoints
 
