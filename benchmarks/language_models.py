@@ -103,9 +103,14 @@ def record(runs: Iterable[tuple[Path, Summary]], rate_mbit: int | None) -> None:
     """Add runs of language models; of runs over a link only the curves. There must be at least one."""
     results = [(folder, result(summary)) for folder, summary in runs]
     if rate_mbit is None:
-        report.record(CSV, [run for _, run in results], _identity)
+        record_results([run for _, run in results])
     curves = [point for folder, run in results for point in points(folder, run, rate_mbit)]
     report.record(CURVES, curves, _place)
+
+
+def record_results(results: Sequence[Result]) -> None:
+    """Add lines to text.csv. There must be at least one."""
+    report.record(CSV, results, _identity)
 
 
 def _identity(each: Result) -> tuple[str, str, int, int, int, str]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import sys
 import threading
-import time
+from importlib.metadata import version
 from typing import Any
 
 import lightning as L
@@ -23,9 +24,10 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
-from benchmarks import summaries
+from benchmarks import language_models, summaries
 from lightning_gradcomp import GradientAverager
 from lightning_gradcomp.app import compose
+from lightning_gradcomp.app.summary import processor
 from tests.threads import run_ranks
 
 
@@ -46,7 +48,12 @@ def train(config: dict[str, Any], ranks: int) -> tuple[float, GradientAverager, 
         schedule = task.scheduler(optimizer, steps, made.trainer.max_epochs)
         compressor = compose.instantiated("compressor", made)
         averager = GradientAverager(
-            task, compressor, optimizer=optimizer, process_group=group, steps_per_epoch=steps, topology=topology(made)
+            task,
+            compressor,
+            optimizer=optimizer,
+            process_group=group,
+            steps_per_epoch=steps,
+            topology=made.strategy.topology,
         )
         sampler = data.sampler(rank, ranks, 0)
         for epoch in range(made.trainer.max_epochs):
@@ -66,9 +73,19 @@ def train(config: dict[str, Any], ranks: int) -> tuple[float, GradientAverager, 
     return float(total[0] / total[1]), averager, first
 
 
-def topology(config: Any) -> str:
-    """The strategy's topology."""
-    return config.strategy.topology
+def result(config: dict[str, Any], ranks: int, loss: float, averager: GradientAverager) -> language_models.Result:
+    """The line of a run."""
+    return language_models.Result(
+        method=summaries.method(config),
+        optimizer=summaries.optimizer(config),
+        ranks=ranks,
+        seed=config["seed"],
+        steps=averager.steps,
+        val_loss=round(loss, 6),
+        bytes_sent=averager.spent.bytes_sent,
+        dense_bytes=averager.spent.dense_bytes,
+        machine=f"{os.cpu_count()} cores of {processor()}, torch {version('torch')}",
+    )
 
 
 def main() -> None:
@@ -78,9 +95,9 @@ def main() -> None:
     several = [[f"{word.split('=', 1)[0]}={value}" for value in word.split("=", 1)[1].split(",")] for word in words]
     for each in itertools.product(*several):
         config = summaries.composed(*each)
-        start = time.perf_counter()
-        loss, _, _ = train(config, int(ranks))
-        print(*each, ranks, f"{loss:.6f} nats, {time.perf_counter() - start:.0f} s", flush=True)
+        found = result(config, int(ranks), *train(config, int(ranks))[:2])
+        language_models.record_results([found])
+        print(found, flush=True)
 
 
 if __name__ == "__main__":

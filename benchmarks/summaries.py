@@ -19,7 +19,20 @@ from lightning_gradcomp.app.summary import short
 Summary = dict[str, Any]
 """The content of a summary.json."""
 
-ORDER = ("none", "fp16", "bf16", "int8", "dgc", "gradient_dropping", "powersgd", "onebit", "terngrad", "twobit", "dga")
+ORDER = (
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "eden",
+    "dgc",
+    "gradient_dropping",
+    "powersgd",
+    "onebit",
+    "terngrad",
+    "twobit",
+    "dga",
+)
 ORDER += ("sparseloco", "muloco")
 RECIPES = {
     ("resnet18", "Digits"): "digits",

@@ -38,12 +38,12 @@ class EDEN(FewBitAverage):
     """
 
     card: ClassVar[Card] = Card(
-        sends="everything, as unbiased estimates in 2 bits",
+        sends="everything, as unbiased estimates in 4 bits",
         pick="you train with Adam or on many ranks: any optimizer, no warm-up, no residual",
         source="Vargaftik et al. 2022",
     )
 
-    bits: int = 2
+    bits: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()

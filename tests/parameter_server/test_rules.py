@@ -185,7 +185,7 @@ def test_applied_and_remembered_are_all_gradients(job, name, monkeypatch):
         assert torch.allclose((start[name] - p).double(), 0.05 * applied[name], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("make", [int8, lambda: lgc.EDEN(min_elements=16)], ids=["int8", "eden"])
+@pytest.mark.parametrize("make", [int8, lambda: lgc.EDEN(bits=2, min_elements=16)], ids=["int8", "eden"])
 def test_pushes_in_few_bits_leave_nothing_behind_and_are_right_on_average(job, make):
     """With plain SGD at learning rate 1: the mean move of the weights over 300 pushes of the same gradient."""
 
