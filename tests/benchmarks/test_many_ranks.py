@@ -9,8 +9,8 @@ from benchmarks import many_ranks, summaries
 from tests.processes import run
 
 TINY = (
-    "recipe=stdlib_gpt", "model.layers=1", "model.width=16", "data.context=16", "data.batch_size=4", "optimizer.lr=0.01",
-    "data.validation_windows=8", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "callbacks=none",
+    "recipe=stdlib_gpt", "model.layers=1", "model.width=16", "data.context=16", "data.batch_size=4",
+    "optimizer.lr=0.01", "data.validation_windows=8", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "callbacks=none",
 )  # fmt: skip
 
 
