@@ -10,7 +10,8 @@ from tests.processes import run
 
 TINY = (
     "recipe=stdlib_gpt", "model.layers=1", "model.width=16", "data.context=16", "data.batch_size=4",
-    "optimizer.lr=0.01", "data.validation_windows=8", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "callbacks=none",
+    "data.validation_windows=8", "optimizer.lr=0.01", "trainer.max_epochs=2", "trainer.limit_train_batches=3",
+    "callbacks=none",
 )  # fmt: skip
 
 
