@@ -1,11 +1,14 @@
-"""Dense averages in fp32, fp16 and bf16: the baselines for compression. int8.py and eden.py have those in few bits."""
+"""Dense averages, in which each step sends all elements: in fp32, fp16, bf16 and 8 bits. eden.py has fewer bits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 from lightning_gradcomp.compressors.base import Card, Compressor
+from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
 
 
@@ -48,3 +51,45 @@ class BF16(Compressor):
     @property
     def wire(self) -> str:
         return "bf16"
+
+
+@dataclass(kw_only=True)
+class FewBitAverage(Compressor):
+    """Base of averages in few bits: matrices travel in few bits, 1-D and small tensors in fp32 in the same messages.
+
+    The small ones are few elements, and rounding costs them most. Sums are in fp32, and there is no residual
+    (averaging/few_bits.py).
+
+    Args:
+        min_elements: tensors with fewer elements travel in fp32, as all 1-D tensors do (biases, norm weights).
+    """
+
+    min_elements: int = 1024
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.min_elements) or self.min_elements < 1:
+            raise refusal(f"{type(self).__name__}.min_elements", self.min_elements, "a whole number from 1")
+
+    def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """The parameters that travel in few bits."""
+        return {name for name, shape in shapes.items() if len(shape) > 1 and prod(shape) >= self.min_elements}
+
+
+@register("int8", strategy="ddp_int8")
+@dataclass(kw_only=True)
+class Int8(FewBitAverage):
+    """Gradients travel in 8 bits, with a scale for each 256 elements, and are added in fp32.
+
+    Each rank averages a part and sends the mean on, rounded once more. Rounding is stochastic, so its expectation is
+    exact, and there is no residual.
+    """
+
+    card: ClassVar[Card] = Card(
+        sends="everything, in 8 bits",
+        pick="it is your first try: any optimizer, no warm-up, nearly lossless",
+        source="CNTK's two phases, torchft's blocks",
+    )
+
+    @property
+    def wire(self) -> str:
+        return "int8"

@@ -8,7 +8,7 @@ from math import prod
 from typing import ClassVar
 
 from lightning_gradcomp.compressors.base import Card
-from lightning_gradcomp.compressors.int8 import FewBitAverage
+from lightning_gradcomp.compressors.dense import FewBitAverage
 from lightning_gradcomp.errors import is_whole, refusal
 from lightning_gradcomp.registry import register
 

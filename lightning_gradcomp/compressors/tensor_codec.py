@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -15,8 +15,9 @@ import torch
 from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
-from lightning_gradcomp.compressors.kernels.bits import padded
+from lightning_gradcomp.compressors.kernels.bits import look_up, padded
 from lightning_gradcomp.compressors.kernels.rng import Draws
+from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.layout import Layout, Slice, chunks
 from lightning_gradcomp.errors import refusal
 
@@ -175,6 +176,41 @@ class TensorCodec(Codec):
             for place, part in zip(parts, codec._encode_zeros(layout.names[0], codec.chunk), strict=True):
                 place.rows_per_chunk = part.shape[0] if part.dim() else 0
         return Encoding(layout.names, piece.start, layout.n, codec, parts, begin)
+
+
+@dataclass(kw_only=True)
+class ScaledLevels(TensorCodec):
+    """The base of codecs that send a scale for each tensor, and a code of few bits for each element.
+
+    `encode` returns the scale, 0-d, or of several tensors, `_rows`, [m]; then the packed codes, uint8.
+    """
+
+    _rows: ClassVar[Rows | None] = None
+    """Several tensors. `for_tensors` sets them."""
+
+    @property
+    @abstractmethod
+    def chunk(self) -> int:
+        """Number of codes at whose multiples each tensor ends."""
+
+    @abstractmethod
+    def levels(self, device: torch.device) -> torch.Tensor:
+        """What the codes in each byte stand for, as multiples of the scale: fp32 [bytes, codes]."""
+
+    def for_tensors(self, layout: Layout) -> TensorCodec:
+        """Returns a codec for all tensors."""
+        codec: Any = replace(self)
+        codec._rows = Rows.of(layout.sizes)
+        return codec
+
+    def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+        """The scale times each element's level."""
+        scale, packed = parts
+        levels = self.levels(packed.device)
+        if not self._rows:
+            return look_up(levels * scale, packed)[:n]
+        values = self._rows.unpad(look_up(levels, packed), self.chunk)
+        return self._rows.view(values).mul_(*self._rows.spread(scale)).view(-1)
 
 
 @dataclass

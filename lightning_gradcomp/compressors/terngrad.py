@@ -18,8 +18,8 @@ A worker's draws are a function of (seed, worker, step).
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -27,11 +27,10 @@ import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives
 from lightning_gradcomp.compressors.decoded import Decoded
-from lightning_gradcomp.compressors.kernels.bits import look_up
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.kernels.rows import Rows, row_of
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.tensor_codec import Encoding, TensorCodec
+from lightning_gradcomp.compressors.tensor_codec import Encoding, ScaledLevels, TensorCodec
 from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.registry import register
 
@@ -92,7 +91,7 @@ def _digit_values(device: torch.device) -> torch.Tensor:
 
 @register("terngrad")
 @dataclass(kw_only=True)
-class TernGrad(TensorCodec):
+class TernGrad(ScaledLevels):
     """TernGrad: -s, 0 or +s for each element, unbiased; for any optimizer.
 
     Source: Wen et al., NeurIPS 2017, arXiv 1705.07878.
@@ -115,8 +114,6 @@ class TernGrad(TensorCodec):
 
     random: ClassVar[bool] = True
     chunk: ClassVar[int] = DIGITS  # type: ignore[override]
-    _rows: ClassVar[Rows | None] = None
-    """Several tensors. `for_tensors` sets them."""
     _agreed: ClassVar[tuple[Mapping[str, int], torch.Tensor, torch.Tensor] | None] = None
     """In a step with `share_scaler`: each tensor's number, where this worker clips each, and each one's s."""
     _scalers: ClassVar[tuple[int, torch.Tensor, torch.Tensor] | None] = None
@@ -163,18 +160,15 @@ class TernGrad(TensorCodec):
         codec._agreed = None
         return codec
 
-    def for_tensors(self, layout: Layout) -> TernGrad:
-        """Returns a codec for all tensors."""
-        codec: Any = replace(self)
-        codec._rows = Rows.of(layout.sizes)
-        return codec
-
     def _prepared(self, one: Encoding) -> TensorCodec:
         codec: Any = super()._prepared(one)
         if self._agreed:
             numbers, *agreed = self._agreed
             codec._scalers = numbers[one.name], *agreed
         return codec
+
+    def levels(self, device: torch.device) -> torch.Tensor:
+        return _digit_values(device)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaler, and the digits."""
@@ -188,12 +182,3 @@ class TernGrad(TensorCodec):
         for part, limit, s in rows.parts(x, limits, scalers, multiple=DIGITS):
             packed.append(pack(rows.pad(ternarise(clip(part, limit), s, uniform), DIGITS)))
         return scalers if self._rows else scalers.squeeze(0), packed[0] if len(packed) == 1 else torch.cat(packed)
-
-    def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-        """-s, 0 or +s for each element."""
-        s, packed = parts
-        values = _digit_values(packed.device)
-        if not self._rows:
-            return look_up(values * s, packed)[:n]
-        digits = self._rows.unpad(look_up(values, packed), DIGITS)
-        return self._rows.view(digits).mul_(*self._rows.spread(s)).view(-1)

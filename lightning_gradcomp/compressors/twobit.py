@@ -12,18 +12,16 @@ each tensor at each step, and sends that t too. A code always has 2 bits. On rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card
-from lightning_gradcomp.compressors.kernels.bits import greater_equal, interleave, look_up
+from lightning_gradcomp.compressors.kernels.bits import greater_equal, interleave
 from lightning_gradcomp.compressors.kernels.rows import Rows, row_of
-from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.tensor_codec import TensorCodec
+from lightning_gradcomp.compressors.tensor_codec import ScaledLevels
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.registry import register
 
@@ -62,7 +60,7 @@ def pack(r: torch.Tensor, t: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 @cache
-def _levels(device: torch.device) -> torch.Tensor:
+def _code_values(device: torch.device) -> torch.Tensor:
     """The values of the four codes of every byte: -1, 0 or 1, fp32 [256, 4]."""
     codes = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(6, -1, -2, device=device)) & 3
     return torch.tensor([0.0, 0.0, -1.0, 1.0], dtype=torch.float32).to(device, non_blocking=True)[codes]
@@ -70,7 +68,7 @@ def _levels(device: torch.device) -> torch.Tensor:
 
 @register("twobit")
 @dataclass(kw_only=True)
-class TwoBit(TensorCodec):
+class TwoBit(ScaledLevels):
     """2-bit threshold quantisation with residual (MXNet); for any optimizer.
 
     Source: MXNet, src/kvstore/gradient_compression.
@@ -91,8 +89,7 @@ class TwoBit(TensorCodec):
     )
     default_warmup_steps: ClassVar[int] = DENSE_START
 
-    _rows: ClassVar[Rows | None] = None
-    """Several tensors. `for_tensors` sets them."""
+    chunk: ClassVar[int] = PER_WORD  # type: ignore[override]
 
     threshold: Any = "auto"  # "auto" or a number; the command line's types have no union of the two
 
@@ -101,28 +98,11 @@ class TwoBit(TensorCodec):
         if self.threshold != "auto" and not (is_number(self.threshold) and self.threshold > 0):
             raise refusal("TwoBit.threshold", self.threshold, "'auto' or a number above 0")
 
-    @property
-    def chunk(self) -> int:
-        """Codes per word."""
-        return PER_WORD
-
-    def for_tensors(self, layout: Layout) -> TwoBit:
-        """Returns a codec for all tensors."""
-        codec: Any = replace(self)
-        codec._rows = Rows.of(layout.sizes)
-        return codec
+    def levels(self, device: torch.device) -> torch.Tensor:
+        return _code_values(device)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The threshold, and the codes."""
         rows = self._rows or row_of(len(x))
         t = best_threshold(x, rows) if self.threshold == "auto" else x.new_full((rows.many,), float(self.threshold))
         return (t if self._rows else t.squeeze(0)), pack(x, t, rows)
-
-    def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-        """-t, 0 or +t for each element."""
-        t, packed = parts
-        levels = _levels(packed.device)
-        if not self._rows:
-            return look_up(levels * t, packed)[:n]
-        values = self._rows.unpad(look_up(levels, packed), PER_WORD)
-        return self._rows.view(values).mul_(*self._rows.spread(t)).view(-1)

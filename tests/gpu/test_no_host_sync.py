@@ -69,7 +69,7 @@ def data_on_the_cpu(monkeypatch):
             return encode_zeros(*arguments)
 
     monkeypatch.setattr(lgc.TensorCodec, "_encode_zeros", with_data)
-    tables = (bits.bit_table, bits._shifts, twobit._levels, terngrad._digit_values, topk.on_device, rows._sizes)
+    tables = (bits.bit_table, bits._shifts, twobit._code_values, terngrad._digit_values, topk.on_device, rows._sizes)
     for table in tables:
         table.cache_clear()
     yield
