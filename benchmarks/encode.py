@@ -10,8 +10,7 @@ waits. Gradients are normally distributed, with a different scale for each tenso
 turns. The passes: `copy` reads and writes the gradient once; `momentum` is DGC's arithmetic without selection
 (u = m u + g, v = v + u); `topk` is torch.topk on magnitudes, 0.1 %. GB/s count the gradient's bytes once.
 
-With --csv, a method that fails is a line with its error. On a GPU, lines also have the number of kernels, copies
-included, and how long they took, from a profile of one step.
+With --csv, a method that fails is a line with its error.
 
 Private: `average_compressed` and what it needs, since a `GradientAverager` on one rank compresses nothing.
 """
@@ -28,16 +27,14 @@ from statistics import median
 
 import torch
 import torchvision
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 import lightning_gradcomp as lgc
 from benchmarks import methods, report
+from lightning_gradcomp.app.plan import EchoRanks
 from lightning_gradcomp.averaging.exchange import Flags
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.memory import Memory
-from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 
@@ -64,8 +61,6 @@ class EncodeTime:
     step_ms: float | None = None
     gb_per_s: float | None = None  # of compress_ms
     copy_gb_per_s: float | None = None  # of the pass `copy`
-    kernels: int | None = None  # in a step
-    busy_ms: float | None = None  # of a step
     error: str | None = None
     machine: str
 
@@ -78,22 +73,6 @@ class Matrices(torch.nn.Module):
         columns = max(32, round((elements / TENSORS) ** 0.5))
         shape = (elements // TENSORS // columns, columns)
         self.parts = torch.nn.ParameterList(torch.zeros(shape) for _ in range(TENSORS))
-
-
-class Alone(Ranks):
-    """A world of one that receives its own messages, without a process group."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: message.unsqueeze(0)
-
-    def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
-        return messages[0].unsqueeze(0)
-
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
 
 
 class Timed(lgc.Stats):
@@ -121,7 +100,7 @@ class Compression:
         how = methods.compressor(name).for_optimizer(stepped)
         assert isinstance(how, lgc.LossyCompressor)
         self.final = how.with_sparsity(how.final_sparsity)
-        self.memory = Memory(how, Gradients(model, how), Alone(), Topology(), stepped)
+        self.memory = Memory(how, Gradients(model, how), EchoRanks(None), Topology(), stepped)
 
     def new_gradients(self) -> None:
         for number, parameter in enumerate(self.model.parameters()):
@@ -151,8 +130,6 @@ class Result:
     """Measurements of one method: milliseconds of compress, decompress and the step, a list for each time."""
 
     times: list[tuple[float, float, float]]
-    kernels: int | None = None
-    busy_ms: float | None = None
     error: str | None = None
 
 
@@ -180,8 +157,6 @@ def compressed(
         for case, compression in list(made.items()):
             into = found[case].times if step > 1 else []  # the first two steps allocate buffers
             attempt(case, partial(_time, compression, device, into))
-    for case, compression in list(made.items()) if device.type == "cuda" else []:
-        attempt(case, partial(_profile, compression, found[case]))
     return found
 
 
@@ -199,16 +174,6 @@ def _time(compression: Compression, device: torch.device, into: list[tuple[float
     into.append((1e3 * stats.seconds["compress"], 1e3 * stats.seconds["decompress"], 1e3 * step))
 
 
-def _profile(compression: Compression, into: Result) -> None:
-    compression.new_gradients()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        compression.average(lgc.Stats())
-        torch.cuda.synchronize()
-    on_gpu = [event for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
-    into.kernels, into.busy_ms = len(on_gpu), sum(event.time_range.elapsed_us() for event in on_gpu) / 1e3
-
-
 def lines(
     name: str, model: Callable[[], torch.nn.Module], cases: Sequence[tuple[str, str]], arguments: argparse.Namespace
 ) -> Iterator[EncodeTime]:
@@ -223,7 +188,7 @@ def lines(
             method=method, optimizer="none", compress_ms=round(ms, 4), gb_per_s=_gb_per_s(elements, ms), **common
         )
     for (method, optimizer), result in compressed(model, cases, device, arguments.steps).items():
-        done = {"kernels": result.kernels, "busy_ms": result.busy_ms and round(result.busy_ms, 4)}
+        done: dict[str, float] = {}
         if result.times:
             before, after, step = (round(median(each), 4) for each in zip(*result.times, strict=True))
             done |= {"compress_ms": before, "decompress_ms": after, "step_ms": step}

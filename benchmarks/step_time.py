@@ -6,8 +6,6 @@
 python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model small --span 24 --steps 1  # latency.csv
     python -m benchmarks.link --ranks-per-node 2 --rate-mbit 1000 -- python -m benchmarks.step_time \
 --methods hsdp,hsdp+dgc,hsdp+powersgd,ddp --model torchvision.swin_t --optimizer adamw --size 64 --batch 4
-    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --plan \
---methods compute,ddp,dgc@all_gather,powersgd@all_gather  # how accurate `gradcomp plan` is
 
 Each takes one to five minutes, longer over slow links. Each method (benchmarks/methods.py) trains its own copy of the
 model. Methods take turns of a few steps, so that the machine's noise affects all of them alike. Results are medians
@@ -37,20 +35,15 @@ import torch.distributed as dist
 
 import lightning_gradcomp as lgc
 from benchmarks import methods, report
-from lightning_gradcomp.app import plan
-from lightning_gradcomp.averaging.ranks import dense_traffic
 
 METHODS = "compute,ddp,fp16_hook,int8,powersgd_hook," + ",".join(
     f"{method}@all_gather" for method in ("dgc", "gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
 )
 PHASES = ("compress", "exchange", "decompress")
 COLUMNS = ("method", "ms a step (lowest to highest turn)", "to computation", "of it " + ", ".join(PHASES), "K, D")
-COLUMNS += ("bytes sent a step", "bytes a node sends a step", "modelled ms", "error")
+COLUMNS += ("bytes sent a step", "bytes a node sends a step")
 """Columns without entries are left out."""
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
-CPU = torch.device("cpu")
-LARGE = 1 << 24
-"""Bytes of the message that measures a link's bandwidth."""
 
 CSV = report.DATA / "step_times.csv"
 COMPUTATION = "compute"
@@ -181,39 +174,6 @@ def node_sent() -> int | None:
     return int(COUNTER.read_text()) if COUNTER.exists() else None
 
 
-def modelled(arguments: argparse.Namespace) -> dict[str, float]:
-    """Method -> milliseconds of a step, as modelled by `gradcomp plan` from its own measurements."""
-    group = dist.group.WORLD
-    assert group is not None
-    torch.manual_seed(0)
-    model = methods.network(arguments.model)
-    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size)
-    labels = torch.randint(10, (arguments.batch,))
-    optimizer = methods.OPTIMIZERS[arguments.optimizer](model)
-    workload = plan.Workload(model, lambda: torch.nn.functional.cross_entropy(model(images), labels), optimizer)
-    slowest = torch.tensor(plan.measure_step(workload, CPU))
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    computation, backward = slowest.tolist()
-    compressed = [name.split("@") for name in arguments.methods.split(",") if "@" in name]
-    names = dict.fromkeys(["none", *(name for name, _ in compressed)])  # in one order on all ranks
-    costs = {name: plan.measure_method(methods.compressor(name), workload) for name in names}
-    made, found, n = plan.Plan(computation, backward, costs), measure_link(group), group.size()
-    if group.rank() == 0:
-        print(f"link: {found.bandwidth * 8e-6:.0f} Mbit/s, {1e3 * found.latency:.2f} ms a message")
-    ms = {COMPUTATION: 1e3 * computation, "ddp": 1e3 * made.step("none", "ring", n, found).seconds}
-    return ms | {f"{name}@{how}": 1e3 * made.step(name, how, n, found).seconds for name, how in compressed}
-
-
-def measure_link(group: dist.ProcessGroup) -> plan.Link:
-    """The link between the ranks of `group` while all send, as rank 0 sees it. Collective."""
-    n = group.size()
-    tiny, everyones, large = torch.zeros(n), torch.empty(n), torch.zeros(LARGE // 4)
-    latency = plan.typical(lambda: dist.all_to_all_single(everyones, tiny, group=group), CPU)
-    taken = plan.typical(lambda: dist.all_reduce(large, group=group), CPU)
-    sending = max(taken - 2 * (n - 1) * latency, taken / 10)  # a tiny message may have waited for the system
-    return plan.Link(latency, dense_traffic(LARGE, n) / sending)
-
-
 def step_times(found: Turns, rate_mbit: int) -> list[StepTime]:
     """Medians over the spans of all turns. `compute_ms` is NaN if computation alone was not measured."""
     all_spans = {method: [span for turn in turns for span in turn] for method, turns in found.items()}
@@ -236,7 +196,7 @@ def step_times(found: Turns, rate_mbit: int) -> list[StepTime]:
     return lines
 
 
-def row(each: StepTime, turns: list[list[Span]], model_ms: float | None) -> dict[str, str]:
+def row(each: StepTime, turns: list[list[Span]]) -> dict[str, str]:
     """A method's row, for the screen: one of COLUMNS -> text."""
     medians = [median(span.ms for span in turn) for turn in turns]
     phases, sent, pace = each.compress_ms is not None, each.bytes_sent, turns[-1][-1].pace
@@ -249,8 +209,6 @@ def row(each: StepTime, turns: list[list[Span]], model_ms: float | None) -> dict
         f"{pace[0]}, {pace[1]}" if pace else "",
         f"{sent:,}" if sent is not None else "",
         f"{crossed:,.0f}" if crossed else "",
-        f"{model_ms:.1f}" if model_ms else "",
-        f"{100 * (model_ms / each.ms - 1):+.1f} %" if model_ms else "",
     ]
     return dict(zip(COLUMNS, words, strict=True))
 
@@ -266,7 +224,6 @@ def main() -> None:
     parser.add_argument("--span", type=int, default=1, help="steps timed together; with rounds, whole rounds")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--period", type=int, default=8, help="K for rounds; for auto, the smallest K")
-    parser.add_argument("--plan", action="store_true", help="compare with the model of gradcomp plan")
     parser.add_argument("--record", type=int, help="add to the CSV, for a link of this many Mbit/s; 0: loopback")
     parser.add_argument("--csv", type=Path, default=CSV)
     arguments = parser.parse_args()
@@ -274,7 +231,6 @@ def main() -> None:
         parser.error("--record needs compute among the --methods, for the ratio to it")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model_ms = modelled(arguments) if arguments.plan else {}
     found: Turns = {}
     for found in measure(arguments):
         if dist.get_rank() == 0 and arguments.record is not None:
@@ -283,16 +239,11 @@ def main() -> None:
             )
     if dist.get_rank() == 0:
         lines = step_times(found, arguments.record or 0)
-        rows = [row(each, found[each.method], model_ms.get(each.method)) for each in lines]
+        rows = [row(each, found[each.method]) for each in lines]
         head = [column for column in COLUMNS if any(each[column] for each in rows)]
         print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")
         print(f"{arguments.optimizer}, N={dist.get_world_size()}, {report.machine()}")
         print(report.table(head, [[each[column] for column in head] for each in rows]))
-        errors = [
-            model_ms[each.method] / each.ms - 1 for each in lines if each.method in model_ms.keys() - {COMPUTATION}
-        ]
-        if errors:
-            print(f"median absolute error, without computation alone: {100 * median(map(abs, errors)):.1f} %")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # late rounds may still be exchanging for minutes

@@ -179,22 +179,11 @@ class Autotune:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the trials' state as plain numbers and strings. A run resumed with it decides as this one would."""
-        return {
-            "uncompressed": self.uncompressed,
-            "dense": list(self._dense),
-            "times": {name: list(times) for name, times in self._times.items()},
-            "round": self._round,
-            "known": {name: list(times) for name, times in self._known.items()},
-            "tried_at": self._tried_at,
-            "choice": self.choice,
-            "outcome": self.outcome,
-        }
+        """Return the latest trial's outcome. A run that resumes in the middle of a trial repeats it."""
+        kept = {"tried_at": self._tried_at, "choice": self.choice, "outcome": self.outcome}
+        return {"uncompressed": self.uncompressed, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the state of the trials."""
-        self._dense = list(state["dense"])
-        self._times = {name: list(times) for name, times in state["times"].items()}
-        self._round, self._known = state["round"], {name: list(times) for name, times in state["known"].items()}
+        """Continue with the outcome of another run's trial. The trial that is under way here, if any, starts again."""
+        self._round, self._known, self._times, self._dense, self._ended = 0, {}, {}, [], None
         self._tried_at, self.choice, self.outcome = state["tried_at"], state["choice"], state["outcome"]
-        self._ended = None

@@ -36,21 +36,21 @@ def go(parts, rank, clock, steps, step_of=lambda averager: averager.step()):
 
 
 @methods
-def test_a_resumed_run_is_the_straight_run_to_the_bit(make, clock):
-    """Stopped in the trial of each candidate, and after it."""
-    stops, end = [3, EACH + 3, 2 * EACH + 3, 3 * EACH + 3], 3 * EACH + 6
+def test_a_run_resumed_after_its_trial_is_bit_identical_and_one_resumed_in_it_repeats_it(make, clock):
+    trial = 3 * EACH
+    end = trial + 6
 
     def work(rank, group):
         straight, stopped = begin(group, make), begin(group, make)
-        seen, done = go(straight, rank, clock, range(end)), 0
-        for stop in stops:
-            go(stopped, rank, clock, range(done, stop))
-            resumed = begin(group, make)
-            load(resumed, stored(stopped))
-            did = go(resumed, rank, clock, range(stop, end))
-            assert did[-3:] == seen[-3:]
-            assert not differences(end_of(resumed), end_of(straight)), f"stopped at {stop}"
-            done = stop
+        seen = go(straight, rank, clock, range(end))
+        go(stopped, rank, clock, range(EACH + 3))
+        repeated, resumed = begin(group, make), begin(group, make)
+        load(repeated, stored(stopped))
+        assert go(repeated, rank, clock, range(EACH + 3, EACH + 3 + end)) == seen
+        go(stopped, rank, clock, range(EACH + 3, trial + 3))
+        load(resumed, stored(stopped))
+        assert go(resumed, rank, clock, range(trial + 3, end)) == seen[-3:]
+        assert not differences(end_of(resumed), end_of(straight))
 
     run_ranks(3, work)
 

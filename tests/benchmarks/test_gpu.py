@@ -14,8 +14,7 @@ from tests.processes import run_world
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = {
-    "encode": "layout elements method optimizer compress_ms decompress_ms step_ms gb_per_s copy_gb_per_s "
-    "kernels busy_ms error machine",
+    "encode": "layout elements method optimizer compress_ms decompress_ms step_ms gb_per_s copy_gb_per_s error machine",
     "steps": "rate_mbit method ms compute_ms bytes_sent compress_ms exchange_ms decompress_ms machine",
 }
 LINES = {"encode": 3 + 7, "steps": 7}
