@@ -19,7 +19,12 @@ from torch import nn
 import lightning_gradcomp as lgc
 from lightning_gradcomp.app.data.digits import CHANNELS, CLASSES, digits
 from lightning_gradcomp.app.models import resnet18
-from lightning_gradcomp.compressors.decoded import Decoded
+from lightning_gradcomp.app.plan import EchoRanks
+from lightning_gradcomp.averaging.exchange import Flags
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.memory import Memory
+from lightning_gradcomp.averaging.step import average_compressed
+from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors.layout import Layout
 
 LAYER = "layer2.0.conv1.weight"
@@ -97,61 +102,40 @@ def on_digits() -> Training:
     return training
 
 
-class OneRank:
-    """The `Collectives` of a rank that is alone: what it sends is what it receives."""
-
-    workers, worker, partitions = 1, 0, None
-
-    def __init__(self, n: int, step: int = 0) -> None:
-        self.step, self._n = step, n
-
-    def now(self, phase: str) -> None: ...
-
-    def buffer(self) -> torch.Tensor:
-        return torch.empty(self._n)
-
-    def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat
-
-    maximum = mean
-
-    def mean_of_payloads(self, codec: Any, flat: torch.Tensor, layout: Layout, **options: Any) -> tuple[Decoded, ...]:
-        payload, sent = codec.pack(flat, layout)
-        return codec.unpack(payload, layout), sent
-
-
 class Sender:
-    """A rank that compresses one tensor, step by step, with what its compressor keeps between steps.
+    """A rank that compresses one weight's gradients, step by step. The other rank sends the same.
 
-    Args:
-        compressor: how.
-        weight: what the gradients belong to.
-        optimizer: of this weight alone, for momentum correction.
+    `optimizer` has this weight alone, for momentum correction.
     """
 
-    def __init__(self, compressor: Any, weight: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self.compressor, self.layout = compressor, Layout.of([("weight", weight)])
-        self.state = compressor.state_for(optimizer).start(self.layout, weight.device)
-        self.state.attach(optimizer, [weight], shares_moments=False)
-        self._out, self._steps = torch.zeros(self.layout.n), 0
+    def __init__(
+        self, compressor: lgc.LossyCompressor, weight: torch.Tensor, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self._model = nn.Module()
+        self._model.weight = nn.Parameter(weight) if optimizer is None else optimizer.param_groups[0]["params"][0]
+        self._compressor, self._steps, gradients = compressor, 0, Gradients(self._model, compressor)
+        self._memory = Memory(compressor, gradients, EchoRanks(None, 2), Topology(), optimizer)
 
     def send(self, gradient: torch.Tensor) -> torch.Tensor:
         """What the others receive of this gradient and of what was left of earlier ones."""
-        self._out.copy_(gradient.reshape(-1))
-        self.state.compensate(self._out)
-        alone = OneRank(self.layout.n, self._steps)
-        _, sent = self.compressor.average(self._out, self.layout, alone, self.state)
-        arrived = torch.zeros(self.layout.n)
-        sent.add_to(arrived)
-        self.state.subtract(sent)
-        self._out = self.state.commit({"weight"}, self._out)
+        self._model.weight.grad = gradient.clone()
+        average = average_compressed(self._memory, self._compressor, "all_gather", self._steps, Flags(), lgc.Stats())
+        assert average.commit is not None
+        average.commit({"weight"})
         self._steps += 1
-        return arrived.view_as(gradient)
+        return self._model.weight.grad
 
     @property
     def bits(self) -> float:
         """Bits an element."""
-        return 8 * sum(size for _, size in self.compressor.messages(self.layout)) / self.layout.n
+        layout = self._memory.gradients.layout
+        return 8 * sum(size for _, size in self._compressor.messages(layout)) / layout.n
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """What was left of the gradients so far."""
+        unsent = self._memory.compressed.unsent
+        return torch.zeros_like(self._model.weight) if unsent is None else unsent.view_as(self._model.weight)
 
 
 def error(arrived: torch.Tensor, gradient: torch.Tensor) -> float:
@@ -298,49 +282,13 @@ def powersgd(training: Training) -> Shown:
     for rank in RANKS_OF_FACTORS:
         if rank > min(gradient.shape):
             continue
-        compressor, layout = lgc.PowerSGD(rank=rank), Layout.of([("weight", gradient)])
-        state, errors = compressor.state_for(None), []
-        state.start(layout, gradient.device)
-        for _ in range(ITERATIONS):
-            sent = compressor.average(gradient.reshape(-1), layout, OneRank(layout.n), state)[1]
-            state.queries = state.next_queries  # the warm start: this step's factor begins the next step
-            arrived = torch.zeros(layout.n)
-            sent.add_to(arrived)
-            errors.append(error(arrived.view_as(gradient), gradient))
+        sender = Sender(lgc.PowerSGD(rank=rank, min_compression=1), gradient)
+        errors = [error(sender.send(gradient - sender.residual), gradient) for _ in range(ITERATIONS)]
         best = 100 * float(singular[rank:].norm() / singular.norm())
         share = 100 * rank * sum(gradient.shape) / gradient.numel()
         table.append([rank, *(f"{each:.1f} %" for each in (share, errors[0], errors[-1], best))])
     title = f"A gradient of {gradient.shape[0]} x {gradient.shape[1]} numbers as P Qᵀ, the same one at each step"
     return Shown(title, table)
-
-
-# Delay
-
-ALONE = 16
-
-
-def delay(training: Training) -> Shown:
-    """How far two ranks are apart that train alone from the same weights."""
-    ranks = [copy.deepcopy(training) for _ in range(2)]
-    start = nn.utils.parameters_to_vector(training.model.parameters()).detach()
-    table: Table = [["steps alone", "a rank has moved", "ranks are apart", "their mean has moved"]]
-    for rank, each in enumerate(ranks):
-        each.done += 1000 * rank  # batches of its own
-    for step in range(1, ALONE + 1):
-        updates = []
-        for each in ranks:
-            list(each.train(1))
-            updates.append(nn.utils.parameters_to_vector(each.model.parameters()).detach() - start)
-        moved = sum(float(update.norm()) for update in updates) / 2
-        figures = [
-            100 * moved / float(start.norm()),
-            100 * float((updates[0] - updates[1]).norm()) / moved,
-            100 * float((updates[0] + updates[1]).norm()) / 2 / moved,
-        ]
-        if step & (step - 1) == 0:
-            first, *others = figures
-            table.append([step, f"{first:.1f} % of the weights' length", *(f"{each:.0f} % of that" for each in others)])
-    return Shown("Two ranks that start from the same weights and average nothing", table)
 
 
 IDEAS: dict[str, Callable[[Training], Shown]] = {
@@ -351,7 +299,6 @@ IDEAS: dict[str, Callable[[Training], Shown]] = {
     "momentum": momentum,
     "density": density,
     "powersgd": powersgd,
-    "delay": delay,
 }
 
 

@@ -2,17 +2,18 @@
 
 Their figures come from docs/data/*.csv, from the byte formulas of the registered compressors, and from the model of
 `gradcomp plan`. Charts are five inches wide, so that their words can be read on a telephone. The other files of
-docs/pictures/ are drawings, which are edited by hand.
+docs/pictures/ are drawings, which are edited by hand; this file drew timelines.svg and which_method.svg at commit
+c84782e, from the same data and model.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -28,7 +29,7 @@ from benchmarks import rotation as rotation_of_a_gradient
 from benchmarks import step_time as step_times
 from docs.tables import MODELS, step
 from lightning_gradcomp.app.models import NETWORKS
-from lightning_gradcomp.app.plan import HIDES, Link, Method, Plan, given_link
+from lightning_gradcomp.app.plan import Method, Plan, given_link
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.compressors.kernels.eden import LEVELS, UNIT
 
@@ -146,75 +147,14 @@ STEP, BACKWARD = 0.25, 0.165
 ENCODE, DECODE = 0.010, 0.003
 """Seconds that DGC adds to it: a step between two ranks on one H200 takes 13 ms longer than its computation."""
 
-WORTH = 1.25
-"""Step time over computation up to which a method is quick enough."""
-
-PERIOD, DELAY = 8, 8
-"""Of delayed averaging, the defaults."""
-
 
 def plan() -> Plan:
     """The planner's model of ResNet-50's steps."""
     with torch.device("meta"):
         model = torchvision.models.resnet50()
-    cheap = {"none": lgc.NoCompression(), "bf16": lgc.BF16(), "int8": lgc.Int8()}
-    sparse = {"dgc": lgc.DGC(), "sparseloco": lgc.SPARSELOCO["compressor"]}
-    methods = {name: Method(each, Gradients(model, each).largest, 0.0, 0.0) for name, each in cheap.items()}
-    methods |= {name: Method(each, Gradients(model, each).largest, ENCODE, DECODE) for name, each in sparse.items()}
+    none, dgc = (Gradients(model, each).largest for each in (lgc.NoCompression(), lgc.DGC()))
+    methods = {"none": Method(lgc.NoCompression(), none, 0.0, 0.0), "dgc": Method(lgc.DGC(), dgc, ENCODE, DECODE)}
     return Plan(STEP, BACKWARD, methods)
-
-
-def modelled(model: Plan, link: Link) -> dict[str, float]:
-    """Seconds of a step of two ranks, the methods that change the training least first."""
-    dense = model._replace(backward=0.0).step("none", "ring", 2, link).seconds - STEP
-    of_round = model.step("sparseloco", "all_gather", 2, link).seconds - STEP
-    return {
-        "DDP": model.step("none", "ring", 2, link).seconds,
-        "bf16": model.step("bf16", "ring", 2, link).seconds,
-        "int8": model.step("int8", "two_phase", 2, link).seconds,
-        "dgc": model.step("dgc", "all_gather", 2, link).seconds,
-        "dga": STEP + max(0.0, dense - DELAY * STEP) / PERIOD,
-        "sparseloco": STEP + of_round / lgc.SPARSELOCO["period"],
-    }
-
-
-def chosen(model: Plan, link: Link) -> str:
-    """The first that is quick enough, else the quickest."""
-    seconds = modelled(model, link)
-    enough = [name for name, each in seconds.items() if each <= WORTH * STEP]
-    return enough[0] if enough else min(seconds, key=lambda name: seconds[name])
-
-
-def which_method(axes: Axes) -> None:
-    """For ResNet-50 on two ranks: the method that changes the training least among those that are quick enough."""
-    model = plan()
-    megabits, delays = np.logspace(1, 5, 241), np.logspace(-1, 2, 181)
-    grid = np.array([[chosen(model, given_link(rate, delay)) for rate in megabits] for delay in delays])
-    colors = {"DDP": GREY, "bf16": VIOLET, "int8": RED, "dgc": BLUE, "dga": GREEN, "sparseloco": ORANGE}
-    for name, color in colors.items():
-        region = grid == name
-        if region.any():
-            axes.contourf(megabits, delays, region, levels=[0.5, 1.5], colors=[color], alpha=0.3)
-            row, column = _middle(region)
-            narrow = region[row].sum() < 0.15 * len(megabits)
-            words = {"weight": "bold", "color": color, "rotation": 90 if narrow else 0}
-            axes.text(megabits[column], delays[row], name, ha="center", va="center", **words)
-    axes.set(xscale="log", yscale="log", xlabel="bandwidth of a machine", ylabel="one-way delay")
-    axes.set_xticks([10, 100, 1000, 10_000, 100_000], ["10 Mbit/s", "100", "1 Gbit/s", "10", "100"])
-    axes.set_yticks([0.1, 1, 10, 100], ["0.1 ms", "1 ms", "10 ms", "100 ms"])
-    axes.minorticks_off()
-
-
-def _middle(region: np.ndarray) -> tuple[int, int]:
-    """A cell that is as far as any from the region's edge: what is left when the region shrinks."""
-    while True:
-        around = np.pad(region, 1)
-        smaller = region & around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:]
-        if not smaller.any():
-            cells = np.argwhere(region)
-            row, column = cells[len(cells) // 2]
-            return int(row), int(column)
-        region = smaller
 
 
 OTHERS = ("gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
@@ -229,8 +169,8 @@ def step_time(axes: Axes) -> None:
     lowest, highest = ([bound(each) for each in others] for bound in (min, max))
     axes.fill_between(RATES, lowest, highest, color=GREEN, alpha=0.3, linewidth=0, label="the other compressors")
     model, megabits = plan(), np.logspace(2, 4, 201)
-    steps = [modelled(model, given_link(rate, 0.1)) for rate in megabits]
-    dense, dgc = ([each[name] / STEP for each in steps] for name in ("DDP", "dgc"))
+    links = [given_link(rate, 0.1) for rate in megabits]
+    dense, dgc = ([model.step(name, "all_gather", 2, link).seconds / STEP for link in links] for name in model.methods)
     axes.plot(megabits, dense, "--", color=ORANGE)
     axes.plot(megabits, dgc, "--", color=BLUE)
     crossing = next(number for number, each in enumerate(dense) if each <= dgc[number])
@@ -279,13 +219,6 @@ def accuracy(axes: Axes) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def panels(axes: Axes, rows: int, columns: int = 1, **options: Any) -> Any:
-    """Several axes that replace `axes`."""
-    whole = axes.figure
-    axes.remove()
-    return whole.subplots(rows, columns, **options)
-
-
 TEXT_STEPS = 600
 """Of the runs of language models in the pictures."""
 
@@ -331,7 +264,9 @@ def loss_by_bytes(axes: Axes) -> None:
 
 def loss_by_link(axes: Axes) -> None:
     """Validation loss of a small GPT against time over two links, two ranks, means over seeds."""
-    both = panels(axes, 2, sharex=True, sharey=True)
+    figure = axes.figure
+    axes.remove()
+    both = figure.subplots(2, sharex=True, sharey=True)
     for below, rate in zip(both, (1000, 100), strict=True):
         for each in CURVES:
             if points := language_models.curve(each.method, each.optimizer, TEXT_STEPS, rate):
@@ -375,59 +310,6 @@ def latency(axes: Axes) -> None:
     axes.spines["bottom"].set_bounds(-3, 100)
 
 
-Span = tuple[float, float, str]
-"""Begin, length, colour."""
-
-SHOWN = 4
-"""Steps of each run in the timelines."""
-
-PUSH_AND_PULL = 37.0
-"""ms that a worker of dist_async waits after each of its steps, over 1 Gbit/s; its slow neighbour computes four times
-as long."""
-
-
-def spans() -> Iterator[tuple[str, bool, list[Span]]]:
-    """Of each row of the timelines: its name, whether it is modelled, what is in it."""
-    steps = {each.method: each for each in step_times.read_csv() if each.rate_mbit == 1000}
-    compute, dense, dgc = steps[step_times.COMPUTATION].ms, steps["ddp"].ms, steps["dgc@all_gather"]
-    encode, exchange, decode = (float(ms or 0) for ms in (dgc.compress_ms, dgc.exchange_ms, dgc.decompress_ms))
-    hidden = HIDES * BACKWARD / STEP * compute
-    numbers = range(SHOWN)
-    yield "DDP", False, [(number * dense, compute, BLUE) for number in numbers]
-    begins = [number * dense + compute - hidden for number in numbers]
-    yield "link", False, [(begin, dense - compute + hidden, ORANGE) for begin in begins]
-    begins = [number * dgc.ms for number in numbers]
-    parts = ((0, compute, BLUE), (compute, encode, GREEN), (dgc.ms - decode, decode, GREEN))
-    yield "dgc", False, [(begin + after, length, color) for begin in begins for after, length, color in parts]
-    yield "link", False, [(begin + compute + encode, exchange, ORANGE) for begin in begins]
-    yield "dga", True, [(number * compute, compute, BLUE) for number in numbers]
-    yield "link", True, [(0, dense - compute + hidden, ORANGE)]
-    pitch = compute + PUSH_AND_PULL
-    yield "dist_async, fast", True, [(number * pitch, compute, BLUE) for number in numbers]
-    yield "link", True, [(number * pitch + compute, PUSH_AND_PULL, ORANGE) for number in numbers]
-    yield "dist_async, slow", True, [(0, SHOWN * compute, BLUE)]
-    yield "link", True, [(SHOWN * compute, PUSH_AND_PULL, ORANGE)]
-
-
-def timelines(axes: Axes) -> None:
-    """Four steps over 1 Gbit/s: dense and compressed ones, as measured; delayed and asynchronous ones, modelled."""
-    rows = list(spans())
-    for place, (_, is_model, found) in enumerate(rows):
-        for begin, length, color in found:
-            fill = {"facecolor": "none", "hatch": "//////"} if is_model else {"facecolor": color}
-            axes.barh(place, length, left=begin, height=0.6, edgecolor=color, linewidth=0.8, **fill)
-    for color, label in ((BLUE, "computation"), (GREEN, "encode, decode"), (ORANGE, "link")):
-        axes.barh(0, 0, color=color, label=label)
-    axes.barh(0, 0, facecolor="none", edgecolor=GREY, hatch="//////", linewidth=0.8, label="modelled")
-    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
-    for label in axes.get_yticklabels():
-        label.set_fontsize(8 if label.get_text() == "link" else 10)
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, columnspacing=1, handlelength=1.2)
-    axes.set(xlabel="ms")
-
-
 Picture = tuple[Callable[[Axes], None], tuple[float, float]]
 """What draws it, and its size in inches."""
 
@@ -436,14 +318,12 @@ PICTURES: dict[str, Picture] = {
     "hero_dark": (partial(hero, theme=DARK), (5, 4)),
     "bytes_by_method": (bytes_by_method, (5, 3.2)),
     "warm_up": (warm_up, (5, 3)),
-    "which_method": (which_method, (5, 3.4)),
     "step_time": (step_time, (5, 3.8)),
     "loss_by_bytes": (loss_by_bytes, (5, 3.6)),
     "loss_by_link": (loss_by_link, (5, 4.6)),
     "accuracy": (accuracy, (5, 5.6)),
     "latency": (latency, (5, 3.2)),
     "rotation": (rotation, (5, 3.0)),
-    "timelines": (timelines, (5, 3.4)),
 }
 
 

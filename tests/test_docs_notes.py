@@ -29,5 +29,5 @@ def test_what_is_sent_and_what_is_left_are_the_gradient(training):
     gradient = training.gradient(0)[training.layer]
     for compressor in (notes.lgc.OneBit(), notes.lgc.TwoBit(), notes.lgc.GradientDropping()):
         sender = notes.Sender(compressor, gradient)
-        together = sender.send(gradient) + sender.state.unsent.view_as(gradient)
+        together = sender.send(gradient) + sender.residual
         assert notes.error(together, gradient) < 1e-3

@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 import pytest
 
 from docs import pictures
-from lightning_gradcomp.app.plan import given_link
 from tests.pages import DOCS, PAGES, ROOT
 
 FILES = sorted((DOCS / "pictures").iterdir())
@@ -37,11 +36,3 @@ def test_every_picture_is_on_a_page():
 
 def test_a_time_has_one_unit():
     assert [pictures.clock(seconds) for seconds in (31.4, 96.4, 450, 930)] == ["31 s", "96 s", "7.5 min", "16 min"]
-
-
-@pytest.mark.parametrize(
-    "mbit, delay_ms, method",
-    [(100_000, 0.1, "DDP"), (4000, 0.1, "bf16"), (1000, 0.1, "dgc"), (1000, 90, "dga"), (20, 0.1, "sparseloco")],
-)
-def test_a_link_has_the_method_that_changes_the_training_least(mbit, delay_ms, method):
-    assert pictures.chosen(pictures.plan(), given_link(mbit, delay_ms)) == method
