@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from lightning_gradcomp.app.data import SharedData
-from lightning_gradcomp.app.ranks import Ranks, place
+from lightning_gradcomp.app.ranks import Placement, place
 from lightning_gradcomp.app.task import Task
 from lightning_gradcomp.averaging.fsdp.mesh import mesh_shape
 from lightning_gradcomp.averaging.fsdp.shards import Sharding
@@ -97,7 +97,7 @@ class Run(NamedTuple):
     task: Task
     data: SharedData
     trainer: L.Trainer
-    ranks: Ranks
+    ranks: Placement
 
 
 def build(config: DictConfig) -> Run:
@@ -204,7 +204,7 @@ def _check_numbers(config: DictConfig) -> None:
             raise refusal(f"trainer.{option}", got, "a whole number from 1")
 
 
-def _strategy(config: DictConfig, ranks: Ranks) -> ParallelStrategy:
+def _strategy(config: DictConfig, ranks: Placement) -> ParallelStrategy:
     """The strategy, given the devices if ranks share GPUs."""
     options: dict[str, Any] = {}
     if shared := ranks.shared_gpus:
@@ -218,7 +218,7 @@ def _strategy(config: DictConfig, ranks: Ranks) -> ParallelStrategy:
     return complete("strategy", instantiated("strategy", config, _partial_=True), compressor=compressor, **options)
 
 
-def _trainer(config: DictConfig, ranks: Ranks, strategy: ParallelStrategy) -> L.Trainer:
+def _trainer(config: DictConfig, ranks: Placement, strategy: ParallelStrategy) -> L.Trainer:
     keeps = not (config.dry_run or config.evaluate)
     options: dict[str, Any] = {"enable_checkpointing": keeps}
     callbacks = list(instantiated("callbacks", config).values())

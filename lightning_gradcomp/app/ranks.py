@@ -30,7 +30,7 @@ REFUSALS = (Refused, MisconfigurationException)
 """What a rank raises for an option that turns out to be invalid once the ranks are connected."""
 
 
-class Ranks(NamedTuple):
+class Placement(NamedTuple):
     """Where a run takes place."""
 
     accelerator: str  # "cuda" or "cpu"
@@ -55,7 +55,7 @@ class Ranks(NamedTuple):
         return [torch.device("cuda", rank % gpus) for rank in range(self.per_node)]
 
 
-def place(accelerator: str, devices: int | str, num_nodes: int | str) -> Ranks:
+def place(accelerator: str, devices: int | str, num_nodes: int | str) -> Placement:
     """Resolve the Trainer options of these names on this machine: "auto" is one rank per GPU, but at least two."""
     if accelerator not in ("auto", "cpu", "cuda"):
         raise refusal("trainer.accelerator", accelerator, "auto, cpu, cuda")
@@ -72,7 +72,9 @@ def place(accelerator: str, devices: int | str, num_nodes: int | str) -> Ranks:
     for option, given, started in (("devices", devices, per_node), ("num_nodes", num_nodes, nodes)):
         if there and given not in ("auto", started):
             raise refusal(f"trainer.{option}", given, f"auto, or the {started} that torchrun or SLURM has started")
-    return Ranks("cuda" if gpus else "cpu", per_node if devices == "auto" else int(devices), nodes, there is not None)
+    return Placement(
+        "cuda" if gpus else "cpu", per_node if devices == "auto" else int(devices), nodes, there is not None
+    )
 
 
 def launched() -> tuple[int, int] | None:

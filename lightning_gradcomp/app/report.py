@@ -82,7 +82,7 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished run.
 
     Args:
@@ -117,9 +117,9 @@ class Run:
         return self.options.get(f"{part}.name") or short(self.options[f"{part}._target_"])
 
 
-def find(folders: Iterable[Path]) -> list[Run]:
+def find(folders: Iterable[Path]) -> list[FinishedRun]:
     """All finished runs in or below `folders`. Names unfinished ones on stderr."""
-    found: dict[Path, Run | None] = {}
+    found: dict[Path, FinishedRun | None] = {}
     for folder in folders:
         if not folder.is_dir():
             raise refusal("RUN", str(folder), "a folder that exists")
@@ -138,14 +138,14 @@ def _by_number(path: Path) -> list[int | str]:
     return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", str(path))]  # 10 comes after 9
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> FinishedRun:
     """The finished run in `folder`."""
     try:
         options = dict(_flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
         summary = json.loads((folder / "summary.json").read_text())
         rows = pd.read_csv(folder / "metrics.csv")
         axes = {STEPS: rows["step"] + 1, MEGABYTES: rows["comm/total_bytes_sent"] / 1e6, SECONDS: rows["time/total_s"]}
-        return Run(folder, options, summary, rows.assign(**axes))
+        return FinishedRun(folder, options, summary, rows.assign(**axes))
     except Exception as error:
         raise ValueError(f"{folder} can't be read: {type(error).__name__}: {error}") from error
 
@@ -172,7 +172,7 @@ class Group:
         options: those in which it differs from the other groups, as on the command line.
     """
 
-    runs: list[Run]
+    runs: list[FinishedRun]
     method: str
     options: list[str]
 
@@ -188,9 +188,9 @@ class Group:
         return points[rows.size() == len(self.runs)]
 
 
-def grouped(runs: list[Run]) -> list[Group]:
+def grouped(runs: list[FinishedRun]) -> list[Group]:
     """The groups, ordered by their first runs."""
-    by_key: dict[str, list[Run]] = {}
+    by_key: dict[str, list[FinishedRun]] = {}
     for run in runs:
         by_key.setdefault(run.key, []).append(run)
     firsts = [each[0] for each in by_key.values()]
@@ -273,7 +273,7 @@ def _each(words: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(words))
 
 
-def _hardware(run: Run) -> str:
+def _hardware(run: FinishedRun) -> str:
     device, cores, processor = (run.summary[key] for key in ("device", "cpu_cores", "processor"))
     nodes, ranks = run.summary["nodes"], run.summary["devices_per_node"]
     return f"{device}, {cores} cores of {processor}; {nodes} node{'s' * (nodes > 1)} with {ranks} ranks"

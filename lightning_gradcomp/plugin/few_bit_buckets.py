@@ -15,7 +15,7 @@ from lightning_gradcomp.averaging.ranks import Ranks, subgroup
 from lightning_gradcomp.compressors.few_bits import FewBits
 
 
-class Task(NamedTuple):
+class Bucket(NamedTuple):
     """A bucket to average: its buffer, the gradients in it, the step, and the future to complete."""
 
     buffer: torch.Tensor
@@ -46,7 +46,7 @@ class FewBitBuckets:
         self._group = subgroup(world, list(range(world.size())))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._num_threads = torch.get_num_threads()
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         # A daemon thread, so that a rank that raises can exit without waiting for the other ranks.
         self._thread = threading.Thread(target=self._run, name="few-bit buckets", daemon=True)
@@ -65,7 +65,7 @@ class FewBitBuckets:
                 large.append((first, gradient))
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._device] if self._stream else None)
-        self._tasks.put(Task(bucket.buffer(), large, small, step, ready, future))
+        self._tasks.put(Bucket(bucket.buffer(), large, small, step, ready, future))
         return future.then(lambda done: done.value())  # DDP sees an exception that a callback raises, and no other
 
     def _run(self) -> None:
@@ -76,7 +76,7 @@ class FewBitBuckets:
                 del task  # holds the bucket
 
     @torch.no_grad()  # torch's setting is a thread's own
-    def _complete(self, task: Task) -> None:
+    def _complete(self, task: Bucket) -> None:
         try:
             if self._error:
                 raise self._error
