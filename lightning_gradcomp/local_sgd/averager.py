@@ -359,7 +359,7 @@ class DelayedAverager:
                 sent += sync_copies(self.ranks, copies, self._anchor.device)
                 self.spent.add_bytes(sent)
                 self._steps_since_drain = self._samples_since_drain = 0
-        self.round_schedule.choose()
+        self.round_schedule.set_delay()
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers in the `state_dict` to all ranks. Collective.

@@ -49,14 +49,14 @@ class RoundSchedule:
         if self._rounds_to_measure:
             self._rounds_to_measure -= 1
             if not self._rounds_to_measure:
-                self.choose()
+                self.set_delay()
 
     @property
     def measuring(self) -> bool:
         """True until "auto" has chosen a delay."""
         return self._rounds_to_measure > 0
 
-    def choose(self) -> None:
+    def set_delay(self) -> None:
         """Set D and K from the latest reports if "auto" has finished measuring."""
         if self._auto and not self._rounds_to_measure and self._reports:
             self.delay = steps_to_hide(self._reports)

@@ -52,7 +52,7 @@ def test_auto_chooses_again_after_a_drain_only():
         schedule.round_applied([report(0.01, 0.1)])
     schedule.round_applied([report(0.1, 0.01), report(0.1, 0.02)])
     assert (schedule.period, schedule.delay) == (12, 12)
-    schedule.choose()  # as a drain does
+    schedule.set_delay()  # as a drain does
     assert (schedule.period, schedule.delay) == (4, 1)
 
 
