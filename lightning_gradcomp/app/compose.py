@@ -25,8 +25,7 @@ from torch import nn
 from lightning_gradcomp.app.data import SharedData
 from lightning_gradcomp.app.ranks import Placement, place
 from lightning_gradcomp.app.task import Task
-from lightning_gradcomp.averaging.fsdp.mesh import mesh_shape
-from lightning_gradcomp.averaging.fsdp.shards import Sharding
+from lightning_gradcomp.averaging.fsdp.shards import Sharding, mesh_shape
 from lightning_gradcomp.averaging.gradients import check_shards
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.kernels.rng import seed_of

@@ -30,11 +30,10 @@ from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
 from lightning_gradcomp.local_sgd.background import BackgroundExchange
-from lightning_gradcomp.local_sgd.copies import sync_copies, tensors_of, untrained
 from lightning_gradcomp.local_sgd.optimizer_state import zero_nonfinite_state
 from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
-from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
+from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments, sync_copies, tensors_of, untrained
 
 TYPES = {"steps": int, "rounds_ended": int, "rounds": dict, "round_schedule": dict}
 """Keys and types of `DelayedAverager.state_dict`."""

@@ -25,8 +25,7 @@ from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.copies import sync_copies, tensors_of, untrained
-from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments
+from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments, sync_copies, tensors_of, untrained
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.parameter_server.partition import check_pull
 from lightning_gradcomp.parameter_server.server import ParameterServer, check_compressor, check_staleness

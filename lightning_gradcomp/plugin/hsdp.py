@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_gradcomp.averaging import save_sharded_state
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
-from lightning_gradcomp.averaging.fsdp.mesh import MESH, mesh_shape
-from lightning_gradcomp.averaging.fsdp.shards import is_sharded, local, reshard
+from lightning_gradcomp.averaging.fsdp.shards import MESH, is_sharded, local, mesh_shape, reshard
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.compressors import Compressor

@@ -17,8 +17,7 @@ import torchvision
 from torch import nn
 
 from lightning_gradcomp.app.models.gpt import GPT
-from lightning_gradcomp.app.models.resnet import resnet
-from lightning_gradcomp.app.models.swin import swin_mini, swin_t
+from lightning_gradcomp.app.models.vision import resnet, swin_mini, swin_t
 from lightning_gradcomp.errors import refusal
 
 resnet18 = partial(resnet, "resnet18")

@@ -32,6 +32,9 @@ Shape = tuple[int, ...]
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose momentum a compressor may own."""
 
+MESH = ("replicate", "shard")
+"""Names of the mesh's dimensions."""
+
 
 def is_sharded(model: nn.Module) -> bool:
     """True if `fully_shard` has prepared the model."""
@@ -256,6 +259,22 @@ def _checked(name: str, parameter: torch.Tensor) -> DTensor:
     if parameter.to_local().device.type != mesh.device_type:
         raise refusal(f"CPU offload: {what}", f"shards on {parameter.to_local().device}", f"on {mesh.device_type}")
     return parameter
+
+
+def mesh_shape(replicate: int | str, shard: int | str, nodes: int, per_node: int) -> tuple[int, int]:
+    """Return (replicas, shards per replica). The other size determines an "auto"; with two, each node is a replica."""
+    world = nodes * per_node
+    if isinstance(replicate, str) and isinstance(shard, str):
+        return nodes, per_node
+    if isinstance(replicate, str):
+        replicate = max(world // int(shard), 1)
+    elif isinstance(shard, str):
+        shard = max(world // replicate, 1)
+    if replicate * int(shard) != world:
+        got = f"replicate={replicate} x shard={shard}"
+        where = f"{nodes} node{'s' * (nodes > 1)} with {per_node} rank{'s' * (per_node > 1)} each"
+        raise refusal(f"the mesh of {where}", got, f"a product of {world}")
+    return replicate, int(shard)
 
 
 def check_group(shards: Shards, group: dist.ProcessGroup | None, topology: str, inside: str | None) -> None:
