@@ -178,8 +178,8 @@ class CommunicationMonitor(Callback):
     def summary(self) -> dict[str, Any]:
         """This rank's totals over the fit, bytes of the last step, and median milliseconds per step.
 
-        Call it after the fit. With start_method "spawn", "fork" or "forkserver", the main process has rank 0's summary.
-        All bytes are gradient bytes; `ratio` is dense bytes over bytes sent. `milliseconds` has each phase's median
+        Call it after the fit, in a process that trained: with start_method "spawn", "fork" or "forkserver", the main
+        process has no summary. All bytes are gradient bytes; `ratio` is dense bytes over bytes sent. `milliseconds` has each phase's median
         over the latest 1,000 steps. `totals` has bytes, ratio and seconds, including the fits that this one continues.
         With topology="auto", `auto` gives the choice and the reason. For a sharded model, `shards` is the number of
         ranks per replica, and `world_size` the number of replicas. With delayed averages, `rounds` has period, delay,
@@ -191,12 +191,3 @@ class CommunicationMonitor(Callback):
         if not self._summary:
             raise RuntimeError("CommunicationMonitor.summary(): no fit with this monitor has ended in this process")
         return self._summary
-
-    def rank_zero_results(self) -> dict[str, Any]:
-        """The results that rank 0 sends to the main process if multiprocessing starts the ranks."""
-        return {"summary": self._summary, "totals": self.state_dict()}
-
-    def load_rank_zero_results(self, results: dict[str, Any]) -> None:
-        """Load rank 0's `rank_zero_results` in the main process."""
-        self._summary = results["summary"]
-        self.load_state_dict(results["totals"])

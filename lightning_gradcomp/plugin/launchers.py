@@ -1,7 +1,6 @@
-"""Lightning's launchers, with checks before they start processes, and with callbacks' results afterwards.
+"""Lightning's launchers, with checks before they start processes.
 
-Private Lightning names used here: `_SubprocessScriptLauncher`, and `_MultiProcessingLauncher`, whose
-`get_extra_results` and `update_main_process_results` carry results from rank 0 to the main process.
+Private Lightning names used here: `_SubprocessScriptLauncher` and `_MultiProcessingLauncher`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
-KEY = "lightning_gradcomp"
-"""Key of the callbacks' results among those that Lightning sends to the main process."""
 Check = Callable[[Trainer, LightningModule], None]
 
 
@@ -37,19 +34,3 @@ class SubprocessLauncher(_Checked, _SubprocessScriptLauncher):
 
 class MultiProcessingLauncher(_Checked, _MultiProcessingLauncher):
     """The launcher for start_method="spawn", "fork" or "forkserver"."""
-
-    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        """Like Lightning's, plus the results of callbacks that have `rank_zero_results`."""
-        results = [callback.rank_zero_results() for callback in _with_results(trainer)]
-        return {**super().get_extra_results(trainer), KEY: results}
-
-    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        """Like Lightning's; then passes each callback in the main process the results of its copy on rank 0."""
-        super().update_main_process_results(trainer, extra)
-        for callback, results in zip(_with_results(trainer), extra[KEY], strict=False):
-            callback.load_rank_zero_results(results)
-
-
-def _with_results(trainer: Trainer) -> list[Any]:
-    every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in every if hasattr(callback, "rank_zero_results")]
