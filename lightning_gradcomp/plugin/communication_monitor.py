@@ -178,12 +178,12 @@ class CommunicationMonitor(Callback):
     def summary(self) -> dict[str, Any]:
         """This rank's totals over the fit, bytes of the last step, and median milliseconds per step.
 
-        Call it after the fit, in a process that trained: with start_method "spawn", "fork" or "forkserver", the main
-        process has no summary. All bytes are gradient bytes; `ratio` is dense bytes over bytes sent. `milliseconds` has each phase's median
-        over the latest 1,000 steps. `totals` has bytes, ratio and seconds, including the fits that this one continues.
-        With topology="auto", `auto` gives the choice and the reason. For a sharded model, `shards` is the number of
-        ranks per replica, and `world_size` the number of replicas. With delayed averages, `rounds` has period, delay,
-        and the costs of the fit. With dist_async, `async` counts how often each staleness occurred.
+        Call it after the fit, in a process that trained. With start_method "spawn", "fork" or "forkserver", the main
+        process has no summary. All bytes are gradient bytes; `ratio` is dense bytes over bytes sent. `milliseconds` has
+        each phase's median over the latest 1,000 steps. `totals` has bytes, ratio and seconds, including the fits that
+        this one continues. With topology="auto", `auto` gives the choice and the reason. For a sharded model, `shards`
+        is the number of ranks per replica, and `world_size` the number of replicas. With delayed averages, `rounds` has
+        period, delay, and the costs of the fit. With dist_async, `async` counts how often each staleness occurred.
 
         Raises:
             RuntimeError: if no fit has ended.
