@@ -17,14 +17,7 @@ Batch = list[torch.Tensor]
 
 
 class Classifier(Task):
-    """Cross entropy of images. The accuracy counts each validation image once over all ranks.
-
-    The options of `Task`, and:
-
-    Args:
-        augment: MixUp, CutMix and label smoothing of training batches.
-        channels_last: use this memory format for images and weights.
-    """
+    """Cross entropy of images. The accuracy counts each validation image once over all ranks."""
 
     data, monitor, mode = SharedImages, "val_acc", "max"
 

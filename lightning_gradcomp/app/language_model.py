@@ -16,7 +16,7 @@ from lightning_gradcomp.app.task import Task
 class LanguageModel(Task):
     """Cross entropy of each next token in nats. Validation counts each window once over all ranks.
 
-    The network maps int64 tokens (batch, length) to logits (batch, length, vocabulary). The options of `Task`.
+    The network maps int64 tokens (batch, length) to logits (batch, length, vocabulary).
     """
 
     data, monitor, mode = SharedTokens, "val_loss", "min"

@@ -25,20 +25,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
         MuonAdamW([{"rule": "muon", "params": matrices}, {"rule": "adamw", "params": rest, "weight_decay": 0.0}])
 
-    A group has the options of its rule, and the state has torch's names. For options that are not listed, set them in
-    the group.
-
-    Args:
-        params: groups, each with the key "rule": "muon" (two-dimensional parameters) or "adamw".
-        lr: learning rate of both.
-        weight_decay: of both, decoupled from the gradient.
-        momentum: of Muon.
-        nesterov: Nesterov's momentum for Muon.
-        ns_steps: iterations that orthogonalize Muon's step.
-        adjust_lr_fn: how Muon's step depends on the shape of the matrix, as in `torch.optim.Muon`.
-        betas: of AdamW's two moments.
-        eps: AdamW's.
-        fused: AdamW's fast kernel.
+    A group has the options of its rule, and the state has torch's names. Options: conf/optimizer/muon.yaml; for
+    others of a rule, set them in the group.
     """
 
     def __init__(

@@ -24,13 +24,7 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int, end: float = 0
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupCosine:
-    """Makes the scheduler of a run.
-
-    Args:
-        warmup_steps: optimizer steps of linear warm-up; None if `warmup_epochs` is set.
-        warmup_epochs: the same in epochs, possibly a fraction.
-        end: fraction of the peak at which the cosine ends, 0 to 1.
-    """
+    """Makes the scheduler of a run."""
 
     warmup_steps: int | None = 20
     warmup_epochs: float | None = None

@@ -21,14 +21,9 @@ POSITIONS = "relative_position_bias_table"
 
 
 class Task(L.LightningModule, ABC):
-    """A network to train. A subclass defines the loss, and what a validation counts.
+    """A network to train. A subclass defines the loss, and what a validation counts. Options: conf/task.
 
-    Args:
-        model: the network.
-        optimizer: makes a torch optimizer from parameter groups.
-        scheduler: schedule of its learning rate.
-        decay_all: False: no weight decay for biases, norm weights and Swin's position biases.
-        compile: apply torch.compile to the network, or to each block if it is sharded.
+    `optimizer` makes a torch optimizer from parameter groups.
     """
 
     data: ClassVar[type[SharedData]]

@@ -19,20 +19,7 @@ Mix = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Augment:
-    """How training images and their labels are augmented.
-
-    Args:
-        interpolation: "bilinear" or "bicubic", for resizing images.
-        resize: pixels of the shorter side before the center crop of validation images; None: 8/7 of the size.
-        repeats: repeated augmentation (Hoffer et al. 2020, arXiv 1901.09335; Touvron et al. 2021, arXiv 2012.12877):
-            the batches of all ranks contain each image this often, augmented anew; an epoch covers part of the images.
-        crop_and_flip: a random crop, flipped with probability 0.5, instead of the center crop.
-        trivial_augment: TrivialAugmentWide (Müller and Hutter 2021, arXiv 2103.10158).
-        random_erase: the probability that a rectangle is erased (Zhong et al. 2017, arXiv 1708.04896).
-        mixup: alpha of MixUp (Zhang et al. 2017, arXiv 1710.09412); 0 for none.
-        cutmix: alpha of CutMix (Yun et al. 2019, arXiv 1905.04899); 0 for none. With both, each batch gets one of them.
-        label_smoothing: the fraction of a label that is distributed over all classes.
-    """
+    """How training images and their labels are augmented. Options: conf/augment."""
 
     interpolation: str = "bilinear"
     resize: int | None = None

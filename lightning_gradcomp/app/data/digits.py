@@ -22,11 +22,8 @@ SPLIT_SEED = 0  # a constant: runs with different seeds are validated on the sam
 def digits(fold: int | None = None) -> tuple[TensorDataset, TensorDataset]:
     """1,437 training and 360 validation images, stratified: float (n, 1, 8, 8) and labels int64 (n).
 
-    The images have mean 0 and variance 1 over all pixels of the training part.
-
-    Args:
-        fold: 0 to 4: this fold of a five-fold cross-validation, which validates on every image once. The last three
-            have 359 validation images and 1,438 training images.
+    The images have mean 0 and variance 1 over all pixels of the training part. A `fold`, 0 to 4, is one of a five-fold
+    cross-validation; the last three have 359 validation images and 1,438 training images.
     """
     pixels, labels = load_digits(return_X_y=True)
     if fold is None:
@@ -42,13 +39,7 @@ def digits(fold: int | None = None) -> tuple[TensorDataset, TensorDataset]:
 
 
 class Digits(SharedImages):
-    """The digits as a data module.
-
-    The options of `SharedImages`, of which `augment` does not transform the images, and:
-
-    Args:
-        fold: 0 to 4: fold of a cross-validation. None: one fixed split.
-    """
+    """The digits as a data module. `augment` does not transform the images."""
 
     name, channels, classes, size = "digits", CHANNELS, CLASSES, 8
 

@@ -17,12 +17,7 @@ from lightning_gradcomp.errors import refusal
 
 
 class Files(SharedImages):
-    """Images in files below a folder. The options of `SharedImages`, and:
-
-    Args:
-        dir: the folder.
-        size: pixels per side of the network's input.
-    """
+    """Images in files below the folder `dir`, `size` pixels per side for the network."""
 
     channels = 3
     where = "data.dir, or the environment's GRADCOMP_DATA"
@@ -36,11 +31,7 @@ class Files(SharedImages):
 
 
 class Torchvision(Files):
-    """A data set of torchvision, whose test images are for validation. The options of `Files` without `size`, and:
-
-    Args:
-        download: rank 0 downloads the files if they are missing.
-    """
+    """A data set of torchvision, whose test images are for validation."""
 
     images: ClassVar[Any]
     """torchvision's class."""

@@ -20,12 +20,7 @@ DIFFERENT = 64
 class SharedImages(SharedData):
     """Images by class: `load` returns data sets of pairs, a float (channels, height, width) and an int label.
 
-    The options of `SharedData`, and:
-
-    Args:
-        augment: augmentation of the training images.
-        dirichlet: concentration; each rank has its own images, the smaller, the more unequal. None: all share all
-            images.
+    With `dirichlet`, each rank has its own images.
     """
 
     channels: int
@@ -87,13 +82,7 @@ class Repeated(TensorDataset):
 class Synthetic(SharedImages):
     """Normally distributed pixels with random labels, the same on all ranks; one batch to validate with.
 
-    The options of `SharedImages`, of which `augment` does not transform the images, and:
-
-    Args:
-        size: pixels per side.
-        classes: number of classes.
-        images: images per epoch.
-        channels: channels of an image.
+    `augment` does not transform the images.
     """
 
     name = "synthetic"

@@ -49,13 +49,9 @@ Pair = tuple[Dataset[Any], Dataset[Any]]
 
 
 class SharedData(L.LightningDataModule, ABC):
-    """Examples of any kind, `batch_size` per training step over all ranks together. Subclasses define which.
+    """Examples of any kind, `batch_size` per training step over all ranks together, before accumulation.
 
-    Args:
-        batch_size: examples per step, over all ranks together, before accumulation.
-        seed: seed for the order of the examples.
-        workers: processes per rank that decode and augment; 0 for none.
-        prefetch: batches that each of them prepares ahead.
+    Subclasses define which. Options: conf/data.
     """
 
     name: str | None

@@ -21,13 +21,6 @@ class Text(SharedTokens):
 
     Of fewer than 20 files, the last twentieth of the bytes is. Hidden files and folders are skipped. Every rank holds
     the whole text in memory.
-
-    The options of `SharedTokens`, and:
-
-    Args:
-        dir: a folder with text files. None: Python's standard library: its `*.py` without tests, about 12 MB,
-            different in every version of Python.
-        pattern: glob pattern of the files in `dir`.
     """
 
     name, vocabulary, unit = "text", 256, "byte"

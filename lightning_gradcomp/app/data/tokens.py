@@ -30,12 +30,7 @@ class Windows(Dataset[torch.Tensor]):
 class SharedTokens(SharedData):
     """Windows of a sequence of tokens, `batch_size` per training step over all ranks together.
 
-    A subclass defines `name`, `vocabulary`, `unit` and `tokens`. The options `batch_size` and `seed` of `SharedData`,
-    and:
-
-    Args:
-        context: tokens that the network sees at once; a window has one more.
-        validation_windows: number of windows to validate with, evenly spaced, the same for all seeds; None: all.
+    A subclass defines `name`, `vocabulary`, `unit` and `tokens`. Options: conf/data/tokens.yaml.
     """
 
     vocabulary: int

@@ -18,16 +18,7 @@ class GPT(nn.Module):
 
     Norms come before attention and MLP, and after the last block. No dropout. Weights are initialised as in GPT-2:
     normally distributed with standard deviation 0.02, in the layers that add to the residual stream divided by
-    √(2 · layers).
-
-    Args:
-        vocabulary: number of different tokens.
-        context: largest length.
-        layers: number of blocks.
-        width: elements of a token's vector.
-        heads: attention heads in a block.
-        positions: "learned", as in GPT-2, or "rope" (Su et al. 2021, arXiv 2104.09864).
-        tied: the last layer uses the tokens' embeddings, as in GPT-2.
+    √(2 · layers). Positions are learned, as in GPT-2, or "rope" (Su et al. 2021, arXiv 2104.09864).
     """
 
     def __init__(

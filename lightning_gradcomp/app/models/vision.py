@@ -22,9 +22,6 @@ def resnet(name: str, *, channels: int, classes: int, size: int = 32, stem: str 
     the first block. The small stem, usual for CIFAR, is a 3x3 convolution with stride 1 and no pooling: it computes
     sixteen times as much. Stems have the images' number of channels, since repeating grey images three times would add
     nothing.
-
-    Args:
-        stem: "small" or "imagenet". "auto": small for images of up to 64 pixels.
     """
     if stem not in ("auto", "small", "imagenet"):
         raise refusal("model.stem", stem, "auto, small, imagenet")
@@ -45,10 +42,6 @@ def swin_mini(*, channels: int, classes: int, size: int = 32, patch: int = 1, wi
     torchvision's `SwinTransformer` with two stages of two blocks (48 and 96 wide). On 8x8 images, with one token per
     pixel and 4x4 windows, the first stage has four windows, shifted in its second block, and the second stage one. So
     it is on 28x28 images with patches of 2x2 pixels and 7x7 windows. Other sizes are padded to whole windows.
-
-    Args:
-        patch: height and width in pixels of the patch that becomes a token.
-        window: height and width in tokens of the windows of the attention.
     """
     if size > SMALL:
         raise refusal(f"model with images of {size} pixels", "swin_mini", "swin_t, resnet18, resnet50")
