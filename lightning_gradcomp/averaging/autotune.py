@@ -122,11 +122,7 @@ class Autotune:
         return under_test if under_test in (self.uncompressed, *affordable) else self.uncompressed
 
     def step_ended(self, did: str, density: float) -> bool:
-        """Record the time of a step for which `choose` returned `did`. Collective.
-
-        Returns:
-            True if the step ended a trial.
-        """
+        """Record the time of a step for which `choose` returned `did`. Returns True if it ended a trial. Collective."""
         waiting = not self._times and did == self.uncompressed and not self.compresses
         if not waiting and not self._times:
             self._ended = None

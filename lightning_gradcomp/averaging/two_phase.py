@@ -75,8 +75,7 @@ class PartitionResidual:
     def commit(self, stepped: Set[str]) -> bool:
         """Make the new residual current for the parameters that the optimizer stepped.
 
-        Returns:
-            True if the step used the residual. A compressor without error feedback does not.
+        Returns True if the step used the residual. A compressor without error feedback does not.
         """
         if self._next is None:
             return False

@@ -68,12 +68,9 @@ class Moments:
         return found
 
     def write(self, names: Set[str]) -> dict[str, Any]:
-        """Store views of the buffers in `optimizer.state`.
+        """Store views of the buffers in `optimizer.state`. Returns it by name, for the parameters in `names`.
 
         A moment that was written there since the last `read` is first copied into the buffers.
-
-        Returns:
-            Name -> the optimizer's state, for the parameters in `names`.
         """
         self._copy_written(names & self._seen.keys())
         states: dict[str, Any] = {}

@@ -91,8 +91,7 @@ class Anchor:
     def set_pseudo_gradients(self) -> bool:
         """Set the gradients of z to -U = z - w, the negated sum of the local steps since the last snapshot.
 
-        Returns:
-            True if all of U is finite. Otherwise U is set to 0 and the weights to z.
+        Returns False if U is not finite. U is then set to 0 and the weights to z.
         """
         updates = [z - w for z, w in self._pairs]
         finite = bool(torch.stack([update.isfinite().all() for update in updates]).all())
@@ -118,8 +117,7 @@ class Anchor:
     def apply_average(self) -> float:
         """w = z + (w - snapshot): replace the rank's own pending update with the average, which is in z.
 
-        Returns:
-            L2 distance between the snapshot and z.
+        Returns the L2 distance between the snapshot and z.
         """
         squares = []
         for snapshot, (z, w) in zip(self._snapshot, self._pairs, strict=True):

@@ -385,12 +385,9 @@ class DelayedAverager:
         return finite
 
     def reset_to_last_average(self) -> bool:
-        """Set the weights to the latest average, without communication. Discards local steps since then.
+        """Set the weights to the latest average, without communication. Returns True if that discards local steps.
 
         For the checkpoint of an interrupted run, in which the other ranks may not answer.
-
-        Returns:
-            True if there were any.
         """
         if self._steps_since_drain:
             self._anchor.reset_model()

@@ -84,10 +84,7 @@ def unify(ranks: Ranks, optimizers: Optimizers, device: torch.device) -> tuple[b
     """Make all ranks' optimizers hold state of the same names and shapes, and the same others. Collective.
 
     The ranks whose optimizers hold the most elements, and among them the first, are right. Ranks that differ, such as
-    one that has never stepped, receive their state.
-
-    Returns:
-        False if this rank received its state, and the bytes that it sent.
+    one that has never stepped, receive their state. Returns False on these, and the bytes that this rank sent.
     """
     elements = sum(moment.numel() for moment in moments_of(optimizers))
     own = torch.tensor([elements, crc32(_layout(optimizers).encode())], device=device)
@@ -134,10 +131,8 @@ def _from_rank(source: int, content: Any, ranks: Ranks, device: torch.device) ->
 def average_numbers(ranks: Ranks, optimizers: Optimizers, samples: int, device: torch.device) -> int:
     """Replace numbers that differ between ranks with their mean, rounded if all are whole. Collective.
 
-    All ranks' optimizers hold state of the same names. `samples` is the weight of this rank's numbers.
-
-    Returns:
-        Bytes that this rank sent.
+    All ranks' optimizers hold state of the same names. `samples` is the weight of this rank's numbers. Returns the
+    bytes that this rank sent.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     states = [

@@ -117,11 +117,7 @@ class Rounds:
         return reports
 
     def exchange(self, own: RoundReport, training_step: int, epoch: int | None = None) -> list[RoundReport]:
-        """Replace the anchor's gradients with their mean over all samples. Collective.
-
-        Returns:
-            The reports of all ranks.
-        """
+        """Replace the anchor's gradients with their mean over all samples. Returns all ranks' reports. Collective."""
         doing = f"averaging round {self.steps + 1}"
         with explained(training_step, doing, self.ranks.group):
             reports = self.gather_reports(own, doing)
@@ -135,12 +131,9 @@ class Rounds:
         return reports
 
     def exchange_uncompressed(self, own: RoundReport, training_step: int) -> list[RoundReport]:
-        """Average the updates and all residuals, uncompressed. Collective.
+        """Average the updates and all residuals, uncompressed. Returns all ranks' reports. Collective.
 
         The mean update is added to the anchor without the outer optimizer.
-
-        Returns:
-            The reports of all ranks.
         """
         schedule, self.averager.schedule = self.averager.schedule, None
         reports = self.exchange(own, training_step, self.averager.epoch)

@@ -139,13 +139,10 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def sync_copies(ranks: Ranks, tensors: Sequence[torch.Tensor], device: torch.device) -> int:
-    """Make the copies the same on all ranks. Collective.
+    """Make the copies the same on all ranks. Returns the bytes sent, except what rank 0 broadcasts. Collective.
 
     Averages the floating-point tensors that differ: the mean of the ranks' moving averages is the moving average of
     their mean weights. Copies others from rank 0. A tensor that is the same on all ranks keeps its bits.
-
-    Returns:
-        Bytes that this rank sent, not counting what rank 0 broadcasts.
     """
     if not tensors or ranks.world == 1:
         return 0

@@ -34,10 +34,9 @@ class Clocks:
             self._changed.notify_all()
 
     def tick(self, worker: int, flag: bool = False) -> bool:
-        """Count a push. With `flag`, all workers are to stop after the step that the furthest one has begun.
+        """Count a push. Returns True if this was the worker's last step.
 
-        Returns:
-            True if this was the worker's last step.
+        With `flag`, all workers are to stop after the step that the furthest one has begun.
         """
         with self._changed:
             if flag and self._last == math.inf:

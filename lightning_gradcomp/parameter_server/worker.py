@@ -80,11 +80,9 @@ class Worker:
 
     @torch.no_grad()
     def encode(self, worker: int, grad_scale: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Encode the gradients in `p.grad`, divided by `grad_scale`, as pushes, one per server.
+        """Encode the gradients in `p.grad`, divided by `grad_scale`, as pushes; [] if a gradient is not finite.
 
-        Returns:
-            For each server the arguments of `ServerPartition.push` after the header. An empty list if a gradient is not
-            finite.
+        Returns for each server the arguments of `ServerPartition.push` after the header.
         """
         gradients = self.gradients
         gradients.scale = grad_scale
@@ -142,17 +140,8 @@ class Worker:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's error feedback and clock, in the format of `GradientAverager.state_dict`."""
-        return {
-            "steps": self.steps,
-            "memory": self.memory.state_dict(),
-            "shapes": self.gradients.chosen,
-            "dense_shapes": self.gradients.left_dense,
-            "workers": 1,
-            "trained": list(self.gradients.layout.names),
-            "shared_by": 1,
-            "autotune": None,
-        }
+        """This worker's error feedback and clock."""
+        return {"steps": self.steps, "memory": self.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` of this worker, or of one that has left.
