@@ -1,11 +1,9 @@
-"""Bytes of one compressed step, by network and method, and by number of ranks, from the formula and as measured.
+"""Bytes of one compressed step, by network and method, and by number of ranks, from the formula.
 
     python -m benchmarks.wire                    # half a minute; compares with the papers' figures
-    python -m benchmarks.wire --ranks 2,4,8,32,64 --measured 2,4,8   # about two minutes
+    python -m benchmarks.wire --ranks 2,4,8,32,64
 
-Message lengths follow from shapes and options alone. --ranks prints MB by topology and number of ranks. With
---measured, that many processes on this machine send one compressed step of random gradients, and the rank that sends
-most is compared with the formula.
+Message lengths follow from shapes and options alone. --ranks prints MB by topology and number of ranks.
 
 Private: the byte formulas of `averaging`, as in docs/tables.py.
 """
@@ -13,18 +11,14 @@ Private: the byte formulas of `averaging`, as in docs/tables.py.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torchvision
 
 import lightning_gradcomp as lgc
 from benchmarks import methods, report
-from benchmarks.link import local, result
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
@@ -74,10 +68,8 @@ def row(name: str, method: str, compressor: lgc.LossyCompressor, model: torch.nn
 
 
 def by_ranks(arguments: argparse.Namespace) -> None:
-    """Print MB by number of ranks, and measured bytes next to those of the formula."""
-    worlds, measured = (
-        [int(world) for world in words.split(",") if world] for words in (arguments.ranks, arguments.measured)
-    )
+    """Print MB by number of ranks."""
+    worlds = [int(world) for world in arguments.ranks.split(",")]
     model = methods.network(arguments.model)
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     found = {("dense ring all-reduce", ""): {world: dense_traffic(num_bytes, world) for world in worlds}}
@@ -87,12 +79,6 @@ def by_ranks(arguments: argparse.Namespace) -> None:
         gradients = Gradients(model, compressor)
         for topology in TOPOLOGIES:
             found[method, topology] = {world: sent(compressor, gradients, world, topology) for world in worlds}
-    for world in measured:
-        words = ["--model", arguments.model, "--methods", arguments.methods]
-        for method, topology, size in result(local(world), __spec__.name, *words)[0]:
-            print(
-                f"{method} by {topology}, N={world}: {size:,} measured, {found[method, topology][world]:,} by formula"
-            )
     rows = [
         [f"`{name}` by {topology}" if topology else name, *(f"{size / 1e6:.2f}" for size in sizes.values())]
         for (name, topology), sizes in found.items()
@@ -100,42 +86,13 @@ def by_ranks(arguments: argparse.Namespace) -> None:
     print(report.table(["MB that a rank sends", *(f"N = {world}" for world in worlds)], rows))
 
 
-def rank(arguments: argparse.Namespace) -> None:
-    """One rank of `by_ranks`; rank 0 writes (method, topology, bytes) of each step."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    measured: list[tuple[str, str, int]] = []
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for method in arguments.methods.split(","):
-        for topology in TOPOLOGIES:
-            torch.manual_seed(0)
-            model = methods.network(arguments.model)
-            averager = lgc.GradientAverager(
-                model, methods.compressor(method), optimizer=methods.sgd(model), topology=topology
-            )
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            averager.average()
-            most = torch.tensor(averager.stats.bytes_sent)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            measured.append((method, topology, int(most)))
-    if dist.get_rank() == 0:
-        arguments.place.write_text(json.dumps(measured))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", help="numbers of ranks, for the table by topology")
-    parser.add_argument("--measured", default="", help="those of them to measure")
     parser.add_argument("--methods", default="dgc,onebit", help="methods in that table, as in benchmarks/methods.py")
     parser.add_argument("--model", default="torchvision.resnet18", help="network of that table")
-    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.place:
-        rank(arguments)
-    elif arguments.ranks:
+    if arguments.ranks:
         by_ranks(arguments)
     else:
         head = ["network", "method", "bytes", "ratio", "published"]
