@@ -140,8 +140,17 @@ class Worker:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's error feedback and clock."""
-        return {"steps": self.steps, "memory": self.memory.state_dict()}
+        """This worker's error feedback and clock, in the format of `GradientAverager.state_dict`."""
+        return {
+            "steps": self.steps,
+            "memory": self.memory.state_dict(),
+            "shapes": self.gradients.chosen,
+            "dense_shapes": self.gradients.left_dense,
+            "workers": 1,
+            "trained": list(self.gradients.layout.names),
+            "shared_by": 1,
+            "autotune": None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` of this worker, or of one that has left.
