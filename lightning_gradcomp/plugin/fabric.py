@@ -18,7 +18,7 @@ from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.trainable import has_stepped
-from lightning_gradcomp.compressors import Compressor, NoCompression
+from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code, of_rank_zero
@@ -159,7 +159,7 @@ class CompressedFabricStrategy(DDPStrategy):
         name, owners = type(self.compressor).__name__, self._of(optimizer)
         if self.compressor.needs_optimizer and len(owners) > 1:
             raise refusal(f"modules of an optimizer with {name}", len(owners), "1")
-        if not owners and type(self.compressor) is not NoCompression:
+        if not owners and (isinstance(self.compressor, LossyCompressor) or self.compressor.wire != "fp32"):
             rank_zero_warn(
                 f"{type(optimizer).__name__} has no parameter of a module that is set up, so {name} does not compress "
                 "its gradients. Set up the module first, or both together: fabric.setup(module, optimizer)."
