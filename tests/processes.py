@@ -50,13 +50,13 @@ def _environment(more: dict[str, str] | None) -> dict[str, str]:
 class Forked:
     """A running Python script in its own process group; `end` waits for it.
 
-    Its process is forked from one that has imported the package, which saves several seconds. Start it from the main
-    thread: multiprocessing's list of children is not thread-safe.
+    Its process is forked from one that has imported the package and the command, which saves several seconds. Start it
+    from the main thread: multiprocessing's list of children is not thread-safe.
     """
 
     def __init__(self, script: str, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lightning_gradcomp"])
+        context.set_forkserver_preload(["lightning_gradcomp.app.train"])
         reader, writer = context.Pipe(duplex=False)
         self.command, self.timeout, self.output, self.late = [script, *arguments], timeout, "", False
         self.process = context.Process(target=_be_a_script, args=(_environment(env), writer, self.command))

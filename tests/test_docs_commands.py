@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from itertools import product
+from functools import cache
 
 import hydra
 import pytest
@@ -54,12 +54,12 @@ def in_sentences() -> list:
 
 
 def jobs(words: list[str]) -> list[list[str]]:
-    """A sweep's overrides, a list for each job."""
+    """As many jobs of a sweep as have every choice once."""
     values = []
     for word in words:
         name, value = word.split("=", 1)
         values.append([word] if value.startswith("[") else [f"{name}={choice}" for choice in value.split(",")])
-    return [list(job) for job in product(*values)]
+    return [[each[number % len(each)] for each in values] for number in range(max(map(len, values)))]
 
 
 def check_gradcomp(words: list[str]) -> None:
@@ -75,10 +75,15 @@ def check_gradcomp(words: list[str]) -> None:
     overrides = [word for word in words if "=" in word]
     assert {*words} - {*overrides} <= FLAGS
     for job in jobs(overrides) if {"-m", "--multirun"} & {*words} else [overrides]:
-        config = hydra.compose("train", job)
-        app.apply_overrides(config, job)
-        for group in ("data", "optimizer", "scheduler", "strategy"):
-            assert instantiate(config[group], _convert_="all")
+        check_job(tuple(job))
+
+
+@cache
+def check_job(job: tuple[str, ...]) -> None:
+    config = hydra.compose("train", [*job])
+    app.apply_overrides(config, job)
+    for group in ("data", "optimizer", "scheduler", "strategy"):
+        assert instantiate(config[group], _convert_="all")
 
 
 def check_pip(words: list[str]) -> None:

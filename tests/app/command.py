@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GRADCOMP = ("-m", "lightning_gradcomp")
 
 
-def gradcomp(folder: Path, *words: str, launcher=GRADCOMP, timeout: float = 120, package=ROOT, **environment: str):
+def gradcomp(folder: Path, *words: str, timeout: float = 120, package=ROOT):
     """Runs `python -m lightning_gradcomp WORDS` in `folder`, with the package from `package`."""
     process = subprocess.Popen(
-        [sys.executable, *launcher, *words],
+        [sys.executable, "-m", "lightning_gradcomp", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(package), **environment},
+        env={**os.environ, "PYTHONPATH": str(package)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

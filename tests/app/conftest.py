@@ -1,6 +1,8 @@
 """`gradcomp` in the process of the tests: it composes and checks runs, and starts no rank."""
 
 import sys
+from copy import deepcopy
+from functools import cache
 
 import hydra
 import pytest
@@ -43,13 +45,23 @@ def command(tmp_path, monkeypatch, capsys):
 
 def composed(*words: str) -> DictConfig:
     """The config that Hydra composes."""
-    compose.register()
+    return deepcopy(_composed(words))
+
+
+@cache
+def _composed(words: tuple[str, ...]) -> DictConfig:
+    _register()
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
         config = hydra.compose("train", overrides=["trainer.accelerator=cpu", *words])
     compose.apply_overrides(config, words)
     config.folder = "the-folder-of-the-run"
     return config
+
+
+@cache
+def _register() -> None:
+    compose.register()
 
 
 def built(*words: str) -> compose.Run:

@@ -3,8 +3,6 @@
 import dataclasses
 import inspect
 import re
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
@@ -12,10 +10,11 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.app import compose
 from lightning_gradcomp.app.compose import shipped
 from lightning_gradcomp.registry import entries
-from tests.app.command import ROOT
 from tests.app.conftest import built, composed
+from tests.compressors.examples import RandomK, registered
 
 CONF = shipped("conf")
 OURS = ("augment", "compressor", "data", "scheduler", "strategy", "task")
@@ -127,25 +126,9 @@ def test_options_reach_the_classes():
     assert [each for each in run.trainer.callbacks if isinstance(each, lgc.SparsityWarmup)]
 
 
-def test_a_compressor_of_another_package_is_a_choice(tmp_path):
-    (tmp_path / "theirs.py").write_text(
-        "from dataclasses import dataclass\n"
-        "import lightning_gradcomp as lgc\n"
-        "@lgc.register('halves')\n"
-        "@dataclass(kw_only=True)\n"
-        "class Halves(lgc.TensorCodec):\n"
-        "    '''Halves.'''\n"
-        "    factor: float = 0.5\n"
-        "    def encode(self, x): return x.half()\n"
-        "    def decode(self, parts, n): return parts.float()\n"
-    )
-    info = tmp_path / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[lightning_gradcomp.compressors]\nhalves = theirs\n")
-    words = ("compressor=halves", "+compressor.factor=0.25", "--cfg", "job", "-p", "compressor")
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_gradcomp", *words],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
-    )  # fmt: skip
-    assert "_target_: theirs.Halves" in done.stdout and "factor: 0.25" in done.stdout, done.stderr
+def test_a_compressor_of_another_package_is_a_choice():
+    with registered():
+        compose.register()
+        made = composed("compressor=random_k", "+compressor.density=0.25").compressor
+    assert made == {"_target_": "tests.compressors.examples.RandomK", "density": 0.25}
+    assert instantiate(made) == RandomK(density=0.25)

@@ -89,7 +89,7 @@ def test_images_of_a_wrong_size_are_refused(make, size):
         make(channels=3, classes=2, size=size)
 
 
-@pytest.mark.parametrize("name", ["swin_s", "mobilenet_v3_small", "googlenet", "vit_b_16"])
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "googlenet"])
 def test_any_classifier_of_torchvision(name):
     with torch.device("meta"):
         made = network("model=torchvision", f"model.name={name}", channels=3, classes=7, size=224)

@@ -103,10 +103,10 @@ def test_hydra_refuses_other_words(command, words):
 
 @pytest.mark.parametrize("n", [2, 8])
 def test_a_faster_link_shortens_steps_and_lowers_speed_ups(n):
-    links = [Link(1e-4, rate) for rate in (1e6, 1e7, 1e8, 1e9, 1e10)]
+    made, links = planned(), [Link(1e-4, rate) for rate in (1e6, 1e7, 1e8, 1e9, 1e10)]
     for entry in entries():
-        seconds = [planned().best(entry.name, n, link).seconds for link in links]
-        speed_ups = [planned().speed_up(entry.name, n, link) for link in links]
+        seconds = [made.best(entry.name, n, link).seconds for link in links]
+        speed_ups = [made.speed_up(entry.name, n, link) for link in links]
         assert seconds == sorted(seconds, reverse=True)
         assert entry.name == "none" or speed_ups[0] > speed_ups[-1]
 
@@ -122,7 +122,8 @@ def test_steps_by_hand():
 
 
 def test_backward_hides_the_dense_exchange_from_that_bandwidth_on():
-    made, enough = planned(), planned().bandwidth_to_hide(4, 1e-3)
+    made = planned()
+    enough = made.bandwidth_to_hide(4, 1e-3)
     computing = [made.step("none", "ring", 4, Link(1e-3, share * enough)).seconds for share in (0.99, 1.01)]
     assert computing[0] > computing[1] == 0.1
     assert made.bandwidth_to_hide(64, 1e-3) == float("inf")

@@ -1,8 +1,11 @@
-"""The real command with real ranks, from the words to the run's folder. Each run is a tree of processes."""
+"""The command with ranks in processes, from the words to the run's folder."""
 
 import csv
 import json
-from concurrent.futures import ThreadPoolExecutor
+import os
+from functools import cache
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from lightning_gradcomp.app.data import Text
 from lightning_gradcomp.app.data.digits import digits
 from lightning_gradcomp.app.models import gpt_mini, swin_mini
 from tests.app.command import ROOT, gradcomp
+from tests.processes import Forked, start_world
 
 RUN = (
     "recipe=digits_swin",  # drops paths at random, so that a resumed run shows whether it draws the same numbers
@@ -40,61 +44,59 @@ TEXT = (
     "trainer.enable_progress_bar=false",
 )
 """A language model on the bytes of tests/app/."""
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_gradcomp")
+FORKED = str(Path(__file__).with_name("forked_command.py"))
 
 
 def send(name, to, step=STOPPED_AT):
     return f"+callbacks.send={{_target_: tests.app.signals.Send, step: {step}, name: {name}, to: {to}}}"
 
 
+COMMANDS = {
+    "whole": RUN,
+    "part": (*RUN, "logger=none", send("SIGINT", "group")),
+    "rest": (*RUN, "logger=none", "ckpt=last"),
+    "eval": (*RUN, "evaluate=true", "ckpt=best"),
+    "text": (*TEXT, "data.pattern=*.py"),
+    "sweep": ("-m", *TINY, "dry_run=true", "strategy=dga,dist_async,ddp"),
+    "term": (*RUN, "logger=none", send("SIGTERM", "parent", step=2)),
+    "killed": (*RUN, "logger=none", send("SIGKILL", "rank", step=2)),
+    "torchrun": (
+        *TINY, "strategy=dist_async", "optimizer=sgd", "data.seed='${oc.decode:${oc.env:SECRET}}'",
+    ),
+    "hsdp": (*TINY, "logger=none", "strategy=hsdp_2", "trainer.devices=4"),
+    "mesh": (*TINY, "strategy=hsdp", "evaluate=true", "ckpt=last", "trainer.limit_val_batches=null"),
+}  # fmt: skip
+AFTER = {"rest": "part", "eval": "rest", "mesh": "hsdp"}
+"""Commands that continue what another one has left in its folder."""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Name -> (the folder in which it was called, what came of the command)."""
-    done = {}
+    """Runs a command of this name, once. Returns the folder in which it was called, and what came of it.
 
-    def start(name, *words, folder=None, **options):
-        folder = folder or tmp_path_factory.mktemp(name)
-        done[name] = folder, gradcomp(folder, *words, timeout=600, **options)
-        return folder
+    `whole` is the command as users start it: its ranks import everything themselves.
+    """
 
-    def interrupted_and_resumed():
-        folder = start("part", *RUN, send("SIGINT", "group"))
-        start("rest", *RUN, "ckpt=last", folder=folder)
-        start("eval", *RUN, "evaluate=true", "ckpt=best", folder=folder)
+    @cache
+    def ran(name):
+        where = ran(AFTER[name])[0] if name in AFTER else tmp_path_factory.mktemp(name)
+        if name == "text":
+            (where / "texts").symlink_to(ROOT / "tests" / "app")
+        if name == "whole":
+            return where, gradcomp(where, *RUN)
+        if name == "torchrun":  # which starts the ranks with these variables
+            with mock.patch.dict(os.environ, SECRET=SECRET):
+                first, second = start_world(2, FORKED, str(where), *COMMANDS[name])
+            return where, (first.end(), second.end())[0]
+        return where, Forked(FORKED, str(where), *COMMANDS[name]).end()
 
-    def language():
-        for name, *words in (("text", *TEXT), ("text_part", *TEXT, send("SIGINT", "group"))):
-            folder = tmp_path_factory.mktemp(name)
-            (folder / "texts").symlink_to(ROOT / "tests" / "app")
-            start(name, *words, "data.pattern=*.py", folder=folder)
-        start("text_rest", *TEXT, "data.pattern=*.py", "ckpt=last", folder=folder)
-
-    def others():
-        start("whole", *RUN)
-        start("sweep", "-m", *TINY, "dry_run=true", "strategy=dga,dist_async,ddp")
-
-    def ended():
-        start("term", *RUN, send("SIGTERM", "parent", step=2))
-        start("killed", *RUN, send("SIGKILL", "rank", step=2))
-        secret = "data.seed='${oc.decode:${oc.env:SECRET}}'"
-        servers = ("strategy=dist_async", "optimizer=sgd")
-        start("torchrun", *TINY, *servers, secret, launcher=TORCHRUN, SECRET=SECRET)
-
-    def sharded():
-        folder = start("hsdp", *TINY, "strategy=hsdp_2", "trainer.devices=4")
-        again = ("strategy=hsdp", "evaluate=true", "ckpt=last", "trainer.limit_val_batches=null")
-        start("mesh", *TINY, *again, folder=folder)
-
-    with ThreadPoolExecutor(5) as pool:
-        for part in [pool.submit(part) for part in (interrupted_and_resumed, language, others, ended, sharded)]:
-            part.result()
-    return done
+    return ran
 
 
 def folders(runs, name):
     """The folders of the runs that were started where `name` was, oldest first; its command has succeeded."""
-    where, done = runs[name]
-    assert done.returncode == 0, done.stderr
+    where, done = runs(name)
+    assert done.returncode == 0, done.stdout
     return sorted((where / "runs").iterdir())
 
 
@@ -148,7 +150,7 @@ def test_the_accuracy_is_that_of_the_saved_model(runs):
 
 def test_the_output_is_short(runs):
     [folder] = folders(runs, "whole")
-    _, done = runs["whole"]
+    _, done = runs("whole")
     summary = summary_of(folder)
     assert f"validation accuracy  {summary['val_acc']:.2%} ({summary['val_correct']} of 360 images)" in done.stdout
     assert "by each of 2 processes (all_gather); uncompressed" in done.stdout
@@ -164,10 +166,10 @@ def test_no_secret_of_the_environment_is_in_a_file(runs):
 
 
 def test_a_ctrl_c_ends_all_ranks_after_the_same_step(runs):
-    where, done = runs["part"]
+    where, done = runs("part")
     assert done.returncode == 130
     assert f"stopped after step {STOPPED_AT + 1}; to resume: the same command with ckpt={where}" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout
     part, _, _ = folders(runs, "eval")
     checkpoint = torch.load(part / "checkpoints" / "last.ckpt")
     assert checkpoint["global_step"] == STOPPED_AT + 1
@@ -197,16 +199,8 @@ def test_a_language_model_s_loss_is_that_of_every_validation_byte(runs):
     summary = summary_of(folder)
     assert summary["val_loss"] == pytest.approx(loss.item(), rel=1e-5) and summary["val_tokens"] == 33 * 16
     assert summary["best_val_loss"] <= summary["val_loss"] + 1e-6
-    assert f"{summary['val_loss']:.4f} nats per byte" in runs["text"][1].stdout
+    assert f"{summary['val_loss']:.4f} nats per byte" in runs("text")[1].stdout
     assert "figures/validation_loss.png" in (folder / "report.md").read_text()
-
-
-def test_a_resumed_language_model_equals_an_uninterrupted_one(runs):
-    [whole] = folders(runs, "text")
-    _, rest = folders(runs, "text_rest")
-    weights, others = (torch.load(run / "checkpoints" / "last.ckpt")["state_dict"] for run in (whole, rest))
-    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
-    assert summary_of(whole)["val_loss"] == summary_of(rest)["val_loss"]
 
 
 def test_evaluate_does_not_train(runs):
@@ -214,13 +208,13 @@ def test_evaluate_does_not_train(runs):
     result = json.loads((evaluated / "evaluation.json").read_text())
     assert result["val_acc"] == pytest.approx(summary_of(rest)["best_val_acc"]) and result["val_images"] == 360
     assert {path.name for path in evaluated.iterdir()} == {"config.yaml", "evaluation.json", ".hydra"}
-    assert "validation accuracy" in runs["eval"][1].stdout
+    assert "validation accuracy" in runs("eval")[1].stdout
 
 
 def test_a_sweep_over_strategies_goes_on_after_a_job_that_fails(runs):
-    where, done = runs["sweep"]
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "gradcomp: DGC with dist_async: got 'AdamW', allowed: SGD" in done.stderr  # said by the ranks
+    where, done = runs("sweep")
+    assert done.returncode == 1 and "Traceback" not in done.stdout
+    assert "gradcomp: DGC with dist_async: got 'AdamW', allowed: SGD" in done.stdout  # said by the ranks
     [sweep] = (where / "runs").iterdir()
     jobs = [sweep / str(job) for job in range(3)]
     assert [(job / "summary.json").exists() for job in jobs] == [True, False, True]
@@ -231,16 +225,16 @@ def test_a_sweep_over_strategies_goes_on_after_a_job_that_fails(runs):
 
 
 def test_a_sigterm_to_the_command_reaches_all_ranks(runs):
-    where, done = runs["term"]
+    where, done = runs("term")
     assert done.returncode == 143 and "; to resume: the same command with ckpt=" in done.stdout
     [folder] = (where / "runs").iterdir()
     assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] in (3, 4)
 
 
 def test_the_end_of_one_rank_ends_all(runs):
-    where, done = runs["killed"]
-    assert done.returncode == 1 and "gradcomp: rank 1 ended with Signal 9 (SIGKILL)" in done.stderr
-    assert f"; the run's folder is {where}" in done.stderr
+    where, done = runs("killed")
+    assert done.returncode == 1 and "gradcomp: rank 1 ended with Signal 9 (SIGKILL)" in done.stdout
+    assert f"; the run's folder is {where}" in done.stdout
 
 
 def test_torchrun_starts_the_ranks(runs):
@@ -255,6 +249,6 @@ def test_replicas_exchange_compressed_shards_and_another_mesh_reads_them(runs):
     costs = summary_of(first)["communication"]
     assert (costs["world_size"], costs["shards"], costs["steps"]) == (2, 2, 4)
     assert 0 < costs["bytes_sent"] < costs["dense_bytes"] / 4
-    assert "by each of 4 processes, between 2 replicas (all_gather)" in runs["hsdp"][1].stdout
+    assert "by each of 4 processes, between 2 replicas (all_gather)" in runs("hsdp")[1].stdout
     assert (first / "checkpoints" / "last.ckpt" / ".metadata").exists()  # a folder, by torch.distributed.checkpoint
     assert json.loads((again / "evaluation.json").read_text())["val_images"] == 360
