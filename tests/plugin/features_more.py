@@ -112,26 +112,18 @@ class CompiledPart(Net):
             self.body = torch.compile(self.body, backend="eager")
 
 
-def compiled_in_place():
-    net = Net()
-    net.compile(backend="eager")
-    return net
-
-
 def compiled():
-    """Every way to compile, and whether the checkpoint of an epoch goes on without it."""
-    plain, result = fit(dgc())[1], {}
-    whole = {"torch.compile": lambda: torch.compile(Net(), backend="eager"), "module.compile": compiled_in_place}
-    for name, make in {**whole, "configure_model": CompiledPart}.items():
+    """The whole module compiled, or a part; and whether the checkpoint of an epoch goes on without it."""
+    plain, result, path = fit(dgc())[1], {}, FOLDER / "compiled.ckpt"
+    makes = {"torch.compile": lambda: torch.compile(Net(), backend="eager"), "configure_model": CompiledPart}
+    for name, make in makes.items():
         trainer, after = fit(dgc(), make)
         result[name] = {
             "apart": apart(after, plain),
             "names": sorted(trainer.strategy.averager.state_dict()["memory"]["velocity"]),
         }
-        if name in whole:
-            path = FOLDER / f"{name}.ckpt"
-            fit(dgc(), make, epochs=1)[0].save_checkpoint(path)
-            result[name]["resumed_apart"] = apart(fit(dgc(), ckpt_path=path)[1], plain)
+    fit(dgc(), makes["torch.compile"], epochs=1)[0].save_checkpoint(path)
+    result["torch.compile"]["resumed_apart"] = apart(fit(dgc(), ckpt_path=path)[1], plain)
     return result
 
 

@@ -42,9 +42,7 @@ def check_compressed(outcome):
 def test_supported(result, feature):
     outcome = found(result(feature))
     assert outcome["apart"] == 0  # from stock DDP
-    assert {"onebit"} <= outcome["compressed"].keys()
-    for compressed in outcome["compressed"].values():
-        check_compressed(compressed)
+    check_compressed(outcome["compressed"])
 
 
 @pytest.mark.parametrize("feature", ["clipping_the_average", "clipping_locally"])
@@ -96,16 +94,15 @@ def test_fit_validate_test_and_again(result):
     assert outcome["replicas_apart"] == 0
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "configure_model"])
+@pytest.mark.parametrize("how", ["torch.compile", "configure_model"])
 def test_compiled_is_as_not_compiled(result, how):
     outcome = result("compiled")[how]
     assert outcome["apart"] == 0
     assert outcome["names"] == ["body.weight", "head.weight"]
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
-def test_compiled_run_resumes_without_compilation(result, how):
-    assert result("compiled")[how]["resumed_apart"] == 0
+def test_compiled_run_resumes_without_compilation(result):
+    assert result("compiled")["torch.compile"]["resumed_apart"] == 0
 
 
 def test_tied_weights_are_remembered_once(result):
@@ -157,9 +154,8 @@ def test_monitor_logs_the_residual_of_compressed_steps(result):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
-@pytest.mark.parametrize("compressor", ["onebit", "dgc"])
-def test_low_precision(result, compressor, precision):
-    outcome = result("low_precision")[f"{compressor} {precision}"]
+def test_low_precision(result, precision):
+    outcome = result("low_precision")[precision]
     check_compressed(outcome)
     kinds = {"bf16-mixed": "torch.float32", "bf16-true": "torch.bfloat16", "16-true": "torch.float16"}
     assert outcome["trained_in"] == kinds[precision]
@@ -171,7 +167,7 @@ def test_loss_scale(result):
     assert with_clipping <= 1e-5  # the norm is taken of scaled gradients; a last bit can be more of one in fp16
 
 
-@pytest.mark.parametrize("strategy", ["dense", "dgc", "onebit"])
+@pytest.mark.parametrize("strategy", ["dense", "dgc"])
 def test_training_recovers_from_an_overflow_on_one_rank(result, strategy):
     outcome = result("overflow")[strategy]
     without, overflown = outcome["losses"]

@@ -31,7 +31,7 @@ def test_replicas_stay_equal_in_compressed_steps(outcome, how):
     assert seen["finite"]
     assert seen["parameters"] == ("torch.bfloat16" if "bf16-true" in how else "torch.float32")
     assert seen["memory"] == ["torch.float32"]
-    assert seen["summary"]["steps"] == (5 if how == "adamw" else 10)
+    assert seen["summary"]["steps"] == (3 if how == "adamw" else 6)
     assert 0 < seen["summary"]["bytes_sent"] < seen["summary"]["dense_bytes"]
     [told] = seen["told"]
     assert told.startswith("LambdaCallback.on_before_optimizer_step: ") and "update directions" in told
@@ -62,7 +62,7 @@ def test_a_checkpoint_stays_until_the_next_one_is_whole(outcome, optimizer):
 
 WAYS = {
     "sgd": ["2x2 to 1x4", "1x4 to ddp"],
-    "adamw": ["2x2 to 1x4", "1x4 to 4x1", "4x1 to ddp", "ddp to 2x2", "2x2 to ddp"],
+    "adamw": ["2x2 to 1x4", "1x4 to 4x1", "4x1 to ddp", "ddp to 2x2"],
 }
 
 
@@ -84,7 +84,7 @@ def test_fit_validate_and_fit_again(outcome):
     seen = outcome["evaluated"]
     assert seen["losses"][0] == seen["losses"][1]
     assert seen["kept"] == 0
-    assert seen["steps"] == 20
+    assert seen["steps"] == 12
     assert seen["replicas_apart"] == 0
 
 
