@@ -114,6 +114,7 @@ class Job:
             worker.close()
         for server in self.servers:
             server.stop()
+            server.join()  # a thread that outlives the test would log to its closed output
 
 
 @pytest.fixture
