@@ -65,7 +65,6 @@ PARTITIONED = {label: make for label, make in LOSSY.items() if make().not_partit
 """Those that work with topologies that have partitions."""
 CODECS = {label: make for label, make in PARTITIONED.items() if isinstance(make(), (Codec, TensorCodec))}
 """Of these, those whose owners encode a mean again."""
-ANY_OPTIMIZER = {label: make for label, make in EVERY.items() if not make().needs_optimizer}
 SCALE_FREE = {label: make for label, make in EVERY.items() if label not in ("fp16", "twobit,threshold=0.5")}
 """Without those whose numbers have a unit."""
 

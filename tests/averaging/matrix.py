@@ -3,12 +3,12 @@
 Combinations that exercise no code of their own are left out:
 
 - Non-default options change only payloads. They run on single ranks, with SGD, and with the topologies that encode once
-  (all_gather) and twice (two_phase); a server decodes the same payloads.
-- In nodes a worker's gradient is a mean, and nothing else changes. Nodes run default options, and with a server one
-  method that sends few numbers, one that sends all in few bits, and one whose sums are exact.
-- AdamW matters to methods that accumulate its steps. Of the others, whose state is the same as with SGD, only no
-  compression runs with it. On topologies with partitions it runs with default options; in nodes, with DGC.
-- Muon with AdamW is an optimizer of several rules, which no method owns. All that take it run with default options.
+  (all_gather) and twice (two_phase).
+- A server decodes the same payloads, and in nodes a worker's gradient is a mean; nothing else changes. Both run one
+  method that sends few numbers, one that sends all in few bits, and one whose sums are exact; nodes PowerSGD too.
+- AdamW matters to methods that accumulate its steps, whatever their payloads. Of the others, whose state is the same as
+  with SGD, only no compression runs with it. With a server and in nodes it runs with DGC.
+- Muon with AdamW is an optimizer of several rules, which no method owns.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION
-from tests.averaging.laws import ANY_OPTIMIZER, EVERY, KEPT, LOSSY, PARTITIONED, REMEMBERING, with_defaults
+from tests.averaging.laws import EVERY, KEPT, LOSSY, PARTITIONED, REMEMBERING
 from tests.averaging.workers import HAS_MUON, Table, backward, muon_adamw, prescribed_loss, weights
 from tests.threads import GATHERS, checked_collectives, run_ranks, subgroups
 
@@ -40,8 +41,8 @@ NODE = 2
 """Ranks per node. The sum of two is the same in any order."""
 FEW = ("dgc", "onebit", "terngrad")
 """A method that sends few numbers, one that sends all in few bits, and one whose sums are exact."""
-DENSE_STEP, END, STOPS = 5, 8, (2, 5, 6)
-"""A run compresses all steps but one. It stops before a compressed step, the dense one, and the one after it."""
+DENSE_STEP, END, STOPS = 5, 8, (2, 6)
+"""A run compresses all steps but one. It stops before compressed steps and the dense one, and after the dense one."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +82,34 @@ class Cell:
             return run_ranks(world or self.world, work)
 
 
-def _owns_adamw(make):
-    return make().state_for(torch.optim.AdamW([nn.Parameter(torch.ones(1))])).owns_momentum
+def accumulating(makes):
+    """Of these, one for each method that accumulates AdamW's steps."""
+    methods = {}
+    for label, make in makes.items():
+        if make().state_for(torch.optim.AdamW([nn.Parameter(torch.ones(1))])).owns_momentum:
+            methods.setdefault(label.partition(",")[0], {label: make})
+    return {label: make for method in methods.values() for label, make in method.items()}
+
+
+def _of(labels):
+    return {label: EVERY[label] for label in labels}
 
 
 def cells() -> dict[str, Cell]:
     """Label -> combination, by the rules above."""
-    plain, accumulating = with_defaults(LOSSY), {label: make for label, make in EVERY.items() if _owns_adamw(make)}
-    partitioned = with_defaults(PARTITIONED)
     made = {
         ("all_gather", 1, "sgd"): EVERY,
         ("two_phase", 1, "sgd"): PARTITIONED,
-        ("server", 1, "sgd"): partitioned,
-        ("all_gather", NODE, "sgd"): plain,
-        ("two_phase", NODE, "sgd"): partitioned,
-        ("server", NODE, "sgd"): {label: LOSSY[label] for label in FEW},
-        ("all_gather", 1, "adamw"): {**accumulating, "none": EVERY["none"]},
-        ("two_phase", 1, "adamw"): {label: make for label, make in partitioned.items() if _owns_adamw(make)},
-        ("server", 1, "adamw"): {label: LOSSY[label] for label in ("dgc", "onebit")},
-        ("all_gather", 1, "muon"): with_defaults(ANY_OPTIMIZER) if HAS_MUON else {},
-        ("all_gather", NODE, "adamw"): {"dgc": LOSSY["dgc"]},
-        ("two_phase", NODE, "adamw"): {"dgc": LOSSY["dgc"]},
+        ("server", 1, "sgd"): _of(FEW),
+        ("all_gather", NODE, "sgd"): _of([*FEW, "powersgd"]),
+        ("two_phase", NODE, "sgd"): _of(FEW),
+        ("server", NODE, "sgd"): _of(FEW),
+        ("all_gather", 1, "adamw"): {**accumulating(EVERY), "none": EVERY["none"]},
+        ("two_phase", 1, "adamw"): accumulating(PARTITIONED),
+        ("server", 1, "adamw"): _of(["dgc"]),
+        ("all_gather", 1, "muon"): _of(["onebit", "powersgd", "terngrad", "int8", "none"]) if HAS_MUON else {},
+        ("all_gather", NODE, "adamw"): _of(["dgc"]),
+        ("two_phase", NODE, "adamw"): _of(["dgc"]),
     }
     return {
         f"{topology}{'-nodes' * (per_node > 1)}-{optimizer}-{label}": Cell(make, topology, per_node, optimizer)
@@ -122,6 +130,11 @@ LOSSLESS = {
     if cell.optimizer == "sgd" and (cell.make in REMEMBERING.values() or "dense_values" in label)
 }
 """Cells with error feedback, using SGD without momentum: they accumulate the gradient itself."""
+
+
+def on(cells):
+    """Parametrises a test with these cells."""
+    return pytest.mark.parametrize("cell", cells.values(), ids=cells)
 
 
 def end_of(parts):

@@ -13,6 +13,7 @@ from lightning_gradcomp.compressors.error_feedback import Gradient
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.updates import AdamStep
 from tests.averaging.laws import REGISTERED
+from tests.averaging.matrix import accumulating
 from tests.averaging.workers import (
     Table,
     all_equal,
@@ -35,13 +36,7 @@ STEPS = 20
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
 OPTIMIZERS = {"adam": partial(torch.optim.Adam, **ADAM), "adamw": partial(torch.optim.AdamW, **ADAM)}
 optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-STEPPING = {
-    label: make
-    for label, make in REGISTERED.items()
-    if make().state_for(torch.optim.AdamW([nn.Parameter(torch.ones(1))])).owns_momentum
-}
-"""Those that accumulate Adam's steps."""
-stepping = pytest.mark.parametrize("make", STEPPING.values(), ids=STEPPING)
+STEPPING = accumulating(REGISTERED)
 
 
 def averager_of(model, group, compressor, optimizer=OPTIMIZERS["adamw"], schedule=None, **options):
@@ -77,8 +72,7 @@ def two_groups(kind, model):
     return kind([{"params": first, "lr": 0.003, "weight_decay": 0.1}, {"params": second, "betas": (0.5, 0.9)}])
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(("kind", "world"), [(torch.optim.Adam, 2), (torch.optim.AdamW, 3)])
 def test_at_sparsity_0_the_weights_are_ddps(kind, world):
     def scheduler(optimizer):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, total_steps=STEPS + 1, max_lr=0.01)
@@ -215,13 +209,9 @@ def test_training_is_the_papers_algorithm(of_second_rank):
     np.testing.assert_allclose(got[0].numpy(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("make", "optimizer"),
-    [(STEPPING["dgc"], kind) for kind in OPTIMIZERS.values()],
-    ids=OPTIMIZERS,
-)
-def test_a_resumed_run_is_the_straight_run_to_the_bit(make, optimizer):
+def test_a_resumed_run_is_the_straight_run_to_the_bit():
     """With gradients at local weights, which are the state's too; test_matrix.py has every method."""
+    make, optimizer = STEPPING["dgc"], OPTIMIZERS["adam"]
 
     def straight(rank, group):
         model = Table()

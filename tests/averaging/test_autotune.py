@@ -90,7 +90,7 @@ def test_the_clearer_the_answer_the_shorter_the_trial(seconds, rounds, after):
     assert ROUNDS[0].steps == 5
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSY if "," not in name])
+@pytest.mark.parametrize("name", ["dgc", "onebit", "powersgd"])
 def test_every_method_is_tried_with_what_carries_it(name, clock):
     candidates = [DENSE, GATHER, PHASES] if name in PARTITIONED else [DENSE, GATHER]
 

@@ -7,7 +7,8 @@ import torch
 
 from lightning_gradcomp import DelayedAverager
 from lightning_gradcomp.averaging import GradientAverager
-from tests.averaging.laws import ANY_OPTIMIZER, PARTITIONED, REGISTERED
+from tests.averaging.laws import REGISTERED, with_defaults
+from tests.averaging.matrix import FEW
 from tests.averaging.workers import Table, default_dtype, slopes, weights
 from tests.threads import run_ranks
 
@@ -18,19 +19,12 @@ OPTIMIZERS = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
 }
+METHODS = with_defaults(REGISTERED)
 CASES = {
-    **{f"{label} sgd": (make, "sgd", {"topology": "all_gather"}) for label, make in REGISTERED.items()},
-    **{
-        f"{label} adamw": (make, "adamw", {"topology": "all_gather"})
-        for label, make in ANY_OPTIMIZER.items()
-        if label in REGISTERED
-    },
-    "dgc adamw": (REGISTERED["dgc"], "adamw", {"topology": "all_gather"}),
-    **{
-        f"{label} two_phase": (make, "sgd", {"topology": "two_phase"})
-        for label, make in PARTITIONED.items()
-        if label in REGISTERED
-    },
+    **{f"{label} sgd": (make, "sgd", "all_gather", torch.bfloat16) for label, make in REGISTERED.items()},
+    **{f"{label} sgd, fp64": (make, "sgd", "all_gather", torch.float64) for label, make in METHODS.items()},
+    **{f"{label} adamw": (make, "adamw", "all_gather", torch.bfloat16) for label, make in METHODS.items()},
+    **{f"{label} two_phase": (METHODS[label], "sgd", "two_phase", torch.bfloat16) for label in FEW},
 }
 OTHERS = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 
@@ -49,16 +43,14 @@ def same_as_by_default(dtype, work):
     assert not torch.equal(found[0], weights(MODEL))
 
 
-@OTHERS
-@pytest.mark.parametrize("case", CASES)
-def test_steps(case, dtype):
+@pytest.mark.parametrize(("make", "optimizer", "topology", "dtype"), CASES.values(), ids=CASES)
+def test_steps(make, optimizer, topology, dtype):
     """With a checkpoint in the middle."""
-    make, optimizer, options = CASES[case]
 
     def work(rank, group):
         model = deepcopy(MODEL)
         stepped = OPTIMIZERS[optimizer](model)
-        averager = GradientAverager(model, make(), optimizer=stepped, process_group=group, **options)
+        averager = GradientAverager(model, make(), optimizer=stepped, process_group=group, topology=topology)
         for number in range(STEPS):
             if number == 2:
                 averager.load_state_dict(averager.state_dict())

@@ -8,7 +8,8 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager
-from tests.averaging.laws import CODECS, LOSSY, PARTITIONED, REMEMBERING, with_defaults
+from tests.averaging.laws import CODECS, LOSSY, REMEMBERING
+from tests.averaging.matrix import FEW, NODE
 from tests.averaging.workers import (
     Table,
     all_equal,
@@ -24,15 +25,12 @@ from tests.averaging.workers import (
 from tests.threads import run_ranks, subgroups
 
 LOSSLESS = {label: make for label, make in REMEMBERING.items() if label in CODECS and "," not in label}
-METHODS = with_defaults(LOSSY)
-TRAVEL = {f"all_gather-{label}": ("all_gather", make) for label, make in METHODS.items()} | {
-    f"two_phase-{label}": ("two_phase", make) for label, make in METHODS.items() if label in PARTITIONED
+TRAVEL = {f"all_gather-{label}": ("all_gather", LOSSY[label]) for label in (*FEW, "powersgd")} | {
+    f"two_phase-{label}": ("two_phase", LOSSY[label]) for label in FEW
 }
-SERVER = {f"server-{label}": ("server", METHODS[label]) for label in ("dgc", "onebit", "terngrad")}
+SERVER = {f"server-{label}": ("server", LOSSY[label]) for label in FEW}
 every = pytest.mark.parametrize(("topology", "make"), (TRAVEL | SERVER).values(), ids=TRAVEL | SERVER)
 without_server = pytest.mark.parametrize(("topology", "make"), TRAVEL.values(), ids=TRAVEL)
-NODE = 2
-"""Ranks of a node. The sum of two is the same in any order."""
 
 
 @pytest.fixture(autouse=True)

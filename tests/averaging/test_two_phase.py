@@ -34,8 +34,7 @@ def on(worlds, makes):
     def wanted(world, label):
         return world == 3 or ("," not in label and (world < 3 or label in LARGE))
 
-    cases = {f"{w}-{label}": (w, make) for w in worlds for label, make in makes.items() if wanted(w, label)}
-    return pytest.mark.parametrize(("world", "make"), cases.values(), ids=cases)
+    return {f"{w}-{label}": (w, make) for w in worlds for label, make in makes.items() if wanted(w, label)}
 
 
 def begin(group, make, topology="two_phase", **options):
@@ -43,19 +42,14 @@ def begin(group, make, topology="two_phase", **options):
     return model, *averaged(model, group, make(), topology=topology, **options)
 
 
-@on([2, 3, 4], CODECS)
-@pytest.mark.parametrize("topology", ["two_phase", "server"])
-def test_it_is_the_simulation_in_one_process_to_the_bit(make, world, topology):
-    is_the_simulation(make, world, topology, 4)
+SIMULATED = {f"two_phase-{label}": ("two_phase", *case) for label, case in on([2, 3, 4, 8], CODECS).items()} | {
+    f"server-{world}-{label}": ("server", world, CODECS[label]) for world, label in zip((2, 3, 4), LARGE, strict=True)
+}
 
 
-@on([8], CODECS)
-def test_on_eight_ranks_too(make, world):
-    is_the_simulation(make, world, "two_phase", 3)
-
-
-def test_and_with_eight_servers():
-    is_the_simulation(CODECS["onebit"], 8, "server", 3)
+@pytest.mark.parametrize(("topology", "world", "make"), SIMULATED.values(), ids=SIMULATED)
+def test_it_is_the_simulation_in_one_process_to_the_bit(topology, world, make):
+    is_the_simulation(make, world, topology, 4 if world < 8 else 3)
 
 
 def is_the_simulation(make, world, topology, steps):
@@ -166,9 +160,9 @@ def test_residuals_loaded_without_error_feedback_are_named_as_lost():
     assert all(PARTITION in before and not after for before, after in states)
 
 
-@on([3, 8], CODECS)
+@pytest.mark.parametrize("make", [CODECS[label] for label in LARGE], ids=LARGE)
 @pytest.mark.parametrize("topology", ["two_phase", "server"])
-def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topology):
+def test_the_rank_that_sends_the_most_of_eight_sends_what_was_announced(make, topology):
     def work(rank, group):
         model, optimizer, averager = begin(group, make, topology)
         backward(model, optimizer, rank, 0, prescribed_loss)
@@ -176,7 +170,7 @@ def test_the_rank_that_sends_the_most_sends_what_was_announced(make, world, topo
         averager.commit()
         return averager.stats.bytes_sent, averager.stats.bytes_received, averager.describe()
 
-    sent, received, said = zip(*run_ranks(world, work), strict=True)
+    sent, received, said = zip(*run_ranks(8, work), strict=True)
     assert f" {max(sent):,} bytes sent a step" in said[0]
     assert sum(sent) == sum(received)
 

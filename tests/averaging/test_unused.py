@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.averaging.laws import LOSSY, PARTITIONED, REMEMBERING, kept, without_momentum
+from tests.averaging.laws import LOSSY, REMEMBERING, kept, without_momentum
+from tests.averaging.matrix import FEW
 from tests.averaging.workers import (
     Table,
     all_equal,
@@ -78,12 +79,12 @@ def test_a_parameter_unused_on_some_ranks_is_averaged(world):
 
 
 def on_topologies(makes):
-    """Default options alone, by all_gather, and by two_phase where that works."""
+    """Default options alone, by all_gather, and some by two_phase."""
     cases = {
         f"{topology}-{label}": (make, topology)
         for topology in ("all_gather", "two_phase")
         for label, make in makes.items()
-        if "," not in label and (topology == "all_gather" or label in PARTITIONED)
+        if "," not in label and (topology == "all_gather" or label in FEW)
     }
     return pytest.mark.parametrize(("make", "topology"), cases.values(), ids=cases)
 

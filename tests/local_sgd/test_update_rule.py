@@ -111,8 +111,9 @@ def hard_training(group, rank, optimizer, steps, **options):
     return torch.stack(updates), torch.stack(history), weights(model)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("period", "delay"), [(4, 3), (3, 3), (1, 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "period", "delay"), [*((name, 4, 3) for name in OPTIMIZERS), ("adamw", 3, 3), ("adamw", 1, 1)]
+)
 def test_ranks_differ_only_by_their_latest_local_steps(optimizer, period, delay):
     """Updates that were applied are the same on all ranks, and the mean over ranks is exact, for every optimizer."""
     steps = 24
