@@ -16,3 +16,12 @@ def end_process_group():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items):
+    """Files that start processes come first: they take the longest, and none may begin when the others have ended."""
+
+    def starts_processes(item):
+        return any(getattr(each, "__module__", None) == "tests.processes" for each in vars(item.module).values())
+
+    items.sort(key=lambda item: not starts_processes(item))
