@@ -53,8 +53,8 @@ def send(name, to, step=STOPPED_AT):
 
 COMMANDS = {
     "whole": RUN,
-    "part": (*RUN, "logger=none", send("SIGINT", "group")),
-    "rest": (*RUN, "logger=none", "ckpt=last"),
+    "part": (*RUN, send("SIGINT", "group")),
+    "rest": (*RUN, "ckpt=last"),
     "eval": (*RUN, "evaluate=true", "ckpt=best"),
     "text": (*TEXT, "data.pattern=*.py"),
     "sweep": ("-m", *TINY, "dry_run=true", "strategy=dga,dist_async,ddp"),
