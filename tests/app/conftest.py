@@ -3,6 +3,7 @@
 import sys
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 
 import hydra
 import pytest
@@ -24,6 +25,7 @@ def command(tmp_path, monkeypatch, capsys):
         return {"val_acc": 0.5, "val_loss": 2.0}
 
     monkeypatch.setattr(ranks, "start", start)
+    monkeypatch.setattr(compose, "register", lambda: _register(compose.PACKAGE))
     for name in ("PL_GLOBAL_SEED", "HYDRA_FULL_ERROR"):  # which the command sets: restored afterwards
         monkeypatch.setenv(name, "0")
 
@@ -50,7 +52,7 @@ def composed(*words: str) -> DictConfig:
 
 @cache
 def _composed(words: tuple[str, ...]) -> DictConfig:
-    _register()
+    _register(compose.PACKAGE)
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
         config = hydra.compose("train", overrides=["trainer.accelerator=cpu", *words])
@@ -60,8 +62,9 @@ def _composed(words: tuple[str, ...]) -> DictConfig:
 
 
 @cache
-def _register() -> None:
-    compose.register()
+def _register(package: Path, register=compose.register) -> None:
+    """Once for each package that has recipes: reading them takes as long as composing a run."""
+    register()
 
 
 def built(*words: str) -> compose.Run:
