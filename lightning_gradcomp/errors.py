@@ -16,6 +16,12 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def check_flag(what: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a bool: any text, also "no", would count as true."""
+    if not isinstance(value, bool):
+        raise refusal(what, value, "True or False")
+
+
 class Refused(ValueError):
     """The request can't be fulfilled; the message says what is allowed."""
 

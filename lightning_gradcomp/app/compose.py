@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,14 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
+from lightning_gradcomp.app.annotations import misfits
 from lightning_gradcomp.app.data import SharedData
 from lightning_gradcomp.app.ranks import Placement, place
 from lightning_gradcomp.app.task import Task
@@ -49,6 +51,36 @@ DRY_BATCH = 2
 def shipped(folder: str) -> Path:
     """Path of `conf` or `recipes`: next to the package in a checkout, inside it in a wheel."""
     return (PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").exists() else PACKAGE) / folder
+
+
+def groups() -> dict[str, list[str]]:
+    """The choices of each group in conf/."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(shipped("conf").glob("*/*.yaml")):
+        found.setdefault(path.parent.name, []).append(path.stem)
+    return found
+
+
+def names() -> set[str]:
+    """What a run's options may begin with: groups, and options of the run itself."""
+    return {*groups(), "recipe", *map(str, OmegaConf.load(shipped("conf") / "train.yaml"))} - {"defaults"}
+
+
+def check_groups(words: Sequence[str]) -> None:
+    """Raises ValueError for a missing, deleted or unknown group or option of the run: Hydra would not name the choices.
+
+    Args:
+        words: the overrides on the command line.
+    """
+    choices, known = groups(), names()
+    for word in words:
+        key, _, value = word.partition("=")
+        is_deleted, name = key.startswith("~"), key.removeprefix("~")
+        if name in known - {"recipe"} and (is_deleted or (value == "null" and name in choices)):
+            raise refusal(name, word if is_deleted else None, ", ".join(choices.get(name, ["a value"])))
+        first = re.split("[./@]", name)[0]
+        if not key.startswith(("+", "-")) and "=" in word and first not in known:
+            raise refusal(first, word, ", ".join(sorted(known)))
 
 
 def register() -> None:
@@ -84,6 +116,13 @@ def apply_overrides(config: DictConfig, words: Sequence[str]) -> None:
             raise refusal("compressor with a strategy of its own", word, "strategy.compressor.OPTION, or strategy=ddp")
         with open_dict(config):
             config.compressor = config.strategy.pop("compressor")
+    if "recipe" in config:
+        allowed = "a file with `# @package _global_` as its first line: without it, nothing uses the recipe"
+        raise refusal("recipe", typed.get("recipe", "recipe"), allowed)
+    known = names()
+    for name, word in typed.items():
+        if name in config and name not in known and f"${{{name}" not in OmegaConf.to_yaml(config):
+            raise refusal(name, word, f"{', '.join(sorted(known))}; or a name that another value refers to")
     if "augment" in typed and "augment" not in config.task:
         raise refusal(f"augment with task={config.task._target_}", typed["augment"], "nothing: it augments images")
     if config.folder is not None:
@@ -131,42 +170,71 @@ def build_task(config: DictConfig, data: SharedData) -> Task:
         model = complete("model", model, **data.model_options)
     task = complete("task", make, model=model, data=data)
     optimizer = task.optimizer
-    call("optimizer", optimizer.keywords, partial(optimizer, task.parameter_groups()))
+    call("optimizer", optimizer, partial(optimizer, task.parameter_groups()))
     return task
 
 
 def instantiated(group: str, config: Any, **how: Any) -> Any:
-    """The object that `config.GROUP` describes."""
+    """The object that `config.GROUP` describes.
+
+    Raises:
+        Refused: for an option that its class does not accept.
+    """
     return call(group, config[group], partial(instantiate, config[group], _convert_="all", **how))
 
 
 def complete(group: str, make: partial[Any], **arguments: Any) -> Any:
-    """Call `make` with `arguments`, which are not options of `group`."""
+    """Call `make` with `arguments`, which are not options of `group`.
+
+    Raises:
+        Refused: if one of them was set on the command line, or for an option that the class does not accept.
+    """
     for name in arguments:
         if name in make.keywords:
             raise refusal(f"{group}.{name}", make.keywords[name], "no value: gradcomp sets it")
-    return call(group, make.keywords, partial(make, **arguments))
+    return call(group, make, partial(make, **arguments))
 
 
-def call(group: str, options: Mapping[Any, Any], make: Callable[[], Any]) -> Any:
-    """`make()`, whose errors about the `options` of `group` become Refused. Errors of the user's code remain."""
+def call(group: str, described: partial[Any] | DictConfig, make: Callable[[], Any]) -> Any:
+    """`make()`, whose errors about the options of `group` become Refused. Errors of the user's code remain.
+
+    A class describes a wrong value best. Where it has no words for a wrong type, its annotations have.
+    """
     try:
-        return make()
+        made = make()
     except (InstantiationException, *OPTION_ERRORS) as error:
         cause = (error.__cause__ or error) if isinstance(error, InstantiationException) else error
         is_about_options = isinstance(cause, (InstantiationException, *OPTION_ERRORS)) and not in_users_code(cause)
         if is_about_options and not isinstance(cause, Refused):
-            told = "" if isinstance(cause, (ValueError, ImportError, OSError)) else _of_types_in(str(cause), options)
-            raise Refused(f"{group}: {cause}{told}") from cause
+            if not isinstance(cause, (ValueError, ImportError, OSError)):
+                _check_types(group, described)
+            raise Refused(f"{group}: {cause}") from cause
         raise cause from cause.__cause__  # without Hydra's error around it
+    if not isinstance(made, partial):  # else `complete` checks it
+        _check_types(group, described)
+    return made
 
 
-def _of_types_in(message: str, options: Mapping[Any, Any]) -> str:
-    """The options with a type that `message` names, such as 'str'; for an index, the lists."""
-    types = [type(value).__name__ for value in options.values()]
-    names = {name for name in types if f"'{name}'" in message} or {"list", "ListConfig"}
-    told = [f"{name}={value!r}" for (name, value), kind in zip(options.items(), types, strict=True) if kind in names]
-    return f", with {', '.join(told)}" if told else ""
+def _check_types(group: str, described: partial[Any] | DictConfig) -> None:
+    """Raises Refused for the first option whose type is not one that a class of `LIBRARIES` is annotated with."""
+    is_config = isinstance(described, DictConfig)
+    for where, target, options in _classes(
+        group, OmegaConf.to_container(described, resolve=True) if is_config else described
+    ):
+        if target.__module__.partition(".")[0] in LIBRARIES:
+            for name, value, allowed in misfits(target, options):
+                raise refusal(f"{where}.{name}", value, allowed)
+
+
+def _classes(where: str, described: Any) -> Iterator[tuple[str, Callable[..., Any], Mapping[Any, Any]]]:
+    """Where each class is described, the class and its options, in a partial or in a config with `_target_`."""
+    if isinstance(described, partial):
+        yield where, described.func, described.keywords
+    elif isinstance(described, Mapping):
+        if "_target_" in described:
+            yield where, get_object(described["_target_"]), described
+        for key, part in described.items():
+            yield from _classes(f"{where}.{key}", part)
 
 
 def in_users_code(error: BaseException | None) -> bool:

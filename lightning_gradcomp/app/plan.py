@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import time
 import warnings
@@ -50,6 +51,8 @@ WORTH = 1.1
 MANY = (2, 4, 8, 16, 64)
 """Numbers of ranks in the columns of speed-ups."""
 REPEATS = 3
+UNUSED = ("compressor", "strategy", "trainer", "callbacks", "logger", "ckpt", "evaluate", "dry_run", "folder")
+"""Options of a run that have no effect on a plan."""
 
 
 class Link(NamedTuple):
@@ -238,6 +241,10 @@ class Workload(NamedTuple):
 def composed(words: list[str], n: int, device: torch.device) -> Workload:
     """Network, optimizer and loss of the run that `gradcomp WORDS` would start, on a rank's share of random data."""
     compose.register()
+    compose.check_groups(words)
+    if unused := [word for word in words if re.split("[./@=]", word.lstrip("+~"))[0] in UNUSED]:
+        allowed = "words about model, data, task and optimizer: every method is planned with its defaults, for --ranks"
+        raise refusal("gradcomp plan", " ".join(unused), allowed)
     with hydra.initialize_config_dir(str(compose.shipped("conf")), version_base="1.3"):
         config = hydra.compose("train", words)
     data = compose.instantiated("data", config)

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lightning_gradcomp.app import checkpoint, compose, plan, ranks, report
 from lightning_gradcomp.app.fit import fit, hide_messages
@@ -58,7 +58,7 @@ def main() -> None:
                 sys.argv += [f"hydra.run.dir={elsewhere}", "hydra.output_subdir=null"]
             hide_messages()
             compose.register()
-            _check_groups(sys.argv[1:])
+            compose.check_groups(sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(compose.shipped("conf")), config_name="train")(job)()
     except Exception as error:
         if DEBUG:
@@ -66,14 +66,6 @@ def main() -> None:
         sys.exit(f"gradcomp: {_reason(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _check_groups(words: list[str]) -> None:
-    """Raises ValueError for GROUP=null, which Hydra does not accept."""
-    for word in words:
-        group, _, choice = word.partition("=")
-        if choice == "null" and (folder := compose.shipped("conf") / group).is_dir():
-            raise refusal(group, None, ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))))
 
 
 def job(config: DictConfig) -> float:
@@ -111,6 +103,8 @@ def _checked(config: DictConfig, folder: Path) -> compose.Run:
 
 def _reason(error: Exception) -> str:
     """The message of an error. Prints the traceback of one in the user's code or ours."""
+    if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
+        return str(refusal(str(error.full_key), "no value", "a value, which gradcomp reads itself"))
     if isinstance(error, REFUSALS) and (isinstance(error, Refused) or not compose.in_users_code(error)):
         return str(error)
     traceback.print_exception(error)

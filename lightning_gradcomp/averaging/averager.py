@@ -38,7 +38,7 @@ from lightning_gradcomp.averaging.trainable import check_same_step
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import check_flag, refusal
 
 UNKNOWN = "the optimizer has none of the model's parameters"
 """The reason why nothing is compressed if another optimizer steps the model."""
@@ -109,6 +109,7 @@ class GradientAverager:
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise refusal("GradientAverager(model)", "DistributedDataParallel", "the module inside it")
+        check_flag("GradientAverager.local_weights", local_weights)
         self.compressor: Compressor = build(compressor).for_optimizer(optimizer)
         self.compressor.check_optimizer(optimizer)
         route = resolve(topology, inside, self.compressor, fallback)

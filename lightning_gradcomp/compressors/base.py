@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -23,7 +23,7 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule
 from lightning_gradcomp.compressors.updates import AdamStep, is_adam
-from lightning_gradcomp.errors import is_number, is_whole, refusal
+from lightning_gradcomp.errors import check_flag, is_number, is_whole, refusal
 from lightning_gradcomp.registry import entries
 
 if TYPE_CHECKING:
@@ -192,6 +192,9 @@ class LossyCompressor(Compressor, ABC):
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             raise refusal(f"{what}.clip_norm", self.clip_norm, "None or a finite number above 0")
         check_format(f"{what}.dense_values", self.dense_values)
+        for flag in fields(self):
+            if flag.type in (bool, "bool"):
+                check_flag(f"{what}.{flag.name}", getattr(self, flag.name))
         for option in ("warmup_steps", "warmup_epochs"):
             if (length := getattr(self, option)) is not None and (not is_whole(length) or length < 0):
                 raise refusal(f"{what}.{option}", length, "a whole number from 0")

@@ -20,7 +20,7 @@ from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.averaging.trainable import has_stepped
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.base import build
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import check_flag, refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code, of_rank_zero
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ
 from lightning_gradcomp.plugin.manual_steps import ManualSteps, Turn
@@ -105,6 +105,7 @@ class CompressedFabricStrategy(DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         check_ddp_options("CompressedFabricStrategy", ddp_options)
+        check_flag("CompressedFabricStrategy.local_weights", local_weights)
         super().__init__(timeout=timeout, **ddp_options)
         self.compressor: Compressor = build(compressor)
         resolve(topology, inside, self.compressor, fallback)  # checks them

@@ -32,7 +32,7 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
-from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.errors import check_flag, is_whole, refusal
 from lightning_gradcomp.plugin.base_strategy import has_optimizer_states, warn_of_stale_addresses
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
@@ -102,6 +102,8 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
             if size != "auto" and (isinstance(size, str) or not is_whole(size) or size < 1):
                 raise refusal(f"CompressedHSDPStrategy.{name}", size, "'auto', or a whole number from 1")
         check_verification(verify_replicas_every_n_steps)
+        check_flag("CompressedHSDPStrategy.local_weights", local_weights)
+        check_flag("CompressedHSDPStrategy.save_distributed_checkpoint", save_distributed_checkpoint)
         self.compressor = build(compressor)
         self.replicate, self.shard = replicate, shard
         self.verify_replicas_every_n_steps, self.local_weights = verify_replicas_every_n_steps, local_weights

@@ -20,7 +20,7 @@ from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.topology import resolve
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import check_flag, refusal
 from lightning_gradcomp.plugin.base_strategy import DDPBase
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ, spare_buffers
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
@@ -89,6 +89,7 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
         check_ddp_options("CompressedDDPStrategy", ddp_options)
         check_checkpoint_state(checkpoint_state)
         check_verification(verify_replicas_every_n_steps)
+        check_flag("CompressedDDPStrategy.local_weights", local_weights)
         super().__init__(timeout=timeout, **ddp_options)
         self._ddp_kwargs = {**self._chosen_ddp_options, "gradient_as_bucket_view": gradient_as_bucket_view}
         self.checkpoint_state = checkpoint_state

@@ -18,7 +18,7 @@ from lightning_gradcomp.averaging.ranks import all_gather_single
 from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.layout import plain_name
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import is_whole, refusal
 
 AVERAGING_OPTIONS = (
     "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision",
@@ -35,8 +35,8 @@ def check_ddp_options(strategy: str, options: Mapping[str, Any]) -> None:
 
 def check_verification(every_n_steps: int | None) -> None:
     """Raise ValueError unless the interval of replica comparisons is None or at least 1 step."""
-    if every_n_steps is not None and every_n_steps < 1:
-        raise refusal("verify_replicas_every_n_steps", every_n_steps, "None (never), or 1 or more")
+    if every_n_steps is not None and (not is_whole(every_n_steps) or every_n_steps < 1):
+        raise refusal("verify_replicas_every_n_steps", every_n_steps, "None (never), or a whole number from 1")
 
 
 def check_checkpoint_state(checkpoint_state: str) -> None:

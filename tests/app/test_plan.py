@@ -59,6 +59,10 @@ def test_methods_that_the_optimizer_rules_out_are_left_out(command):
     [
         ("", "gradcomp plan: got 'no MODEL', allowed: gradcomp plan resnet50, or gradcomp plan recipe=NAME"),
         ("recipe=stdlib_gpt data.context=0", "data.context: got 0, allowed: a whole number from 1"),
+        (
+            "recipe=stdlib_gpt compressor=powersgd +compressor.rank=1 trainer.devices=8",
+            "gradcomp plan: got 'compressor=powersgd +compressor.rank=1 trainer.devices=8', allowed: words about model",
+        ),
         ("recipe=stdlib_gpt optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
         ("recipe=stdlib_gpt --ranks 3", "data.batch_size: got 32, allowed: a multiple of 3 (ranks), 3 or more"),
         ("resnet18 recipe=digits", "MODEL with a recipe: got 'resnet18', allowed: recipe=digits alone"),

@@ -9,14 +9,24 @@ from lightning_gradcomp.app import compose
 
 WRONG = {
     "an unknown option": (["compressor.foo=1"], "Could not override 'compressor.foo'."),
-    "an unknown group": (["compresor=dgc"], "Could not override 'compresor'."),
+    "an unknown group": (["compresor=dgc"], "compresor: got 'compresor=dgc', allowed: augment, callbacks, ckpt, com"),
+    "an unknown group, added": (["+compresor=dgc"], "compresor: got '+compresor=dgc', allowed: augment, callbacks"),
+    "no group": (["~logger"], "logger: got '~logger', allowed: csv, mlflow, none, tensorboard, wandb"),
+    "no compressor": (["~compressor"], "compressor: got '~compressor', allowed: bf16, dgc, dgc_int8"),
+    "no seed": (["~seed"], "seed: got '~seed', allowed: a value"),
+    "no devices": (["~trainer.devices"], "trainer.devices: got 'no value', allowed: a value, which gradcomp reads"),
     "an unknown parameter": (["+optimizer.foo=1"], "optimizer: SGD.__init__() got an unexpected keyword"),
     "a wrong type": (["trainer.max_epochs=ten"], "trainer.max_epochs: got 'ten', allowed: a whole number from 1"),
-    "a type that torch refuses": (["optimizer.lr=high"], "'str' and 'float', with lr='high'"),
-    "a type that Lightning refuses": (["+trainer.max_steps=x"], "trainer: '<' not supported between instances"),
-    "and which option": (["+trainer.max_steps=x"], "max_steps='x'"),
-    "betas": (["optimizer=adamw", "optimizer.betas=[0.9]"], "optimizer: list index out of range, with betas=[0.9]"),
-    "a duration": (["+trainer.max_time=5"], "trainer: 'int' object has no attribute 'total_seconds', with"),
+    "a type that torch refuses": (["optimizer.lr=high"], "optimizer.lr: got 'high', allowed: a number or Tensor"),
+    "a type that Lightning refuses": (["+trainer.max_steps=x"], "trainer.max_steps: got 'x', allowed: a whole number"),
+    "betas": (["optimizer=adamw", "optimizer.betas=[0.9]"], "optimizer.betas: got [0.9], allowed: a list of 2"),
+    "a beta": (["optimizer=adamw", "optimizer.betas=[0.9,x]"], "optimizer.betas: got [0.9, 'x'], allowed: a list of 2"),
+    "a duration": (["+trainer.max_time=5"], "trainer.max_time: got 5, allowed: text or timedelta or"),
+    "no duration": (["strategy.timeout=5"], "strategy.timeout: got 5, allowed: timedelta"),
+    "neither true nor false": (["strategy.local_weights=x"], "Strategy.local_weights: got 'x', allowed: True or False"),
+    "a word for a flag": (["compressor.momentum_masking=no"], "DGC.momentum_masking: got 'no', allowed: True or False"),
+    "an interval": (["strategy.verify_replicas_every_n_steps=x"], "n_steps: got 'x', allowed: None (never), or a w"),
+    "an option of a callback": (["callbacks.last.every_n_epochs=x"], "callbacks.last.every_n_epochs: got 'x', allowed"),
     "a number of the schedule": (["scheduler.end=x"], "scheduler.end: got 'x', allowed: 0 to 1"),
     "a number of the augmentation": (["augment.mixup=x"], "augment.mixup: got 'x', allowed: 0 or more"),
     "a concentration": (["data.dirichlet=x"], "data.dirichlet: got 'x', allowed: null, or 0.01 or more"),
@@ -122,6 +132,16 @@ def test_the_users_own_recipes_are_found(command, tmp_path):
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nseed: 23\ntrainer: {max_epochs: 3}\n")
     _, _, [config] = command("-cd", ".", "recipe=mine")
     assert (config.seed, config.trainer.max_epochs) == (23, 3)
+
+
+def test_a_recipe_without_its_first_line_is_refused(command, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("seed: 23\n")
+    code, said, started = command("-cd", ".", "recipe=mine")
+    assert code == 1 and not started
+    assert said.startswith(
+        "gradcomp: recipe: got 'recipe=mine', allowed: a file with `# @package _global_` as its first"
+    )
 
 
 def test_it_works_as_a_wheel_lays_it_out(command, tmp_path, monkeypatch):

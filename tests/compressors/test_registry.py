@@ -3,10 +3,13 @@
 import sys
 import textwrap
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 import pytest
+import torch
 
+import lightning_gradcomp as lgc
 from lightning_gradcomp import registry
 from lightning_gradcomp.compressors import DGC, Compressor, NoCompression
 from lightning_gradcomp.compressors.base import build
@@ -68,6 +71,24 @@ def test_an_unknown_name_is_refused_with_the_known_ones(wrong):
 def test_what_is_no_compressor_is_refused(wrong):
     with pytest.raises(ValueError, match=r"compressor: got .*, allowed: an instance of a Compressor"):
         build(wrong)
+
+
+FLAGS = [(entry.cls, each.name) for entry in lgc.entries() for each in fields(entry.cls) if each.type == "bool"]
+
+
+@pytest.mark.parametrize(("cls", "name"), FLAGS)
+def test_a_word_is_neither_true_nor_false(cls, name):
+    with pytest.raises(ValueError, match=rf"{cls.__name__}\.{name}: got 'no', allowed: True or False"):
+        cls(**{name: "no"})
+
+
+STRATEGIES = [lgc.CompressedDDPStrategy, lgc.CompressedHSDPStrategy, lgc.CompressedFabricStrategy]
+
+
+@pytest.mark.parametrize("cls", [*STRATEGIES, partial(lgc.GradientAverager, torch.nn.Linear(1, 1), "dgc")])
+def test_a_word_for_local_weights_is_refused(cls):
+    with pytest.raises(ValueError, match=r"\.local_weights: got 'no', allowed: True or False"):
+        cls(local_weights="no")
 
 
 def test_every_entry_builds_itself_and_has_a_description():
