@@ -190,6 +190,11 @@ class AsyncAverager(Worker):
             time.sleep(POLL_SECONDS)
 
     @property
+    def version(self) -> int:
+        """Version of the first server's weights in this worker's last pull: the number of pushes by all workers."""
+        return self._versions[0]
+
+    @property
     def connected(self) -> bool:
         """True until `close`."""
         return bool(self._connections)
