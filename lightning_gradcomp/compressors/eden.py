@@ -39,7 +39,7 @@ class EDEN(FewBitAverage):
 
     card: ClassVar[Card] = Card(
         sends="everything, as unbiased estimates in 4 bits",
-        pick="you train with Adam or on many ranks: any optimizer, no warm-up, no residual",
+        pick="you train with Adam or on many ranks over less than 1 Gbit/s: any optimizer, no warm-up",
         source="Vargaftik et al. 2022",
     )
 
