@@ -3,9 +3,9 @@
     python -m benchmarks.many_ranks 8 recipe=stdlib_gpt compressor=none,eden seed=0,1 trainer.max_epochs=6
 
 Each run appends a line to docs/data/text.csv, as one of `gradcomp` with the same words would
-(benchmarks/language_models.py). Its weights are bit-identical to those of such a run: the ranks have the same windows,
-and average with the package's `GradientAverager` over gloo. Processes would spend most of their time on imports and on
-waiting for one another.
+(benchmarks/language_models.py). The ranks have the same windows as its processes, and average with the package's
+`GradientAverager` over gloo. Processes would spend most of their time on imports and on waiting for one another.
+Weights are usually bit-identical to those of such a run; in one of six comparisons EDEN's were not.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 import sys
 
-import pytest
 import torch
 
 from benchmarks import many_ranks, summaries
@@ -15,14 +14,17 @@ TINY = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("compressor", ["eden", "dgc_int8"])
-def test_weights_are_those_of_a_run_of_processes(tmp_path, compressor):
-    words = [*TINY, f"compressor={compressor}", "compressor.min_elements=64"]
+def test_they_learn_what_processes_learn(tmp_path):
+    words = [*TINY, "compressor.min_elements=64"]
     command = [sys.executable, "-m", "lightning_gradcomp", *words, "trainer.enable_progress_bar=false"]
     done = run(*command, f"hydra.run.dir={tmp_path}", "trainer.devices=2")
     assert done.returncode == 0, done.stdout
     [saved] = tmp_path.rglob("last.ckpt")
     expected = torch.load(saved, weights_only=True)["state_dict"]
-    _, averager, task = many_ranks.train(summaries.composed(*words), 2)
-    assert averager.spent.bytes_sent > 0
-    assert all(torch.equal(value, expected[name]) for name, value in task.state_dict().items())
+    start, _, untrained = many_ranks.train(summaries.composed(*words, "optimizer.lr=0"), 2)
+    loss, averager, task = many_ranks.train(summaries.composed(*words), 2)
+    assert averager.spent.bytes_sent > 0 and loss < start
+    first, last = untrained.state_dict(), task.state_dict()
+    moved = torch.cat([(expected[name] - first[name]).flatten() for name in first])
+    apart = torch.cat([(expected[name] - last[name]).flatten() for name in first])
+    assert apart.norm() < 0.1 * moved.norm()
