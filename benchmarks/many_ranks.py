@@ -31,13 +31,20 @@ from lightning_gradcomp.app.summary import processor
 from tests.threads import run_ranks
 
 
-def train(config: dict[str, Any], ranks: int) -> tuple[float, GradientAverager, torch.nn.Module]:
-    """Train as `gradcomp` would. Returns the loss in nats per token, and rank 0's averager and network."""
+def untrained(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The task and the data of a run before its first step, with the weights and the split of its seed."""
     made = OmegaConf.create(config)
     L.seed_everything(made.seed, workers=True, verbose=False)
     data: Any = compose.instantiated("data", made)
-    first: Any = compose.build_task(made, data)
+    task: Any = compose.build_task(made, data)
     data.train, data.val = data.load()
+    return task, data
+
+
+def train(config: dict[str, Any], ranks: int) -> tuple[float, GradientAverager, torch.nn.Module]:
+    """Train as `gradcomp` would. Returns the loss in nats per token, and rank 0's averager and network."""
+    made = OmegaConf.create(config)
+    first, data = untrained(config)
     steps = min(made.trainer.limit_train_batches or sys.maxsize, len(data.train) // data.batch_size)
     turn = threading.Lock()  # interleaved, threads would take longer: each operation is short
     tasks = [first, *(copy.deepcopy(first) for _ in range(1, ranks))]

@@ -8,17 +8,14 @@ The gradient is that of the digits' ResNet-18 at step 20, of all tensors whose r
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
-import lightning as L
 import numpy as np
 import pandas as pd
 import torch
-from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from benchmarks import report, summaries
-from lightning_gradcomp.app import compose
+from benchmarks.many_ranks import untrained
 from lightning_gradcomp.compressors.few_bits import FORMATS
 from lightning_gradcomp.compressors.kernels.eden import BLOCK
 
@@ -29,11 +26,7 @@ STEP = 20
 
 def gradient() -> list[torch.Tensor]:
     """The gradients of step `STEP` of all tensors whose rows are whole blocks."""
-    config: Any = OmegaConf.create(summaries.composed("recipe=digits", "compressor=none"))
-    L.seed_everything(0, verbose=False)
-    data = compose.instantiated("data", config)
-    task: Any = compose.build_task(config, data)
-    data.train, data.val = data.load()
+    task, data = untrained(summaries.composed("recipe=digits", "compressor=none"))
     optimizer = torch.optim.AdamW(task.parameters(), lr=1e-3)
     loader = DataLoader(data.train, batch_size=data.batch_size, sampler=data.sampler(0, 1, 0))
     for images, labels in itertools.islice(loader, STEP):
@@ -51,6 +44,7 @@ def histogram(blocks: torch.Tensor) -> np.ndarray:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # sums in one order, whatever the machine's cores
     form, before, after = FORMATS["eden2"], [], []
     for each in gradient():
         out = torch.empty(each.numel())
