@@ -27,8 +27,6 @@ import lightning_gradcomp as lgc
 from benchmarks import language_models, report, results, time_to_accuracy
 from benchmarks import rotation as rotation_of_a_gradient
 from benchmarks import step_time as step_times
-from docs.tables import MODELS, step
-from lightning_gradcomp.app.models import NETWORKS
 from lightning_gradcomp.app.plan import Method, Plan, given_link
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.compressors.kernels.eden import LEVELS, UNIT
@@ -110,21 +108,6 @@ def clock(seconds: float) -> str:
     ('96 s', '16 min')
     """
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.2g} min"
-
-
-def bytes_by_method(axes: Axes) -> None:
-    """Bytes of a step of ResNet-18, by the formulas, two ranks."""
-    model = NETWORKS[MODELS["ResNet-18"]](channels=1, classes=10, size=8)
-    dense = 4 * sum(parameter.numel() for parameter in model.parameters())
-    known = sorted((dense / step(entry.cls(), model)[1], entry.name) for entry in lgc.entries())
-    names = [name for _, name in known]
-    axes.barh(names, [size for size, _ in known], color=[BLUE if name == "dgc" else GREY for name in names])
-    for place, (size, _) in enumerate(known):
-        axes.text(size * 1.1, place, f"{size / 1e6:.3g} MB, {dense / size:.0f}x", va="center")
-    axes.set(xscale="log", xlabel="bytes that a rank sends in a step", xlim=(3e4, 3e9))
-    axes.set_xticks([1e5, 1e6, 1e7, 1e8], ["0.1 MB", "1 MB", "10 MB", "100 MB"])
-    axes.minorticks_off()
-    axes.spines["bottom"].set_bounds(3e4, 1e8)
 
 
 def warm_up(axes: Axes) -> None:
@@ -316,7 +299,6 @@ Picture = tuple[Callable[[Axes], None], tuple[float, float]]
 PICTURES: dict[str, Picture] = {
     "hero_light": (partial(hero, theme=LIGHT), (5, 4)),
     "hero_dark": (partial(hero, theme=DARK), (5, 4)),
-    "bytes_by_method": (bytes_by_method, (5, 3.2)),
     "warm_up": (warm_up, (5, 3)),
     "step_time": (step_time, (5, 3.8)),
     "loss_by_bytes": (loss_by_bytes, (5, 3.6)),
