@@ -37,3 +37,8 @@ def refusal(what: str, got: Any, allowed: str) -> Refused:
     'DGC.sparsity: got 1.5, allowed: 0 <= sparsity < 1'
     """
     return Refused(f"{what}: got {got!r}, allowed: {allowed}")
+
+
+def help_at(section: str) -> str:
+    """Where the documentation explains a message that says what is wrong, but not what to do."""
+    return f"(see docs/help.md#{section})"

@@ -26,7 +26,7 @@ def test_the_examples_train_as_they_stand():
         assert float(accuracy) > 50, name
         assert int(ratio) > 5, name
     for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text().splitlines()) < 65
+        assert len(path.read_text().splitlines()) < 75
 
 
 def test_a_server_and_two_workers_train():
@@ -45,7 +45,7 @@ def test_a_server_and_two_workers_train():
     assert len(accuracies) == 2 and all(float(accuracy) > 50 for accuracy in accuracies)
 
 
-def test_the_script_for_two_machines_trains_by_strategy():
-    done = [rank.end() for rank in start_world(2, str(EXAMPLES / "two_machines.py"), "dgc", "3")]
+def test_the_script_for_two_machines_trains_over_gloo():
+    done = [rank.end() for rank in start_world(2, str(EXAMPLES / "two_machines.py"), "dgc", "gloo", "3")]
     assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
     assert "ms a step" in done[0].stdout and "The first steps will show what is quickest" in done[0].stdout

@@ -42,3 +42,9 @@ def test_every_page_is_in_the_navigation_and_on_the_first_page():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert sorted(NAVIGATION) == sorted(pages)  # each once
     assert {link for link in links("docs/index.md") if link.endswith(".md")} == pages - {"index.md"}
+
+
+def test_an_error_points_to_a_section_of_the_help():
+    sources = (path.read_text() for path in (ROOT / "lightning_gradcomp").rglob("*.py"))
+    sections = {name for text in sources for name in re.findall(r"help_at\(['\"]([\w-]+)", text)}
+    assert sections and sections <= anchors(DOCS / "help.md")

@@ -1,6 +1,8 @@
 """A training script of one's own, on two machines: ResNet-18 on scikit-learn's digits.
 
-torchrun --nnodes=2 --nproc-per-node=1 ... docs/examples/two_machines.py STRATEGY [STEPS]
+torchrun --nnodes=2 --nproc-per-node=1 ... docs/examples/two_machines.py COMPRESSOR [BACKEND] [STEPS]
+
+COMPRESSOR is a name such as dgc, or ddp for Lightning's own strategy. BACKEND is gloo, the default, or nccl.
 """
 
 import os
@@ -9,12 +11,13 @@ import time
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
-import lightning_gradcomp  # noqa: F401 - registers "dgc" and the other strategies
+import lightning_gradcomp as lgc
 
 
 class Net(L.LightningModule):
@@ -55,7 +58,12 @@ if __name__ == "__main__":
     world = os.environ
     devices = int(world.get("LOCAL_WORLD_SIZE") or world.get("SLURM_NTASKS_PER_NODE", 1))
     nodes = int(world["WORLD_SIZE"]) // devices if "WORLD_SIZE" in world else int(world.get("SLURM_NNODES", 1))
-    strategy, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100
+    name, backend = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "gloo"
+    steps = int(sys.argv[3]) if len(sys.argv) > 3 else 100
+    if name == "ddp":
+        strategy = DDPStrategy(process_group_backend=backend)
+    else:
+        strategy = lgc.CompressedDDPStrategy(name, process_group_backend=backend)
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         strategy=strategy, devices=devices, num_nodes=nodes, max_steps=steps, max_epochs=-1, callbacks=[StepTime()],

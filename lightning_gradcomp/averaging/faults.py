@@ -28,6 +28,8 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from lightning_gradcomp.errors import help_at
+
 log = logging.getLogger(__name__)
 LOST = re.compile(r"gloo|nccl|\bconnection|\bsocket|broken pipe|\btimed? ?out", re.IGNORECASE)
 """Matches torch.distributed's messages about lost peers; gloo's are plain RuntimeErrors."""
@@ -117,7 +119,7 @@ def explanation(error: BaseException, step: int, doing: str, group: dist.Process
 
     _with_store(ask)
     missing = (f"rank {other} {reasons.get(other, 'does not respond')}" for other in others)
-    return f"{where}: the exchange failed; {', '.join(missing)} [{cause}]"
+    return f"{where}: the exchange failed; {', '.join(missing)} [{cause}] {help_at('exchange-failed')}"
 
 
 def post_reason(what: str) -> None:

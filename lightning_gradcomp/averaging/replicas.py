@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gradcomp.averaging.ranks import Ranks, all_gather_single
+from lightning_gradcomp.errors import help_at
 
 CHUNK = 1 << 22
 """Bytes hashed at a time. They are copied, because `Tensor.numpy` makes a tensor's storage non-resizable for good."""
@@ -108,5 +109,5 @@ def compare_replicas(
         ranks = differs[:, first].nonzero().flatten().tolist()
         raise ReplicasDiffer(
             f"step {step}: parameter {names[first]!r} on rank {', '.join(map(str, ranks))} is not rank 0's "
-            f"({int(differs.any(0).sum())} of {len(names)} parameters differ)"
+            f"({int(differs.any(0).sum())} of {len(names)} parameters differ) {help_at('ranks-differ')}"
         )

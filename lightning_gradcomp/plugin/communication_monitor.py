@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradcomp.averaging import Stats
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import help_at, refusal
 from lightning_gradcomp.plugin.base_strategy import Averager, BaseStrategy
 
 RECENT_STEPS = 1000
@@ -173,7 +173,8 @@ class CommunicationMonitor(Callback):
             "milliseconds": {phase: 1e3 * median(times) if times else 0.0 for phase, times in self._times.items()},
         }
         if self._steps and (why := averager.why_uncompressed()):
-            rank_zero_warn(f"{type(averager.compressor).__name__} compressed no step of this run: {why}.")
+            name = type(averager.compressor).__name__
+            rank_zero_warn(f"{name} compressed no step of this run: {why}. {help_at('compressed-no-step')}")
 
     def summary(self) -> dict[str, Any]:
         """This rank's totals over the fit, bytes of the last step, and median milliseconds per step.
