@@ -163,6 +163,15 @@ SHOWN = {
 """Network -> the methods in the table. The picture shows all methods."""
 
 
+ROUNDS = {
+    "`dga`, K = 8, no delay": "dga K=8 D=0",
+    "`dga`, K = 8, 8 steps late": "dga K=8 D=8",
+    "`sparseloco`, K = 8, no delay": "sparseloco K=8 D=0",
+    "`sparseloco`, K = 15, no delay (its default)": "sparseloco K=15 D=0",
+    "`sparseloco`, K = 8, 8 steps late": "sparseloco K=8 D=8",
+}
+"""The rows of the table in docs/local_steps.md, and their methods."""
+
 HEAD = ("network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes")
 
 
@@ -175,6 +184,17 @@ def accuracy() -> str:
                 both = report.pairs(runs, found[setting]["none"])
                 rows.append(_row(setting, f"`{method.partition(' ')[0]}`", runs, both, 1))
     return report.table(HEAD, rows)
+
+
+def local_steps() -> str:
+    """The table of docs/local_steps.md: differences to dense with local steps, one column per setting."""
+    found = cross_validated(read_csv())
+    settings = [setting for setting in SETTINGS if setting.model != "resnet50"]
+    rows = []
+    for name, method in ROUNDS.items():
+        each = [report.differences(found[setting][method], found[setting]["none"]) for setting in settings]
+        rows.append([name, *(report.interval(differences, 1) for differences in each)])
+    return report.table(["method", *(f"{TITLES[each.model]}, {each.ranks} ranks" for each in settings)], rows)
 
 
 def fashion() -> str:

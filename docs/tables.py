@@ -151,6 +151,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "csv": of_csv,
     "fashion": results.fashion,
     "language_models": language_models.table,
+    "local_steps": results.local_steps,
     "methods": methods,
     "options": options,
     "step_times": step_time.table,

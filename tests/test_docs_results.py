@@ -25,9 +25,9 @@ TEXTS = {
 """Recipe of a language model -> method and optimizer."""
 
 
-def pairs(model, method, split, steps):
+def pairs(model, method, split, steps, dirichlet=None, ranks=2):
     runs = [each for each in results.read_csv() if (each.fold is not None) == (split == "folds")]
-    of = results.by_setting(runs)[results.Setting(model, None, 2, steps)]
+    of = results.by_setting(runs)[results.Setting(model, dirichlet, ranks, steps)]
     return report.pairs(of[method], of["none"])
 
 
@@ -40,6 +40,13 @@ def test_a_recipe_s_result_is_that_of_its_runs(name):
     reached = f"{mean(found):.1f} % ± {stdev(found):.1f} after {epochs} epochs"
     beside = f"({len(found)} {split}, N=2; dense {mean(dense):.1f} ± {stdev(dense):.1f})"
     assert f"# Result: {reached} {beside}, measured: docs/results.md\n" in text
+
+
+def test_the_federated_recipe_s_result_is_that_of_its_runs():
+    found, dense = zip(*pairs("swin_mini", "dga K=8 D=8", "folds", 2670, dirichlet=0.3, ranks=4), strict=True)
+    beside = f"({len(found)} folds, N=4; dense {report.spread(dense)})"
+    result = f"# Result: {mean(found):.1f} % ± {stdev(found):.1f} after 30 epochs {beside}, measured: docs/data/"
+    assert result in (ROOT / "recipes" / "digits_federated.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", TEXTS)

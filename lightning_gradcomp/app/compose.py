@@ -107,15 +107,15 @@ def of_task(attribute: str, *, _root_: DictConfig) -> str:
 
 
 def apply_overrides(config: DictConfig, words: Sequence[str]) -> None:
-    """Move the compressor of a strategy that has its own, such as strategy=powersgd, to `config.compressor`."""
+    """Move what a strategy brings with it, as strategy=powersgd does its compressor, to its group of `config`."""
     typed = {}  # first word of what is overridden -> override
     for override in OverridesParser.create().parse_overrides(list(words)):
         typed.setdefault(override.key_or_group.partition(".")[0], override.input_line)
-    if "compressor" in config.strategy:
-        if word := typed.get("compressor"):
-            raise refusal("compressor with a strategy of its own", word, "strategy.compressor.OPTION, or strategy=ddp")
+    for group in {"compressor", "optimizer"} & {*config.strategy}:
+        if word := typed.get(group):
+            raise refusal(f"{group} with a strategy of its own", word, f"strategy.{group}.OPTION, or strategy=ddp")
         with open_dict(config):
-            config.compressor = config.strategy.pop("compressor")
+            config[group] = config.strategy.pop(group)
     if "recipe" in config:
         allowed = "a file with `# @package _global_` as its first line: without it, nothing uses the recipe"
         raise refusal("recipe", typed.get("recipe", "recipe"), allowed)

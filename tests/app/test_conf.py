@@ -107,14 +107,23 @@ def test_every_compressor_has_a_file_that_makes_its_default(entry):
 def test_every_strategy_makes_what_its_name_makes_in_a_script(name):
     from lightning.pytorch.strategies import StrategyRegistry
 
-    compressor = [] if "/compressor@" in (CONF / f"strategy/{name}.yaml").read_text() else ["compressor=onebit"]
-    made = built(f"strategy={name}", *compressor).trainer.strategy
+    text = (CONF / f"strategy/{name}.yaml").read_text()
+    compressor = [] if "/compressor@" in text else ["compressor=onebit"]
+    model = ["model=swin_mini"] if "/optimizer@" in text else []  # Muon's, which a ResNet has no matrices for
+    made = built(f"strategy={name}", *compressor, *model).trainer.strategy
     if name in StrategyRegistry and not compressor:
         asked = StrategyRegistry.get(name)
         assert type(made) is type(asked) and made.compressor == asked.compressor
     else:
         assert "gradcomp" in type(made).__module__
     assert compressor == [] or made.compressor == lgc.OneBit()
+
+
+def test_muloco_brings_its_compressor_and_its_optimizer():
+    config = composed("recipe=digits_swin", "strategy=muloco", "strategy.optimizer.lr=0.002")
+    assert config.compressor == composed("compressor=muloco").compressor
+    assert config.optimizer == composed("~recipe", "optimizer=muon", "optimizer.lr=0.002").optimizer
+    assert {"compressor", "optimizer"}.isdisjoint(config.strategy)
 
 
 def test_options_reach_the_classes():

@@ -44,6 +44,7 @@ WRONG = {
     "no download": (["data=cifar10", "data.download=false"], "CIFAR-10: there is no folder cifar-10-batches-py"),
     "nothing to evaluate": (["evaluate=true"], "ckpt with evaluate=true: got None, allowed: best, last, a run"),
     "a dry run that resumes": (["dry_run=true", "ckpt=last"], "ckpt with dry_run=true: got 'last', allowed: null"),
+    "two optimizers": (["strategy=muloco", "optimizer.lr=1"], "optimizer with a strategy of its own: got"),
     "two compressors": (["strategy=dgc", "compressor=onebit"], "compressor with a strategy of its own: got"),
     "another class for it": (["strategy=dgc", "++compressor._target_=x"], "of its own: got '++compressor._target_=x'"),
     "the run's folder": (["folder=here"], "folder: got 'here', allowed: null; hydra.run.dir=FOLDER"),
