@@ -126,26 +126,36 @@ def read_csv() -> list[Result]:
     return report.read(CSV, Result)
 
 
-HEAD = ("steps", "ranks", "method", "optimizer", "dense loss", "method's loss", "difference", "fewer bytes", "seeds")
+RANKS = (2, 8)
+HEAD = ("method", "2 ranks", "fewer bytes", "8 ranks", "fewer bytes", "steps", "optimizer", "dense loss", "seeds")
 
 
 def table() -> str:
-    """The page's table: a row per method, optimizer, ranks and steps, with the dense runs that it is paired with."""
-    found: dict[tuple[int, int, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    """The page's table: a row per steps, optimizer and method, compared with dense runs on each number of ranks."""
+    found: dict[tuple[int, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for each in read_csv():
-        found[each.steps, each.ranks, each.optimizer][each.method].append(each)
+        found[each.steps, each.optimizer][each.method].append(each)
     rows = []
-    for (steps, ranks, optimizer), methods in sorted(found.items()):
-        dense = [each for key, others in found.items() if key[::2] == (steps, optimizer) for each in others["none"]]
+    for (steps, optimizer), methods in sorted(found.items()):
         for method in sorted({*methods} - {"none"}, key=summaries.place):
-            runs = methods[method]
-            both = report.pairs(runs, of_ranks(dense, ranks))
-            losses = [one for one, _ in both] or [each.val_loss for each in runs]
-            beside = f"{mean(other for _, other in both):.3f}" if both else "—"
-            interval = report.interval([one - other for one, other in both], 3) if both else "—"
-            words = [f"{steps:,}", ranks, summaries.code(method), optimizer, beside]
-            rows.append([*words, report.spread(losses, 3), interval, f"{summaries.ratio(runs)}x", len(losses)])
+            compared = []
+            for ranks in RANKS:
+                runs = [each for each in methods[method] if each.ranks == ranks]
+                compared.append(summaries.compared(runs, of_ranks(methods["none"], ranks), 3))
+            words = [summaries.code(method, "stdlib_gpt")]
+            for each in compared:
+                words += [each.difference, each.fewer]
+            last = [summaries.joined(cells) for cells in zip(*(each[2:] for each in compared), strict=True)]
+            rows.append([*words, f"{steps:,}", optimizer, *last])
     return report.table(HEAD, rows)
+
+
+def difference(method: str, ranks: int, steps: int = 600) -> str:
+    """Loss of AdamW with a method minus dense; a dash if there is no run."""
+    runs = [each for each in read_csv() if (each.optimizer, each.steps) == ("AdamW", steps)]
+    own = [each for each in runs if (each.method, each.ranks) == (method, ranks)]
+    dense = of_ranks([each for each in runs if each.method == "none"], ranks)
+    return summaries.compared(own, dense, 3).difference or "—"
 
 
 def of_ranks(dense: Sequence[Result], ranks: int) -> list[Result]:

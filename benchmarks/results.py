@@ -172,17 +172,20 @@ ROUNDS = {
 }
 """The rows of the table in docs/local_steps.md, and their methods."""
 
-HEAD = ("network, optimizer", "ranks", "method", "dense, %", "method, %", "difference, points", "fewer bytes")
+HEAD = ("method", "2 ranks", "fewer bytes", "8 ranks", "fewer bytes", "network, optimizer", "dense, %")
 
 
 def accuracy() -> str:
-    """The table of the digits: one row per setting and method, with the dense runs that it is paired with."""
+    """The table of the digits: a row per network and method, compared with dense runs on each number of ranks."""
     found, rows = cross_validated(read_csv()), []
-    for setting in SETTINGS:
-        for method in SHOWN[setting.model]:
-            if runs := found[setting].get(method):
-                both = report.pairs(runs, found[setting]["none"])
-                rows.append(_row(setting, f"`{method.partition(' ')[0]}`", runs, both, 1))
+    for model, methods in SHOWN.items():
+        settings = [setting for setting in SETTINGS if setting.model == model]
+        for method in methods:
+            compared = [summaries.compared(found[each].get(method, []), found[each]["none"], 1) for each in settings]
+            words = [summaries.code(method, summaries.RECIPES[model, "Digits"])]
+            for each in compared:
+                words += [each.difference, each.fewer]
+            rows.append([*words, TITLES[model], summaries.joined(each.dense for each in compared)])
     return report.table(HEAD, rows)
 
 
@@ -198,22 +201,15 @@ def local_steps() -> str:
 
 
 def fashion() -> str:
-    """The table of Fashion-MNIST: one row per setting and method, all that have pairs, and the number of pairs."""
+    """The table of Fashion-MNIST: one row per setting and method, all methods, and the number of pairs."""
     found, rows = by_setting(each for each in read_csv() if each.data == "FashionMNIST"), []
     for setting in sorted(found, key=_order):
         for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0])):
-            both = report.pairs(runs, found[setting]["none"])
-            if method != "none" and both:
-                rows.append([*_row(setting, summaries.code(method), runs, both, 2), len(both)])
-    return report.table([*HEAD, "seeds"], rows)
-
-
-def _row(setting: Setting, name: str, runs: list[Result], both: list[report.Pair], digits: int) -> list[object]:
-    """A row below HEAD. There must be a pair."""
-    own, dense = zip(*both, strict=True)
-    interval = report.interval([one - other for one, other in both], digits)
-    words = [TITLES[setting.model], setting.ranks, name]
-    return [*words, report.spread(dense, digits), report.spread(own, digits), interval, f"{ratio(runs)}x"]
+            if method != "none":
+                name = summaries.code(method, summaries.RECIPES[setting.model, "FashionMNIST"])
+                difference, fewer, *last = summaries.compared(runs, found[setting]["none"], 2)
+                rows.append([name, difference, fewer, TITLES[setting.model], setting.ranks, *last])
+    return report.table(["method", "points", "fewer bytes", "network, optimizer", "ranks", "dense, %", "seeds"], rows)
 
 
 def _identity(each: Result) -> tuple[str, str, str, int, int, float, int, int, str]:

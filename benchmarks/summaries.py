@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lightning_gradcomp as lgc
+from benchmarks import report
 from lightning_gradcomp.app.compose import register, shipped
 from lightning_gradcomp.app.summary import short
 
@@ -49,8 +51,8 @@ LABELLED = ("compressor", "optimizer")
 """Groups of the config whose options a method's label includes if they differ from the recipe's."""
 
 
-class Costs(Protocol):
-    """Bytes of a run."""
+class Run(report.Outcome, Protocol):
+    """A run that is compared with a dense one, and its bytes."""
 
     @property
     def bytes_sent(self) -> int: ...
@@ -131,10 +133,44 @@ def place(method: str) -> tuple[int, int, str]:
     return ORDER.index(method.partition(" ")[0].partition(":")[0]), len(method), method
 
 
-def code(method: str) -> str:
-    """A method as it stands in a table: `sparseloco` K=30 D=0."""
+@cache
+def choice(recipe: str) -> str:
+    """The compressor that a recipe chooses on the command line, such as "dgc_int8"."""
+    entries = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())["defaults"]
+    return next(each["override /compressor"] for each in entries if "override /compressor" in each)
+
+
+def code(method: str, recipe: str) -> str:
+    """A method of a recipe as it stands in a table: `sparseloco` K=30 D=0, or `dgc_int8` if the recipe chooses it."""
     name, _, options = method.partition(" ")
+    if choice(recipe).startswith(f"{name}_"):
+        name = choice(recipe)
     return f"`{name}` {options}".strip()
+
+
+class Compared(NamedTuple):
+    """Cells of a table, empty without runs: difference to dense, times fewer bytes, dense result, number of pairs."""
+
+    difference: str
+    fewer: str
+    dense: str
+    seeds: str
+
+
+def compared(runs: Sequence[Run], dense: Iterable[Run], digits: int) -> Compared:
+    """Runs beside the dense ones that they are paired with; a dash if there is none."""
+    if not runs:
+        return Compared("", "", "", "")
+    both, fewer = report.pairs(runs, dense), f"{ratio(runs)}x"
+    if not both:
+        return Compared("—", fewer, "—", str(len(runs)))
+    interval = report.interval([own - other for own, other in both], digits)
+    return Compared(interval, fewer, f"{mean(other for _, other in both):.{digits}f}", str(len(both)))
+
+
+def joined(cells: Iterable[str]) -> str:
+    """Those of each number of ranks, as one cell."""
+    return ", ".join(filter(None, cells))
 
 
 def machine(summary: Summary) -> str:
@@ -145,7 +181,7 @@ def machine(summary: Summary) -> str:
     return f"{name}, torch {summary['packages']['torch']}"
 
 
-def ratio(runs: Iterable[Costs]) -> str:
+def ratio(runs: Iterable[Run]) -> str:
     """Dense bytes of a run divided by bytes sent, with three digits, or all those before the decimal point."""
     mean_ratio = mean(each.dense_bytes / each.bytes_sent for each in runs)
     return f"{mean_ratio:.3g}" if mean_ratio < 1000 else f"{mean_ratio:,.0f}"

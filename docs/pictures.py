@@ -1,9 +1,7 @@
 """Draws the charts of README and docs: `python -m docs.pictures`, after data or methods have changed.
 
-Their figures come from docs/data/*.csv, from the byte formulas of the registered compressors, and from the model of
-`gradcomp plan`. Charts are five inches wide, so that their words can be read on a telephone. The other files of
-docs/pictures/ are drawings, which are edited by hand; this file drew timelines.svg and which_method.svg at commit
-c84782e, from the same data and model.
+Their figures come from docs/data/*.csv and from the byte formulas of the compressors. Charts are five inches wide, so
+that their words can be read on a telephone. The other files of docs/pictures/ are drawings, which are edited by hand.
 """
 
 from __future__ import annotations
@@ -21,24 +19,25 @@ import pandas as pd
 import torch
 import torchvision
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
 from benchmarks import language_models, report, results, time_to_accuracy
 from benchmarks import rotation as rotation_of_a_gradient
 from benchmarks import step_time as step_times
-from lightning_gradcomp.app.plan import Method, Plan, given_link
-from lightning_gradcomp.averaging.gradients import Gradients
+from docs.tables import ratio
+from lightning_gradcomp.app.plan import BACKWARD, HIDES, given_link
 from lightning_gradcomp.compressors.kernels.eden import LEVELS, UNIT
 
 FOLDER = Path(__file__).with_name("pictures")
-GREY, BLUE, ORANGE, GREEN, VIOLET, RED = "#747b84", "#337ab7", "#b8691c", "#3a8450", "#8559a5", "#b0413e"
-"""Legible on white and on black; the ground is transparent."""
+GREY, BLUE, ORANGE, GREEN, VIOLET = "#59636e", "#0969da", "#bc4c00", "#1a7f37", "#8250df"
+"""Legible on white, which is the ground of all charts but the README's."""
 
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "gradcomp", "font.size": 10, "font.family": "sans-serif",
     "text.color": GREY, "axes.edgecolor": GREY, "axes.labelcolor": GREY, "xtick.color": GREY, "ytick.color": GREY,
-    "axes.spines.top": False, "axes.spines.right": False, "savefig.transparent": True, "hatch.linewidth": 0.8,
+    "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white", "axes.facecolor": "none",
 }  # fmt: skip
 
 
@@ -54,6 +53,8 @@ LIGHT = Theme("#1f2328", "#afb8c1", "#0969da")
 DARK = Theme("#e6edf3", "#6e7681", "#4493f8")
 HERO = {"ddp": "DDP", "fp16_hook": "fp16 hook", "powersgd_hook": "PowerSGD hook", "dgc": "dgc"}
 RATES = (100, 1000, 10_000)
+RESNET18 = 11_181_642
+"""Parameters of the network of step_times.csv."""
 
 
 def hero(axes: Axes, theme: Theme) -> None:
@@ -88,6 +89,7 @@ def hero(axes: Axes, theme: Theme) -> None:
         label.set_fontweight("bold" if "bit/s" in label.get_text() else "normal")
     axes.tick_params(length=0)
     axes.set(xlim=(0, 1.4 * longest), ylim=(len(ticks) - 0.4, -0.6), xticks=[])
+    axes.figure.patch.set_visible(False)
     axes.spines[:].set_visible(False)
 
 
@@ -124,61 +126,66 @@ def warm_up(axes: Axes) -> None:
     axes.spines["bottom"].set_bounds(0, 10)
 
 
-STEP, BACKWARD = 0.25, 0.165
-"""Seconds of ResNet-50's step without an exchange, and of them backward: batch 32 at 224x224 on a workstation's GPU."""
-
-ENCODE, DECODE = 0.010, 0.003
-"""Seconds that DGC adds to it: a step between two ranks on one H200 takes 13 ms longer than its computation."""
-
-
-def plan() -> Plan:
-    """The planner's model of ResNet-50's steps."""
-    with torch.device("meta"):
-        model = torchvision.models.resnet50()
-    none, dgc = (Gradients(model, each).largest for each in (lgc.NoCompression(), lgc.DGC()))
-    methods = {"none": Method(lgc.NoCompression(), none, 0.0, 0.0), "dgc": Method(lgc.DGC(), dgc, ENCODE, DECODE)}
-    return Plan(STEP, BACKWARD, methods)
-
-
-OTHERS = ("gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
-
-
 def step_time(axes: Axes) -> None:
-    """Step time over computation, by the rate of the link: ResNet-18 measured, ResNet-50 modelled."""
+    """Step time over computation of ResNet-18, by the rate of the link."""
     found = {(each.rate_mbit, each.method): each.ms / each.compute_ms for each in step_times.read_csv()}
-    for method, name, color in (("ddp", "DDP", ORANGE), ("dgc@all_gather", "dgc", BLUE)):
-        axes.plot(RATES, [found[rate, method] for rate in RATES], "o-", color=color, markersize=4, label=name)
-    others = [[found[rate, f"{method}@all_gather"] for method in OTHERS] for rate in RATES]
-    lowest, highest = ([bound(each) for each in others] for bound in (min, max))
-    axes.fill_between(RATES, lowest, highest, color=GREEN, alpha=0.3, linewidth=0, label="the other compressors")
-    model, megabits = plan(), np.logspace(2, 4, 201)
-    links = [given_link(rate, 0.1) for rate in megabits]
-    dense, dgc = ([model.step(name, "all_gather", 2, link).seconds / STEP for link in links] for name in model.methods)
-    axes.plot(megabits, dense, "--", color=ORANGE)
-    axes.plot(megabits, dgc, "--", color=BLUE)
-    crossing = next(number for number, each in enumerate(dense) if each <= dgc[number])
-    axes.plot(megabits[crossing], dgc[crossing], "o", color=GREY, fillstyle="none", markersize=9)
-    words = f"dgc pays up to {megabits[crossing] / 1000:.0f} Gbit/s"
-    axes.text(1.2 * megabits[crossing], 0.78, words, ha="right", va="center")
-    axes.plot([], [], "o-", color=GREY, markersize=4, label="ResNet-18 on a CPU, measured")
-    axes.plot([], [], "--", color=GREY, label="ResNet-50 on a GPU, modelled")
-    axes.legend(frameon=False, loc="upper right", fontsize=9)
-    axes.set(xscale="log", yscale="log", xlabel="link", ylabel="step time over computation", ylim=(0.65, 200))
+    names = {"ddp": "DDP", "fp16_hook": "fp16 hook", "onebit@all_gather": "onebit", "dgc@all_gather": "dgc"}
+    for (method, name), color in zip(names.items(), (ORANGE, VIOLET, GREEN, BLUE), strict=True):
+        times = [found[rate, method] for rate in RATES]
+        axes.plot(RATES, times, "o-", color=color, markersize=4)
+        axes.text(90, times[0], name, color=color, ha="right", va="center")
+    axes.set(xscale="log", yscale="log", xlabel="link", ylabel="step time over computation", xlim=(25, 11_000))
     axes.set_xticks(RATES, [step_times.link(rate) for rate in RATES])
     axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50], [f"{tick}x" for tick in ticks])
     axes.minorticks_off()
-    axes.spines["left"].set_bounds(0.65, 60)
+
+
+IN_THE_MAP = {
+    "ddp": ("DDP", lgc.NoCompression(), "#d0d7de"),
+    "torch's fp16 hook": ("ddp_bf16", lgc.BF16(), "#d8b9ff"),
+    "`ddp_int8`": ("ddp_int8", lgc.Int8(), "#8ddb8c"),
+    "`eden`": ("eden", lgc.EDEN(), "#f6c343"),
+    "`eden` in 2 bits": ("eden, 2 bits", lgc.EDEN(bits=2), "#ff9a62"),
+    "dgc": ("dgc", lgc.DGC(), "#54aeff"),
+}
+"""Column of eden_steps.csv -> name, compressor and colour, in the order in which they are preferred."""
+
+
+def which_method(axes: Axes) -> None:
+    """The first method with which a step of ResNet-50 takes at most twice its computation, by link and computation."""
+    steps = pd.read_csv(report.DATA / "eden_steps.csv").rename(columns=str.lower).set_index(["network", "link"])
+    steps = steps.loc["ResNet-50", "10 Gbit/s"] / 1000
+    small = {each.method: each.ms / 1000 for each in step_times.read_csv() if each.rate_mbit == 10_000}
+    with torch.device("meta"):
+        model = torchvision.models.resnet50()
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    steps["dgc"] = steps["computation"] + (small["dgc@all_gather"] - small["compute"]) * elements / RESNET18
+    megabits, computation = np.meshgrid(np.logspace(2, 4, 400), np.logspace(-1, 1, 400))
+    chosen = np.full(megabits.shape, len(IN_THE_MAP) - 1)
+    for number, (column, (_, compressor, _)) in reversed([*enumerate(IN_THE_MAP.items())]):
+        exchange = 4 * elements / ratio(compressor, model) / given_link(1, 0).bandwidth / megabits
+        hidden = 0 if column == "dgc" else HIDES * BACKWARD * computation
+        longer = steps[column] - steps["computation"] + np.maximum(exchange - hidden, 0)
+        chosen[longer <= computation] = number
+    colors = [color for *_, color in IN_THE_MAP.values()]
+    axes.pcolormesh(megabits, computation, chosen, cmap=ListedColormap(colors), vmin=0, vmax=5, rasterized=True)
+    for name, _, color in IN_THE_MAP.values():
+        axes.fill([], [], color=color, label=name)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.15, 1), ncols=3, labelcolor=GREY)
+    axes.set(xscale="log", yscale="log", xlabel="link", ylabel="a step computes for")
+    axes.set_xticks(RATES, [step_times.link(rate) for rate in RATES])
+    axes.set_yticks([0.1, 1, 10], ["0.1 s", "1 s", "10 s"])
+    axes.minorticks_off()
 
 
 def accuracy(axes: Axes) -> None:
     """Differences to dense of five folds, with 95 % intervals: a row a network and method, two marks a row."""
     found = results.cross_validated(results.read_csv())
-    methods = [*OTHERS, "dga K=8 D=8", "sparseloco K=8 D=0"]
-    left, ticks = -14, []
+    left, ticks = -9, []
     for model, title in results.TITLES.items():
         ticks += ["", title] if ticks else [title]
         settings = [setting for setting in results.SETTINGS if setting.model == model]
-        for method in ["dgc", *methods]:
+        for method in ("dgc", "powersgd", "onebit", "sparseloco K=8 D=0"):
             if not any(method in found[setting] for setting in settings):
                 continue
             for setting, color, beside in zip(settings, (BLUE, ORANGE), (-0.17, 0.17), strict=True):
@@ -270,9 +277,10 @@ def rotation(axes: Axes) -> None:
     levels = [sign * level / UNIT for level in LEVELS[2] for sign in (-1, 1)]
     axes.plot(levels, [1e-4] * len(levels), "^", color=GREEN, clip_on=False, zorder=3, label="levels of 2 bits")
     axes.legend(frameon=False)
-    axes.set(
-        xlabel="entry, in root mean squares of its block", ylabel="density", xlim=(-6, 6), yscale="log", ylim=(1e-4, 10)
-    )
+    axes.set(xlabel="entry, in root mean squares of its block", ylabel="density", xlim=(-6, 6))
+    axes.set(yscale="log", ylim=(1e-4, 10))
+    axes.set_yticks(ticks := [1e-4, 1e-2, 1], [f"{each:g}" for each in ticks])
+    axes.minorticks_off()
 
 
 def latency(axes: Axes) -> None:
@@ -300,10 +308,11 @@ PICTURES: dict[str, Picture] = {
     "hero_light": (partial(hero, theme=LIGHT), (5, 4)),
     "hero_dark": (partial(hero, theme=DARK), (5, 4)),
     "warm_up": (warm_up, (5, 3)),
-    "step_time": (step_time, (5, 3.8)),
+    "step_time": (step_time, (5, 3.2)),
+    "which_method": (which_method, (5, 3.6)),
     "loss_by_bytes": (loss_by_bytes, (5, 3.6)),
     "loss_by_link": (loss_by_link, (5, 4.6)),
-    "accuracy": (accuracy, (5, 5.6)),
+    "accuracy": (accuracy, (5, 4)),
     "latency": (latency, (5, 3.2)),
     "rotation": (rotation, (5, 3.0)),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,18 +18,15 @@ from typing import Any
 import torch
 
 import lightning_gradcomp as lgc
-from benchmarks import language_models, report, results, step_time, time_to_accuracy
-from lightning_gradcomp.app.models import NETWORKS
+from benchmarks import language_models, report, results, step_time, summaries, time_to_accuracy
+from lightning_gradcomp.app.models import NETWORKS, gpt_small
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
-from lightning_gradcomp.compressors.few_bits import FORMATS
-from lightning_gradcomp.compressors.kernels.formats import value_bytes
 
 DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-COLLECTIVES = {"gather": "all-gather", "mean": "all-reduce", "maximum": "all-reduce (MAX)"}
 MODELS = {"ResNet-18": "resnet18", "ResNet-50": "resnet50"}
 
 
@@ -55,51 +52,72 @@ def page_of(name: str) -> str:
     return headings.get(name, "other_compressors.md#16-bits-and-dense")
 
 
-def step(compressor: lgc.Compressor, model: torch.nn.Module) -> tuple[float, float, list[str]]:
-    """Bits an element of what is compressed, dense traffic over traffic, and the collectives, of one step at N=2."""
-    gradients = Gradients(model, compressor)
+def ratio(compressor: lgc.Compressor, model: torch.nn.Module) -> float:
+    """Traffic of a dense step of two ranks over that of a step after the warm-up."""
+    gradients = Gradients(model, compressor).largest
     dense = dense_traffic(gradients.nbytes, 2)
     if not isinstance(compressor, lgc.LossyCompressor):
-        ratio = dense / dense_step_traffic(gradients, Ranks(None, 2), compressor.wire)
-        if form := FORMATS.get(compressor.wire):
-            return form.nbytes(1024) / 128, ratio, ["all-to-all", "all-gather"]
-        return value_bytes(256, compressor.wire) / 32, ratio, ["all-reduce"]
+        return dense / dense_step_traffic(gradients, Ranks(None, 2), compressor.wire)
     final = compressor.with_sparsity(compressor.final_sparsity)
-    messages = final.messages(gradients.layout)
-    bits = 8 * sum(size for _, size in messages) / gradients.layout.n
-    ratio = dense / traffic(final, gradients, Ranks(None, 2), "all_gather")
-    return bits, ratio, [COLLECTIVES[how] for how, _ in messages]
+    return dense / traffic(final, gradients, Ranks(None, 2), "all_gather")
 
 
-def by_ratio() -> Iterator[tuple[Any, list[tuple[float, float, list[str]]]]]:
-    """Every registered compressor with its step for each of MODELS, the fewest bytes first."""
+def by_ratio() -> list[tuple[Any, list[str]]]:
+    """Every registered compressor with its ratio for each of MODELS, the fewest bytes first."""
     models = [NETWORKS[name](channels=1, classes=10, size=8) for name in MODELS.values()]
-    found = [(entry, [step(entry.cls(), model) for model in models]) for entry in lgc.entries()]
-    yield from sorted(found, key=lambda each: -each[1][0][1])
+    found = [(entry, [ratio(entry.cls(), model) for model in models]) for entry in lgc.entries()]
+    return [(entry, [times(each) for each in ratios]) for entry, ratios in sorted(found, key=lambda each: -each[1][0])]
+
+
+def times(ratio: float) -> str:
+    """A ratio as it stands in a table."""
+    return f"{ratio:,.0f}x"
 
 
 def methods() -> str:
-    """What each compressor sends and takes, and how many times fewer bytes that is."""
+    """How many times fewer bytes each method sends, when to choose it, what it sends, and what it takes."""
     rows = []
-    for entry, steps in by_ratio():
-        (bits, _, collectives), card = steps[0], entry.cls.card
+    for entry, ratios in by_ratio():
         name = f"[`{entry.name}`]({page_of(entry.name)})"
         if entry.strategy != entry.name:
             name += f" (strategy `{entry.strategy}`)"
-        ratios = [f"{ratio:.0f}x" for _, ratio, _ in steps]
         optimizers = "SGD, Adam, AdamW" if entry.cls.needs_optimizer else "any"
-        rows.append([name, card.sends, f"{bits:.2g}", *ratios, " + ".join(collectives), optimizers, card.pick])
-    head = ["name", "sends", "bits an element", *MODELS, "collectives", "optimizers", "choose it when"]
-    return report.table(head, rows)
+        rows.append([name, *ratios, entry.cls.card.pick, entry.cls.card.sends, optimizers])
+    return report.table(["name", *MODELS, "choose it for", "sends", "optimizers"], rows)
 
 
 def strategies() -> str:
-    """README's: name, idea, times fewer bytes."""
+    """README's: name, times fewer bytes, when to choose it."""
     rows = [
-        [f"[`{entry.strategy}`](docs/{page_of(entry.name)})", entry.cls.card.sends, f"{steps[0][1]:.0f}x"]
-        for entry, steps in by_ratio()
+        [f"[`{entry.strategy}`](docs/{page_of(entry.name)})", ratios[0], entry.cls.card.pick]
+        for entry, ratios in by_ratio()
     ]
-    return report.table(["strategy", "each step sends", "times fewer bytes"], rows)
+    return report.table(["strategy", "fewer bytes", "choose it for"], rows)
+
+
+FOR_ADAMW = {
+    "int8": (lgc.Int8(), 1),
+    "eden": (lgc.EDEN(), 1),
+    "eden bits=2": (lgc.EDEN(bits=2), 1),
+    "dgc": (lgc.DGC(sparsity=0.97, dense_values="int8"), 1),
+    "sparseloco K=8 D=0": (lgc.SPARSELOCO["compressor"], 8),
+    "sparseloco K=30 D=0": (lgc.SPARSELOCO["compressor"], 30),
+}
+"""Label in text.csv -> the compressor and the steps between two exchanges."""
+
+
+def adamw() -> str:
+    """What a step of GPT-2 small takes to send over 100 Mbit/s, and what each method costs the small GPT."""
+    with torch.device("meta"):
+        model = gpt_small(vocabulary=50_257, context=1024)
+    dense = 4 * sum(parameter.numel() for parameter in model.parameters())
+    rows = []
+    for label, (compressor, steps) in FOR_ADAMW.items():
+        fewer = ratio(compressor, model) * steps
+        losses = [language_models.difference(label, ranks) for ranks in (2, 8)]
+        seconds = f"{dense / fewer / (100e6 / 8):.2g} s"
+        rows.append([summaries.code(label, "stdlib_gpt"), times(fewer), seconds, *losses])
+    return report.table(["method", "fewer bytes", "a step sends for", "loss, 2 ranks", "loss, 8 ranks"], rows)
 
 
 ENTRY = re.compile(r"^    (\**\w+): (.*?)(?=^    \**\w+: |\Z)", re.DOTALL | re.MULTILINE)
@@ -148,6 +166,7 @@ def options(name: str) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {
     "accuracy": results.accuracy,
+    "adamw": adamw,
     "csv": of_csv,
     "fashion": results.fashion,
     "language_models": language_models.table,

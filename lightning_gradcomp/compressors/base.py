@@ -41,7 +41,7 @@ class Card:
     Args:
         sends: what a rank sends for a compressed tensor.
         remembers: what each rank keeps between steps.
-        pick: when to choose it.
+        pick: where to choose it: optimizer and link.
         source: its paper or code.
     """
 

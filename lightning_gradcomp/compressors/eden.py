@@ -39,7 +39,7 @@ class EDEN(FewBitAverage):
 
     card: ClassVar[Card] = Card(
         sends="everything, as unbiased estimates in 4 bits",
-        pick="you train with Adam or on many ranks over less than 1 Gbit/s: any optimizer, no warm-up",
+        pick="AdamW or another optimizer over less than 1 Gbit/s, on any number of ranks",
         source="Vargaftik et al. 2022",
     )
 

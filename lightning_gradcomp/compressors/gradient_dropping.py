@@ -54,7 +54,7 @@ class GradientDropping(SparseCodec):
     card: ClassVar[Card] = Card(
         sends="the largest 1 % of residual plus gradient, in fp32",
         remembers="a residual",
-        pick="the link is slow and DGC does not support your optimizer",
+        pick="another optimizer than SGD or AdamW, if `eden` sends too much",
         source="[Aji and Heafield 2017](https://arxiv.org/abs/1704.05021)",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START

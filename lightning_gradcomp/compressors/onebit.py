@@ -90,7 +90,7 @@ class OneBit(TensorCodec):
     card: ClassVar[Card] = Card(
         sends="one bit for each element, two values for each fan-in",
         remembers="a residual",
-        pick="every element should move at every step",
+        pick="rounds of `dga`, or if every element must move at every step",
         source="Seide et al., Interspeech 2014",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START

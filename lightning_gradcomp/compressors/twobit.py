@@ -84,7 +84,7 @@ class TwoBit(ScaledLevels):
     card: ClassVar[Card] = Card(
         sends="-t, 0 or +t for each element",
         remembers="a residual",
-        pick="you want MXNet's rule; otherwise 1-bit sends half as much",
+        pick="MXNet's rule; otherwise `onebit` sends half as much",
         source="[MXNet's kvstore](https://mxnet.apache.org/api/faq/gradient_compression)",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START
