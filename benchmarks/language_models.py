@@ -127,7 +127,7 @@ def read_csv() -> list[Result]:
 
 
 RANKS = (2, 8)
-HEAD = ("method", "2 ranks", "fewer bytes", "8 ranks", "fewer bytes", "steps", "optimizer", "dense loss", "seeds")
+HEAD = ("method", "2 ranks", "fewer bytes", "8 ranks", "fewer bytes", "steps", "dense loss", "seeds")
 
 
 def table() -> str:
@@ -142,11 +142,11 @@ def table() -> str:
             for ranks in RANKS:
                 runs = [each for each in methods[method] if each.ranks == ranks]
                 compared.append(summaries.compared(runs, of_ranks(methods["none"], ranks), 3))
-            words = [summaries.code(method, "stdlib_gpt")]
+            words = [summaries.code(method, "stdlib_gpt") + (" (Muon)" if optimizer == "Muon" else "")]
             for each in compared:
                 words += [each.difference, each.fewer]
             last = [summaries.joined(cells) for cells in zip(*(each[2:] for each in compared), strict=True)]
-            rows.append([*words, f"{steps:,}", optimizer, *last])
+            rows.append([*words, f"{steps:,}", *last])
     return report.table(HEAD, rows)
 
 

@@ -19,7 +19,7 @@ import torch
 
 import lightning_gradcomp as lgc
 from benchmarks import language_models, report, results, step_time, summaries, time_to_accuracy
-from lightning_gradcomp.app.models import NETWORKS, gpt_small
+from lightning_gradcomp.app.models import gpt_small, resnet18
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
@@ -27,7 +27,6 @@ from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
 DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-MODELS = {"ResNet-18": "resnet18", "ResNet-50": "resnet50"}
 
 
 def of_csv(name: str) -> str:
@@ -62,37 +61,26 @@ def ratio(compressor: lgc.Compressor, model: torch.nn.Module) -> float:
     return dense / traffic(final, gradients, Ranks(None, 2), "all_gather")
 
 
-def by_ratio() -> list[tuple[Any, list[str]]]:
-    """Every registered compressor with its ratio for each of MODELS, the fewest bytes first."""
-    models = [NETWORKS[name](channels=1, classes=10, size=8) for name in MODELS.values()]
-    found = [(entry, [ratio(entry.cls(), model) for model in models]) for entry in lgc.entries()]
-    return [(entry, [times(each) for each in ratios]) for entry, ratios in sorted(found, key=lambda each: -each[1][0])]
-
-
 def times(ratio: float) -> str:
     """A ratio as it stands in a table."""
     return f"{ratio:,.0f}x"
 
 
 def methods() -> str:
-    """How many times fewer bytes each method sends, when to choose it, what it sends, and what it takes."""
-    rows = []
-    for entry, ratios in by_ratio():
-        name = f"[`{entry.name}`]({page_of(entry.name)})"
+    """How many times fewer bytes each method sends for ResNet-18, when to choose it, and what it sends."""
+    model, rows = resnet18(channels=1, classes=10, size=8), []
+    for fewer, entry in sorted(((ratio(each.cls(), model), each) for each in lgc.entries()), key=lambda pair: -pair[0]):
+        name, card = f"[`{entry.name}`]({page_of(entry.name)})", entry.cls.card
         if entry.strategy != entry.name:
             name += f" (strategy `{entry.strategy}`)"
-        optimizers = "SGD, Adam, AdamW" if entry.cls.needs_optimizer else "any"
-        rows.append([name, *ratios, entry.cls.card.pick, entry.cls.card.sends, optimizers])
-    return report.table(["name", *MODELS, "choose it for", "sends", "optimizers"], rows)
+        rows.append([name, times(fewer), card.pick, card.sends])
+    return report.table(["name", "fewer bytes", "choose it for", "sends"], rows)
 
 
-def strategies() -> str:
-    """README's: name, times fewer bytes, when to choose it."""
-    rows = [
-        [f"[`{entry.strategy}`](docs/{page_of(entry.name)})", ratios[0], entry.cls.card.pick]
-        for entry, ratios in by_ratio()
-    ]
-    return report.table(["strategy", "fewer bytes", "choose it for"], rows)
+def by_link() -> str:
+    """README's copy of the first table of docs/choosing.md."""
+    table = (DOCS / "choosing.md").read_text().split("## By link\n\n")[1].split("\n\n")[0]
+    return table.replace("](#", "](choosing.md#").replace("](", "](docs/")
 
 
 FOR_ADAMW = {
@@ -167,6 +155,7 @@ def options(name: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "accuracy": results.accuracy,
     "adamw": adamw,
+    "by_link": by_link,
     "csv": of_csv,
     "fashion": results.fashion,
     "language_models": language_models.table,
@@ -174,7 +163,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "methods": methods,
     "options": options,
     "step_times": step_time.table,
-    "strategies": strategies,
     "time_to_accuracy": time_to_accuracy.table,
 }
 """Name -> what makes it; a second word in the mark is its argument."""
