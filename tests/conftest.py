@@ -6,14 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import end_worlds
+
 torch.set_num_threads(1)  # ranks would otherwise fight for the cores, and sums stay in one order
 sys.setswitchinterval(5e-4)  # one that comes back from an exchange then soon gets its turn, where ranks are threads
 
 
 @pytest.fixture(scope="module", autouse=True)
-def end_process_group():
-    """Destroys the process group that a Trainer leaves, so that a later file of the same worker can make its own."""
+def end_processes():
+    """Ends what a file leaves: ranks, and a Trainer's process group, so that a later file can make its own."""
     yield
+    end_worlds()
     if dist.is_initialized():
         dist.destroy_process_group()
 

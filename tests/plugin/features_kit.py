@@ -1,26 +1,20 @@
-"""What the trainings of `features.py` have in common: a small model, its data, and how outcomes are compared."""
+"""Small trainings on every rank: a model, its data, and how weights are compared. For tests that run `on_ranks`."""
 
-import json
-import logging
 import os
-import sys
-import traceback
-import warnings
-from pathlib import Path
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from strategies import forced
 from torch import nn
 
 import lightning_gradcomp as lgc
 
-warnings.simplefilter("ignore")
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-FOLDER = Path(sys.argv[1])
-WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+WORLD, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+"""Of the process. The one that collects tests is no rank."""
+UNUSED = {"find_unused_parameters": True}
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 SGD = {"lr": 0.05, "momentum": 0.9}
 
@@ -69,6 +63,31 @@ class Manual(Net):
 class Adam(Net):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class OneLayer(L.LightningModule):
+    """The least that trains, on tensors of 4 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Kept(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = []
+
+    def log_metrics(self, metrics, step=None):
+        self.metrics.append(metrics)
 
 
 def examples(batches=10):
@@ -139,55 +158,31 @@ def dgc(clip_norm=None, **options):
     return forced(compressor=compressor, **{"verify_replicas_every_n_steps": 1, **options})
 
 
-def compressed(strategy, make=Net, *, batches=7, **options):
-    """What compressed training came to: in what precision, how well, and whether the replicas are the same."""
+def check_compressed(strategy, make=Net, *, batches=7, **options):
+    """Compressed training keeps the replicas equal, learns, and has residuals in fp32. Returns the trainer."""
     trainer, after = fit(strategy, make, batches=batches, **options)
-    kinds, (x, y) = trainer.strategy.averager.state_dict()["memory"], examples(batches).tensors
-    return {
-        "trained_in": str(after.dtype),
-        "remembered_in": sorted({str(part.dtype) for parts in kinds.values() for part in parts.values()}),
-        "loss": nn.functional.mse_loss(trainer.lightning_module.float()(x), y).item(),
-        "replicas_apart": spread(after.float()),
-        "ratio": trainer.strategy.averager.stats.ratio,
+    averager, (x, y) = trainer.strategy.averager, examples(batches).tensors
+    assert spread(after.float()) == 0
+    assert {part.dtype for parts in averager.state_dict()["memory"].values() for part in parts.values()} == {
+        torch.float32
     }
+    assert averager.stats.ratio > 1.5
+    assert nn.functional.mse_loss(trainer.lightning_module.float()(x), y).item() < 0.8  # of a variance of 1
+    return trainer, after
 
 
-def supported(make=Net, *, ddp=None, reference=None, without=None, **options):
-    """How far the dense limit is from stock DDP, and what compressed training comes to.
+def check_supported(make=Net, *, ddp=None, reference=None, **options):
+    """The dense limit is stock DDP to the bit, and `check_compressed` holds. Returns the weights.
 
     Args:
         ddp: options of DDPStrategy.
         reference: what to train under stock DDP, if it is not the same module.
-        without: the module without the feature; how far that moves the weights under stock DDP is told, too.
         options: of the Trainer; `batches` an epoch, of two.
     """
     options = {"batches": 7, **options}
     ddp, momentum = ddp or {}, type(make().configure_optimizers()) is torch.optim.SGD
     _, stock = fit(DDPStrategy(**ddp), reference or make, **options)
     exact, lossy = (nothing_dropped, dgc) if momentum else (dense, onebit)
-    moved = {"moved": apart(fit("ddp", without, **options)[1], stock)} if without else {}
-    return moved | {
-        "apart": apart(stock, fit(exact(**ddp), make, **options)[1]),
-        "compressed": compressed(lossy(**ddp), make, **options),
-    }
-
-
-def raised(action, *arguments, **options):
-    """Type and message of what every rank raises, in order of ranks."""
-    try:
-        action(*arguments, **options)
-    except Exception as error:
-        return on_every_rank([type(error).__name__, str(error)])
-    return on_every_rank(["nothing", ""])
-
-
-def run(features):
-    """Run every feature and print the outcomes; one that fails must not hide the others'."""
-    outcome = {}
-    for feature in features:
-        try:
-            outcome[feature.__name__] = {"result": feature()}
-        except Exception:
-            outcome[feature.__name__] = {"failed": traceback.format_exc()}
-    if RANK == 0:
-        print(json.dumps(outcome))
+    assert apart(stock, fit(exact(**ddp), make, **options)[1]) == 0
+    check_compressed(lossy(**ddp), make, **options)
+    return stock

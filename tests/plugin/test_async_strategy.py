@@ -1,86 +1,116 @@
 """dist_async in Lightning: two ranks with a server each, and one rank alone, which is plain SGD."""
 
-import json
+import copy
+import math
+import os
+import signal
 import time
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
+import torch.distributed as dist
+from features_kit import RANK, on_every_rank, spread
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from moving_average import Averaging
+from torch import nn
 
 import lightning_gradcomp as lgc
+from lightning_gradcomp.app.compose import SaveOnSigterm
 from lightning_gradcomp.plugin.async_strategy import _own_address
-from tests.plugin.async_script import SMALL, Net, batches, fit
-from tests.processes import run_world
+from tests.processes import on_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The dirpath has changed", "ignore:.*callbacks used to create", "ignore:Checkpoint dir"
 )
-SCRIPT = str(Path(__file__).with_name("async_script.py"))
+SMALL = {"sparsity": 0.9, "min_elements": 32}
+COMPRESSED = {"compressor": lgc.DGC(**SMALL), "pull": "int8"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("async")
+class Net(L.LightningModule):
+    """A small classifier with batch norm, a frozen weight and a buffer, whose learning rate falls."""
+
+    lr = 0.05
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scale = nn.Parameter(1 + torch.rand(1) / 100, requires_grad=False)
+        self.register_buffer("shift", torch.rand(1) / 100)
+        layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)]
+        self.layers, self.losses = nn.Sequential(*layers), []
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.layers(batch[0] * self.scale + self.shift), batch[1])
+
+    def training_step(self, batch, index):
+        return self.loss(batch)
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
 
-@pytest.fixture(scope="module")
-def outcome(folder):
-    return json.loads(run_world(2, SCRIPT, str(folder), timeout=120).splitlines()[-1])
+class Unequal(Net):
+    """Rank 1 waits in its first batch until rank 0 has come to the last of the epoch. Has a teacher."""
+
+    last: Path
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        for mean, new in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+            mean.lerp_(new, 0.1)
+
+    def training_step(self, batch, index):
+        if self.global_rank == 0 and index == 3:
+            self.last.touch()
+        while self.global_rank == 1 and not self.last.exists():
+            time.sleep(0.01)
+        return self.loss(batch)
 
 
-@pytest.mark.parametrize("name", ["none", "dgc"])
-def test_two_ranks_learn_and_end_with_the_same_weights(outcome, name):
-    found = outcome[name]
-    assert found["losses"][-1] < 0.9 * found["losses"][0]
-    assert found["spread"] == 0
-    assert found["steps"] == found["pushes"] == 12
+class Terminated(Net):
+    """Rank 1 receives a SIGTERM in its second batch."""
+
+    def training_step(self, batch, index):
+        if self.global_rank == 1 and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.loss(batch)
 
 
-def test_compressed_pulls_raise_the_ratio(outcome):
-    assert outcome["none"]["ratio"] < 1 < 2 < outcome["dgc"]["ratio"]
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(128, 1, 8, 8, generator=generator)
+    labels = (images.mean((1, 2, 3)) * 30 + 5).long().clamp(0, 9)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 16)
 
 
-def test_a_rank_does_not_wait_for_a_slow_one(outcome):
-    assert outcome["free"]["steps"] == 4 and outcome["free"]["spread"] == 0
-
-
-def test_a_callbacks_moving_average_is_the_same_on_all_ranks(outcome):
-    assert outcome["free"]["averages"] == 0
-
-
-def test_sigterm_on_one_rank_ends_all_together(outcome):
-    found = outcome["terminated"]
-    assert found["steps"] == found["remembered"] == 2 * [found["saved"]] and found["saved"] < 12
-
-
-def test_two_ranks_go_on_from_a_checkpoint(outcome):
-    assert outcome["resumed"]["steps"] == 16
-    assert outcome["resumed"]["losses"][-1] < outcome["dgc"]["losses"][-1] + 0.2
-
-
-def test_a_validation_after_a_fit_does_not_cost_the_state(outcome, folder):
-    before, after = (torch.load(folder / "validated" / f"{name}.ckpt", weights_only=True) for name in ("end", "again"))
-    torch.testing.assert_close(after["optimizer_states"], before["optimizer_states"], rtol=0, atol=0)
-    ranks, again = (saved["lightning_gradcomp_async"]["lightning_gradcomp"]["ranks"] for saved in (before, after))
-    torch.testing.assert_close([rank["memory"] for rank in again], [rank["memory"] for rank in ranks], rtol=0, atol=0)
-
-
-def test_a_checkpoint_goes_on_in_plain_ddp(outcome, folder, tmp_path):
-    saved = torch.load(folder / "none" / "epoch=2.ckpt", weights_only=True)
-    momentum = [state["momentum_buffer"] for state in saved["optimizer_states"][0]["state"].values()]
-    assert len(momentum) == 6 and all(buffer.any() for buffer in momentum)
-    trainer, _ = fit("auto", 4, tmp_path, 1, ckpt=folder / "none" / "epoch=2.ckpt")
-    assert trainer.current_epoch == 4
-
-
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(outcome, folder, tmp_path):
-    path = folder / "dgc" / "epoch=2.ckpt"
-    trainer, _ = fit(lgc.AsyncStrategy(lgc.DGC(**SMALL)), 4, tmp_path, 1, ckpt=path)
-    end()
-    assert trainer.current_epoch == 4
+def fit(strategy, epochs, folder, devices, ckpt=None, model=None, callbacks=(), **options):
+    """The trainer and the model after a fit that saves a checkpoint in each epoch."""
+    model, saving = model or Net(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    monitor = [lgc.CommunicationMonitor()] if isinstance(strategy, lgc.AsyncStrategy) else []
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=epochs, num_sanity_val_steps=0, logger=False,
+        callbacks=[saving, *monitor, *callbacks], enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(model, batches(), batches(), ckpt_path=ckpt)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return trainer, model
 
 
 def weights(model):
@@ -88,7 +118,109 @@ def weights(model):
 
 
 def end():
-    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
+
+
+# Two ranks
+
+
+@cache
+def trained(name, folder):
+    """(module, ratio) after three epochs, which leave checkpoints in `folder`."""
+    options = {"model": Net(RANK), "gradient_clip_val": 1.0} if name == "none" else {}
+    strategy = lgc.AsyncStrategy() if name == "none" else lgc.AsyncStrategy(**COMPRESSED, staleness=1)
+    trainer, model = fit(strategy, 3, folder / name, 2, **options)
+    [summary] = [each.summary() for each in trainer.callbacks if isinstance(each, lgc.CommunicationMonitor)]
+    dist.barrier()
+    assert sum(summary["async"]["staleness"].values()) == trainer.global_step == 12
+    return model, summary["ratio"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("async")
+
+
+@pytest.mark.parametrize("name", ["none", "dgc"])
+@on_ranks(2)
+def test_two_ranks_learn_and_end_with_the_same_weights(name, folder):
+    model, _ = trained(name, folder)
+    assert model.losses[-1] < 0.9 * model.losses[0]
+    assert spread(weights(model)) == 0
+
+
+@on_ranks(2)
+def test_compressed_pulls_raise_the_ratio(folder):
+    assert trained("none", folder)[1] < 1 < 2 < trained("dgc", folder)[1]
+
+
+@on_ranks(2)
+def test_a_rank_does_not_wait_for_a_slow_one(tmp_path):
+    """A callback's moving average is the same on both nevertheless."""
+    Unequal.last, averaging = tmp_path / "last batch", Averaging()
+    strategy = lgc.AsyncStrategy(staleness=math.inf)
+    trainer, model = fit(strategy, 1, tmp_path, 2, model=Unequal(), callbacks=[averaging])
+    assert trainer.global_step == 4 and spread(weights(model)) == averaging.differs == 0
+
+
+@on_ranks(2)
+def test_sigterm_on_one_rank_ends_all_together(tmp_path):
+    model, path = Terminated(), tmp_path / "term.ckpt"
+    with suppress(SIGTERMException):
+        fit(lgc.AsyncStrategy("dgc"), 3, tmp_path, 2, model=model, callbacks=[SaveOnSigterm(path)])
+    steps = on_every_rank(model.trainer.global_step)
+    saved = torch.load(path, weights_only=True)
+    remembered = [rank["steps"] for rank in saved["lightning_gradcomp_async"]["lightning_gradcomp"]["ranks"]]
+    assert steps == remembered == 2 * [saved["global_step"]] and saved["global_step"] < 12
+
+
+@on_ranks(2)
+def test_two_ranks_go_on_from_a_checkpoint(folder, tmp_path):
+    before, _ = trained("dgc", folder)
+    trainer, model = fit(lgc.AsyncStrategy(**COMPRESSED), 4, tmp_path, 2, ckpt=folder / "dgc" / "end.ckpt")
+    assert trainer.global_step == 16
+    assert model.losses[-1] < before.losses[-1] + 0.2
+
+
+@on_ranks(2)
+def test_a_validation_after_a_fit_does_not_cost_the_state(tmp_path):
+    trainer, model = fit(lgc.AsyncStrategy(**COMPRESSED), 1, tmp_path, 2)
+    trainer.validate(model, batches(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
+    before, after = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("end", "again"))
+    torch.testing.assert_close(after["optimizer_states"], before["optimizer_states"], rtol=0, atol=0)
+    ranks, again = (saved["lightning_gradcomp_async"]["lightning_gradcomp"]["ranks"] for saved in (before, after))
+    torch.testing.assert_close([rank["memory"] for rank in again], [rank["memory"] for rank in ranks], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def train_all(folder):
+    for name in ("none", "dgc"):
+        trained(name, folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folder):
+    """The last ones of two ranks."""
+    train_all(folder=folder)
+    return {name: folder / name / "epoch=2.ckpt" for name in ("none", "dgc")}
+
+
+def test_a_checkpoint_goes_on_in_plain_ddp(checkpoints, tmp_path):
+    saved = torch.load(checkpoints["none"], weights_only=True)
+    momentum = [state["momentum_buffer"] for state in saved["optimizer_states"][0]["state"].values()]
+    assert len(momentum) == 6 and all(buffer.any() for buffer in momentum)
+    trainer, _ = fit("auto", 4, tmp_path, 1, ckpt=checkpoints["none"])
+    assert trainer.current_epoch == 4
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(checkpoints, tmp_path):
+    trainer, _ = fit(lgc.AsyncStrategy(lgc.DGC(**SMALL)), 4, tmp_path, 1, ckpt=checkpoints["dgc"])
+    end()
+    assert trainer.current_epoch == 4
+
+
+# One rank
 
 
 def test_one_rank_is_sgd_to_the_bit(tmp_path):

@@ -18,6 +18,7 @@ import fsspec
 import lightning as L
 import pytest
 import torch
+from features_kit import QUIET, OneLayer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from packaging.version import Version
 
@@ -26,22 +27,10 @@ from lightning_gradcomp.plugin import async_strategy, delayed
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars
 from lightning_gradcomp.plugin.rank_states import KEY
 
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
-    def training_step(self, batch, index):
-        return self.layer(batch).square().mean()
-
+class Net(OneLayer):
     def validation_step(self, batch, index):
         pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def trainer_for(strategy, **options):

@@ -7,23 +7,10 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
+from features_kit import QUIET, Kept
+from features_kit import OneLayer as Net
 
 import lightning_gradcomp as lgc
-
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
-    def training_step(self, batch, index):
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class WithoutSparsity(L.Callback):
@@ -31,17 +18,6 @@ class WithoutSparsity(L.Callback):
 
     def on_train_batch_end(self, trainer, *_):
         trainer.strategy.averager.spent.sparsity = None
-
-
-class Kept(DummyLogger):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.metrics = []
-
-    def log_metrics(self, metrics, step=None):
-        self.metrics.append(metrics)
 
 
 def monitored(steps):

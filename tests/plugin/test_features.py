@@ -1,327 +1,410 @@
-"""Features of the Trainer under compression. One run of `features.py` on two ranks serves most tests here."""
+"""Features of the Trainer under compression, on two ranks."""
 
-import re
-from pathlib import Path
+import csv
 
+import lightning as L
 import pytest
+import torch
+from features_kit import (
+    RANK,
+    UNUSED,
+    Adam,
+    Kept,
+    Manual,
+    Net,
+    apart,
+    check_compressed,
+    check_supported,
+    dgc,
+    fit,
+    forced,
+    loader,
+    nothing_dropped,
+    onebit,
+    spread,
+    trainer_for,
+    weights,
+)
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
+from torch import nn
 
-from tests.processes import outcomes
+import lightning_gradcomp as lgc
+from tests.processes import on_ranks
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    """What a feature came to, by its name in the script."""
-    return outcomes(Path(__file__).with_name("features.py"), tmp_path_factory.mktemp("features"), timeout=300)
+class Adversaries(Net):
+    """Two optimizers, each of one layer, that take turns within a batch, like those of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for sign, optimizer in zip((1, -0.1), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = super().training_step(batch, index)
+            self.manual_backward(sign * loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.head.parameters(), lr=0.01), torch.optim.SGD(self.body.parameters(), lr=0.01)
 
 
-SUPPORTED = [
-    "accumulation", "clipping_the_average", "manual_optimization", "manual_static_graph", "several_optimizers",
-    "unused_parameters", "static_graph", "gradient_as_bucket_view", "freezing", "new_parameter_group", "tied_weights",
-    "stochastic_weight_averaging", "ema_weight_averaging", "block_backward_sync",
-    "two_backward_calls", "unfrozen_layers_unknown_to_ddp", "untoggled_optimizers", "one_backward_for_two_optimizers",
-    "manual_clipping", "toggled_optimizers",
-]  # fmt: skip
+class PartlyUsed(Net):
+    """One layer is used on rank 0 only, another nowhere. Weight decay would move what is not left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_rank_0, self.nowhere = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return super().forward(x) + (self.on_rank_0(x) if RANK == 0 else 0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    def on_fit_start(self):
+        self.before = {name: layer.weight.clone() for name, layer in self.named_children()}
+
+    def on_fit_end(self):
+        self.moved = {name: not torch.equal(layer.weight, self.before[name]) for name, layer in self.named_children()}
 
 
-def found(outcome):
-    """`outcome`, unless the version of Lightning has no such thing."""
-    if outcome is None:
-        pytest.skip("not in this version of Lightning")
-    return outcome
+class Freezing(Net):
+    """The body trains in steps 4 to 9 of 14 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.requires_grad_(False)
+
+    def on_train_batch_start(self, *args):
+        self.body.requires_grad_(4 <= self.trainer.global_step < 10)
 
 
-def check_compressed(outcome):
-    """The replicas are the same, something was learnt, by compression, with books in fp32."""
-    assert outcome["replicas_apart"] == 0
-    assert outcome["loss"] < 0.8  # the variance of what is to be learnt is 1
-    assert outcome["ratio"] > 1.5
-    assert outcome["remembered_in"] == ["torch.float32"]
+class Ignoring(Net):
+    """As `Freezing`, by taking gradients away: stock DDP never averages a layer that was frozen when it started."""
+
+    def on_after_backward(self):
+        if not 4 <= self.trainer.global_step < 10:
+            self.body.zero_grad()
+
+
+class Finetuning(BaseFinetuning):
+    """Lightning's own way: the layer enters the optimizer, as a group with a learning rate, when it is unfrozen."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.body)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.body, optimizer, lr=0.02, initial_denom_lr=1)
+
+
+class Head(Net):
+    """The optimizer begins with the head alone."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)
+
+    def configure_callbacks(self):
+        return [Finetuning()]
+
+
+class BothFromTheStart(Net):
+    """What `Finetuning` comes to, with a group that is there all along and has no gradients in the first epoch."""
+
+    def configure_optimizers(self):
+        groups = [{"params": self.head.parameters()}, {"params": self.body.parameters(), "lr": 0.02}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+    def on_after_backward(self):
+        if self.current_epoch < 1:
+            self.body.zero_grad()
+
+
+class Tied(Net):
+    """Input and output share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Linear(32, 16)
+        self.back.weight = nn.Parameter(self.body.weight.detach().T.clone())
+        self.again = nn.Linear(16, 32)
+        self.again.weight = self.body.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.again(self.back(torch.tanh(self.body(x))))))
+
+
+SUPPORTED = {
+    "accumulation": (Net, {"accumulate_grad_batches": 3, "batches": 10}),  # the last group of an epoch has one batch
+    "manual optimization": (Manual, {}),
+    "several optimizers": (Adversaries, {"ddp": UNUSED}),
+    "static graph": (Net, {"ddp": {"static_graph": True}}),
+    "gradient as bucket view": (Net, {"ddp": {"gradient_as_bucket_view": False}}),  # all the others have True
+    "freezing": (Freezing, {"reference": Ignoring}),
+    "new parameter group": (Head, {"reference": BothFromTheStart}),
+    "unused parameters": (PartlyUsed, {"ddp": UNUSED}),
+    "tied weights": (Tied, {}),
+}
 
 
 @pytest.mark.parametrize("feature", SUPPORTED)
-def test_supported(result, feature):
-    outcome = found(result(feature))
-    assert outcome["apart"] == 0  # from stock DDP
-    check_compressed(outcome["compressed"])
+@on_ranks(2)
+def test_supported(feature):
+    make, options = SUPPORTED[feature]
+    check_supported(make, **options)
 
 
-@pytest.mark.parametrize("feature", ["clipping_the_average", "clipping_locally"])
-def test_clipping_clips(result, feature):
-    assert result(feature)["clipped_from_unclipped"] > 0.01
+@on_ranks(2)
+def test_a_static_graph_in_manual_optimization():
+    """Where Lightning's own DDP averages there, unlike in 2.5."""
+    ddp = {"static_graph": True}
+    if not spread(fit(DDPStrategy(**ddp), Manual)[1]):
+        check_supported(Manual, ddp=ddp)
 
 
-def test_the_trainers_clipping_is_dgcs_own(result):
-    assert result("clipping_locally")["apart"] == 0
-    assert result("clipping_locally")["gradient_clip_val_afterwards"] == 0.1
+# Clipping
 
 
-def test_clipping_in_dgcs_dense_phases_is_the_trainers(result):
-    assert result("clipping_dense_phases") <= 1e-6
+@on_ranks(2)
+def test_clipping_the_average():
+    clipped = check_supported(Adam, gradient_clip_val=0.1)
+    assert apart(clipped, fit("ddp", Adam, batches=7)[1]) > 0.01
 
 
-def test_clipping_at_zero_is_none(result):
-    assert result("no_clipping") == 0
+@on_ranks(2)
+def test_the_trainers_clipping_is_dgcs_own():
+    trainer, by_trainer = fit(dgc(), gradient_clip_val=0.1)
+    assert apart(by_trainer, fit(dgc(clip_norm=0.1))[1]) == 0
+    assert apart(by_trainer, fit(dgc())[1]) > 0.01
+    assert trainer.gradient_clip_val == 0.1
 
 
-def test_a_parameter_that_no_rank_uses_stays(result):
-    moved = {"body": True, "head": True, "on_rank_0": True, "nowhere": False}
-    assert result("unused_parameters")["moved"] == [moved, moved]
+@on_ranks(2)
+def test_clipping_in_dgcs_dense_phases_is_the_trainers():
+    assert apart(fit("ddp", gradient_clip_val=0.1)[1], fit(nothing_dropped(), gradient_clip_val=0.1)[1]) <= 1e-6
 
 
-@pytest.mark.parametrize("feature", ["stochastic_weight_averaging", "ema_weight_averaging"])
-def test_weight_averaging_averages(result, feature):
-    assert found(result(feature))["moved"] > 0.01
+@on_ranks(2)
+def test_clipping_at_zero_is_none():
+    """As Lightning takes it."""
+    assert apart(fit(dgc())[1], fit(dgc(), gradient_clip_val=0)[1]) == 0
 
 
-def test_nothing_is_left_of_the_tuners_search(result):
-    outcome = result("tuner_lr_find")
-    assert outcome["new_lr"]
-    assert outcome["remembered"] == [True, 0]
-    assert outcome["apart"] == 0
+# Parameters
 
 
-def test_nothing_is_left_of_a_search_in_the_fit(result):
-    assert found(result("lr_finder_callback")) == {"steps": 20, "tried": 15, "apart": 0}
+@on_ranks(2)
+def test_a_parameter_that_no_rank_uses_stays():
+    moved = fit(dgc(**UNUSED), PartlyUsed)[0].lightning_module.moved
+    assert moved == {"body": True, "head": True, "on_rank_0": True, "nowhere": False}
 
 
-def test_fit_validate_test_and_again(result):
-    outcome = result("fit_twice")
-    assert outcome["apart"] <= 1e-6
-    stock, same, sparse = outcome["losses"]
-    assert same == pytest.approx(stock)
-    assert sparse[0] == sparse[1] > sparse[2] == sparse[3]
-    assert outcome["global_step"] == 20
-    assert outcome["replicas_apart"] == 0
+@on_ranks(2)
+def test_tied_weights_are_remembered_once():
+    memory = fit(dgc(), Tied)[0].strategy.averager.state_dict()["memory"]
+    assert sorted(memory["velocity"]) == ["back.weight", "body.weight", "head.weight"]
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "configure_model"])
-def test_compiled_is_as_not_compiled(result, how):
-    outcome = result("compiled")[how]
-    assert outcome["apart"] == 0
-    assert outcome["names"] == ["body.weight", "head.weight"]
+# Callbacks, the Tuner, fitting again
 
 
-def test_compiled_run_resumes_without_compilation(result):
-    assert result("compiled")["torch.compile"]["resumed_apart"] == 0
+class Normed(Net):
+    """With batch norm, whose statistics weight averaging has to gather anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.body(x))))
 
 
-def test_tied_weights_are_remembered_once(result):
-    assert result("tied_weights")["names"] == ["back.weight", "body.weight", "head.weight"]
+class SWA(Normed):
+    def configure_callbacks(self):
+        return [callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)]
 
 
-def test_an_optimizer_that_lightning_does_not_know_gets_averages(result):
-    outcome = result("unknown_optimizer")
-    assert outcome["onebit"] == [0, 20, 1, True]
-    apart, steps, ratio, warned = outcome["int8"]
-    assert 0 < apart < 0.01 and steps == 20 and ratio > 1.5 and not warned
+class EMA(Normed):
+    def configure_callbacks(self):
+        return [callbacks.EMAWeightAveraging(decay=0.9)]
 
 
-def test_monitor_sees_the_users_momentum(result):
-    outcome = result("momentum_in_the_monitor")
-    assert outcome["sparsity"] == 0.9
-    assert outcome["logged"] == [0.9] * 20
+@pytest.mark.parametrize("make", ["SWA", "EMA"][: 1 + hasattr(callbacks, "EMAWeightAveraging")])
+@on_ranks(2)
+def test_weight_averaging_averages(make):
+    averaged = check_supported({"SWA": SWA, "EMA": EMA}[make], epochs=3)
+    assert apart(averaged, fit("ddp", Normed, batches=7, epochs=3)[1]) > 0.01
 
 
-def test_monitor_counts_every_step_of_a_batch(result):
-    counted = result("several_optimizers")["counted"]
-    assert counted["steps"] == 40 and counted["unseen_bytes"] == 0 < counted["sent"]
+@on_ranks(2)
+def test_nothing_is_left_of_the_tuners_search(tmp_path):
+    L.seed_everything(0, verbose=False)
+    net, trainer = Net(), trainer_for(dgc(), default_root_dir=tmp_path)
+    found = Tuner(trainer).lr_find(net, loader(), min_lr=1e-3, max_lr=0.2, num_training=15)
+    assert not trainer.strategy.averager.has_unsent and trainer.strategy.averager.steps == 0
+    trainer.fit(net, loader())
+    assert Net.lr != net.lr == found.suggestion()
+    assert apart(weights(net), fit(dgc(), type("Found", (Net,), {"lr": net.lr}))[1]) == 0
 
 
-def test_monitor_of_a_fit_with_nothing_to_do_has_the_totals_that_it_goes_on_from(result):
-    summary, [_, before] = result("monitored")["finished"], result("monitored")["summaries"]
-    assert summary["steps"] == summary["bytes_sent"] == 0
-    assert summary["totals"]["bytes_sent"] == before["totals"]["bytes_sent"]
+@on_ranks(2)
+def test_nothing_is_left_of_a_search_in_the_fit(tmp_path):
+    """Where the search leaves no marks on a fit under Lightning's own DDP, unlike in 2.5."""
+
+    def search(strategy):
+        finder = callbacks.LearningRateFinder(num_training_steps=15, update_attr=False)
+        return *fit(strategy, callbacks=[finder], default_root_dir=tmp_path), len(finder.optimal_lr.results["lr"])
+
+    if apart(search("ddp")[1], fit("ddp")[1]):
+        return
+    trainer, after, tried = search(dgc())
+    assert (trainer.strategy.averager.steps, tried, apart(after, fit(dgc())[1])) == (20, 15, 0)
 
 
-def test_monitors_totals_go_on_and_stand_beside_a_validation(result):
-    (first, second), rows = result("monitored")["summaries"], result("monitored")["rows"]
-    assert second["totals"]["bytes_sent"] == first["bytes_sent"] + second["bytes_sent"]
-    assert second["totals"]["dense_bytes"] == first["dense_bytes"] + second["dense_bytes"]
+@on_ranks(2)
+def test_fit_validate_test_and_again():
+    def twice(strategy):
+        L.seed_everything(0, verbose=False)
+        net, trainer, losses = Net(), trainer_for(strategy, epochs=1), []
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(net, loader())
+            losses += [run(net, loader(), verbose=False)[0]["validated"] for run in (trainer.validate, trainer.test)]
+        return trainer, weights(net), losses
+
+    _, stock, stock_losses = twice("ddp")
+    _, same, same_losses = twice(nothing_dropped())
+    assert apart(stock, same) <= 1e-6 and same_losses == pytest.approx(stock_losses)
+    trainer, sparse, (validated, tested, *again) = twice(dgc())
+    assert validated == tested > again[0] == again[1]
+    assert trainer.global_step == 20 and spread(sparse) == 0
+
+
+class CompiledPart(Net):
+    def configure_model(self):
+        if not hasattr(self.body, "_orig_mod"):
+            self.body = torch.compile(self.body, backend="eager")
+
+
+COMPILED = {"torch.compile": lambda: torch.compile(Net(), backend="eager"), "configure_model": CompiledPart}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+@on_ranks(2)
+def test_compiled_is_as_not_compiled(how):
+    trainer, after = fit(dgc(), COMPILED[how])
+    assert apart(after, fit(dgc())[1]) == 0
+    assert sorted(trainer.strategy.averager.state_dict()["memory"]["velocity"]) == ["body.weight", "head.weight"]
+
+
+@on_ranks(2)
+def test_a_compiled_run_resumes_without_compilation(tmp_path):
+    fit(dgc(), COMPILED["torch.compile"], epochs=1)[0].save_checkpoint(tmp_path / "compiled.ckpt")
+    assert apart(fit(dgc(), ckpt_path=tmp_path / "compiled.ckpt")[1], fit(dgc())[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "make", "dtype"),
+    [
+        ("bf16-mixed", dgc, torch.float32),
+        ("bf16-true", onebit, torch.bfloat16),
+        ("16-true", dgc, torch.float16),
+    ],
+)
+@on_ranks(2)
+def test_low_precision(precision, make, dtype):
+    _, after = check_compressed(make(), precision=precision)
+    assert after.dtype == dtype
+
+
+# Monitors
+
+
+@on_ranks(2)
+def test_a_monitor_sees_the_users_momentum():
+    logger, monitor = Kept(), callbacks.LearningRateMonitor("step", log_momentum=True)
+    trainer, _ = fit(dgc(), callbacks=[monitor], logger=logger, log_every_n_steps=1)
+    logged = [metrics["lr-SGD-momentum"] for metrics in logger.metrics if "lr-SGD-momentum" in metrics]
+    assert RANK or logged == [0.9] * 20
+    assert trainer.strategy.averager.stats.sparsity == 0.9
+
+
+class Counted(Adversaries):
+    """With the bytes of every step added up."""
+
+    sent = 0
+
+    def untoggle_optimizer(self, optimizer):
+        self.sent += self.trainer.strategy.averager.stats.bytes_sent
+        super().untoggle_optimizer(optimizer)
+
+
+@on_ranks(2)
+def test_the_monitor_counts_every_step_of_a_batch():
+    monitor = lgc.CommunicationMonitor()
+    trainer, _ = fit(onebit(**UNUSED), Counted, callbacks=[monitor])
+    if RANK == 0:
+        assert monitor.summary()["steps"] == 40
+        assert monitor.summary()["bytes_sent"] == trainer.lightning_module.sent > 0
+
+
+class Validated(Net):
+    """With a validation after each epoch, and a sanity check before the first."""
+
+    def val_dataloader(self):
+        return loader(2)
+
+
+def rows(folder):
+    """Of metrics.csv: what each has of every name that has a value there."""
+    with open(f"{folder}/metrics.csv") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@on_ranks(2)
+def test_what_the_monitor_writes_over_two_fits_and_a_validation(tmp_path):
+    """One dense epoch; then, from its checkpoint, a compressed one. Every other step is logged."""
+    summaries, loggers, path = [], [], tmp_path / "monitored.ckpt"
+    for epochs in (1, 2):
+        monitor, logger = lgc.CommunicationMonitor(), CSVLogger(tmp_path, "monitored", version=epochs)
+        dense_first = lgc.DGC(sparsity=0.9, min_elements=32, dense_epochs=1, warmup_epochs=0)
+        trainer, _ = fit(
+            forced(compressor=dense_first), Validated, epochs=epochs, ckpt_path=path if epochs > 1 else None,
+            callbacks=[monitor], logger=logger, log_every_n_steps=2, num_sanity_val_steps=1,
+        )  # fmt: skip
+        trainer.save_checkpoint(path)
+        summaries.append(monitor.summary())
+        loggers.append(logger)
+    trainer.validate(trainer.lightning_module, verbose=False)
+    finished = lgc.CommunicationMonitor()
+    fit(forced(compressor=dense_first), Validated, ckpt_path=path, callbacks=[finished])
+    if RANK:
+        return
+    first, second = summaries
+    for key in ("bytes_sent", "dense_bytes"):
+        assert second["totals"][key] == first[key] + second[key]
     assert second["totals"]["seconds"] > first["totals"]["seconds"] > 0
-    validations = [[row for row in run if "validated" in row] for run in rows]
+    saved = torch.load(path, weights_only=True)["callbacks"]["CommunicationMonitor"]
+    assert saved.keys() == {"bytes_sent", "dense_bytes", "seconds"}
+    nothing_to_do = finished.summary()
+    assert nothing_to_do["steps"] == nothing_to_do["bytes_sent"] == 0
+    assert nothing_to_do["totals"]["bytes_sent"] == second["totals"]["bytes_sent"]
+
+    written = [rows(logger.log_dir) for logger in loggers]
+    validations = [[row for row in run if "validated" in row] for run in written]
     totals = [row["comm/total_bytes_sent"] for run in validations for row in run if "time/total_s" in row]
-    assert totals == [run["totals"]["bytes_sent"] for run in (first, second)]
+    assert totals == [run["totals"]["bytes_sent"] for run in summaries]
     assert len(validations[1]) == 2 and "comm/total_bytes_sent" not in validations[1][1]  # trainer.validate
-    seconds = [row["time/total_s"] for run in rows for row in run if "time/total_s" in row]
+    seconds = [row["time/total_s"] for run in written for row in run if "time/total_s" in row]
     assert seconds == sorted(seconds) and len(seconds) == 12
-    assert result("monitored")["saved"].keys() == {"bytes_sent", "dense_bytes", "seconds"}
-
-
-def test_monitor_logs_the_residual_of_compressed_steps(result):
-    steps = [row for run in result("monitored")["rows"] for row in run if "comm/sparsity" in row]
+    steps = [row for run in written for row in run if "comm/sparsity" in row]
     assert [row["comm/sparsity"] for row in steps] == pytest.approx([0] * 5 + [0.9] * 5)
     assert [row.get("memory/residual_to_gradient", 0) > 0 for row in steps] == [False] * 5 + [True] * 5
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
-def test_low_precision(result, precision):
-    outcome = result("low_precision")[precision]
-    check_compressed(outcome)
-    kinds = {"bf16-mixed": "torch.float32", "bf16-true": "torch.bfloat16", "16-true": "torch.float16"}
-    assert outcome["trained_in"] == kinds[precision]
-
-
-def test_loss_scale(result):
-    without_clipping, with_clipping = result("loss_scale")
-    assert without_clipping == 0
-    assert with_clipping <= 1e-5  # the norm is taken of scaled gradients; a last bit can be more of one in fp16
-
-
-@pytest.mark.parametrize("strategy", ["dense", "dgc"])
-def test_training_recovers_from_an_overflow_on_one_rank(result, strategy):
-    outcome = result("overflow")[strategy]
-    without, overflown = outcome["losses"]
-    assert outcome["scale"] == 2**9  # half of what it was: one step was given up
-    assert overflown == pytest.approx(without, rel=0.15)  # of 20 steps it had one less
-    assert overflown != without
-    assert outcome["finite"] == [True, True]
-
-
-def check_raised(raised, kind, message):
-    """Every rank has raised it."""
-    assert [name for name, _ in raised] == [kind, kind]
-    assert all(re.search(message, said) for _, said in raised), raised
-
-
-@pytest.mark.parametrize(
-    ("feature", "message"),
-    [
-        ("sparse_gradients", r"gradients of 'table': got 'Embedding\(sparse=True\)', allowed: sparse=False"),
-        ("added_layer", r"parameters that train: got .*'more.weight', which was added later"),
-        ("frozen_while_training", r"frozen while training: got 'body.weight', allowed: find_unused_parameters=True"),
-        ("uneven_batches", r"training batches an epoch: got 'rank 0: 4, rank 1: 6'"),
-    ],
-)
-def test_refused_on_every_rank(result, feature, message):
-    check_raised(result(feature), "Refused", message)
-
-
-def test_unfrozen_layers_with_topology_auto(result):
-    assert result("unfrozen_layers_unknown_to_ddp")["auto"] == [0, 0]
-
-
-@pytest.mark.parametrize("compressor", ["OneBit", "PowerSGD"])
-def test_discarded_gradients_stay_discarded(result, compressor):
-    head, body = result("discarded_gradients")[compressor]
-    assert head == 0 < body
-
-
-def test_averages_that_no_step_uses(result):
-    outcome = result("skipped_steps")
-    assert outcome["replicas_apart"] == 0
-    check_raised(outcome["not_zeroing"], "Refused", r"backward calls with OneBit between two .* got .*no_sync")
-
-
-def test_manual_clipping(result):
-    assert result("manual_clipping")["moved"] > 0.01
-    check_raised(result("manual_clipping")["dgc"], "Refused", r"clipping with DGC in manual .*DGC\(clip_norm=")
-
-
-def test_two_gradients_a_step_train_dense_only(result):
-    outcome = result("two_gradients_a_step")
-    check_raised(outcome["onebit"], "Refused", r"gradients in one step of TwoGradients with OneBit: got .*ddp_dense")
-    assert outcome["apart"] == 0
-
-
-def test_ddps_own_words_about_unused_parameters_are_kept(result):
-    check_raised(result("unused_parameter"), "RuntimeError", r"find_unused_parameters")
-
-
-@pytest.mark.parametrize("optimization", ["automatic", "manual"])
-def test_a_disturbed_replica_is_named(result, optimization):
-    message = r"step 5: parameter 'head.weight' on rank 1 .*1 of 4 parameters"
-    check_raised(result("disturbed_replica")[optimization], "ReplicasDiffer", message)
-
-
-@pytest.mark.parametrize(
-    ("module", "hook"),
-    [
-        ("Logging", "Logging.on_before_optimizer_step"),
-        ("loss scale", "Logging.on_before_optimizer_step"),
-        ("Clipping", "Clipping.on_after_backward"),
-        ("Guarding", "Guarding.on_before_optimizer_step"),
-        ("ClippingInStep", "ClippingInStep.optimizer_step"),
-        ("TorchsOptimizer", "TorchsOptimizer.optimizer_step"),
-        ("Skipping", "Skipping.optimizer_step"),
-        ("callback", "LambdaCallback.on_before_optimizer_step"),
-    ],
-)
-def test_hooks_that_find_update_directions_are_told(result, module, hook):
-    first, *rest = result("hooks_on_directions")[module]
-    times = re.match(rf"{hook}: .* p.grad holds update directions .* about ([\d.]+) times .*gradient_clip_val", first)
-    assert times and float(times[1]) > 0
-    if module in ("Logging", "loss scale", "callback", "TorchsOptimizer"):
-        assert not rest
-    else:
-        what = "were discarded" if module in ("Guarding", "Skipping") else r"norm of \S+ in p.grad, and of 0.1 when"
-        [second] = rest
-        assert re.match(rf"{hook}: .*{what}", second)
-
-
-def test_manual_clipping_of_update_directions_is_told(result):
-    [said] = result("hooks_on_directions")["ClippingByHand"]
-    assert re.match(
-        r"ClippingByHand.training_step: .* norm of \S+ in p.grad, and of 0.1 when .*gradient_clip_val", said
-    )
-
-
-@pytest.mark.parametrize("module", ["WarmingUp", "Adam", "ByHand", "lightning's", "gradients"])
-def test_other_modules_are_told_nothing(result, module):
-    assert result("hooks_on_directions")[module] == []
-
-
-def test_a_callback_may_change_the_clipping_in_training(result):
-    outcome = result("changed_clipping")
-    assert outcome["compressed"] == outcome["off"] == 0
-    assert outcome["dense"] <= 1e-6
-    assert outcome["read"] == [10.0, 0.1, 0.1, 0.1]
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("by value", r"Trainer\(gradient_clip_algorithm\) with DGC: got 'value', allowed: norm"),
-        ("both", r"DGC.clip_norm and Trainer\(gradient_clip_val\): got 'both', allowed: one of"),
-        ("by itself", r"clipping with DGC by another threshold .*: got 'self.clip_gradients', allowed: DGC\(clip_norm"),
-    ],
-)
-def test_clipping_that_cannot_be_applied_locally_is_refused_in_training(result, how, message):
-    check_raised(result("changed_clipping")[how], "Refused", message)
-
-
-def test_torchs_own_optimizer(result):
-    """It steps averages that are there after backward. Several optimizers' steps would have to average."""
-    outcome = result("torchs_own_optimizer")
-    assert outcome["apart"] == 0
-    message = r"optimizer in manual optimization: got .*AdamW.*, allowed: one from self.optimizers"
-    check_raised(outcome["several"], "Refused", message)
-
-
-@pytest.mark.parametrize("compressor", ["dgc", "onebit"])
-def test_norms_after_manual_backward_are_those_of_the_average(result, compressor):
-    outcome = result("guarded")[compressor]
-    [(norms, steps), other] = outcome["ranks"]
-    assert [norms, steps] == other
-    assert norms.count("nan") == 1 and steps == 9
-    assert outcome["replicas_apart"] == 0
-
-
-@pytest.mark.parametrize("compressor", ["dgc", "onebit"])
-def test_manual_accumulation_is_the_same_with_and_without_no_sync(result, compressor):
-    outcome = result("manual_accumulation")
-    assert outcome[compressor] == 0
-    assert outcome["discards"] == []
-
-
-@pytest.mark.parametrize(
-    ("make", "got"),
-    [
-        ("SkipsOnOneRank", "rank 0: step 6; rank 1: step 5"),
-        (
-            "SkipsOneOfSeveral",
-            "rank 0: step 10, optimizer 0, backward pass 6; rank 1: step 10, optimizer 1, backward pass 6",
-        ),
-    ],
-)
-def test_a_step_skipped_on_one_rank_is_named(result, make, got):
-    check_raised(result("skipped_on_one_rank")[make], "Refused", rf"{got}', allowed: .* skipped an optimizer step")

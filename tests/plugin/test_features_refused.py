@@ -3,24 +3,12 @@
 import lightning as L
 import pytest
 import torch
+from features_kit import QUIET
+from features_kit import OneLayer as Net
 from lightning.pytorch.callbacks import ModelPruning
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.plugin import launchers
-
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
-    def training_step(self, batch, index):
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class ClipsItself(Net):
