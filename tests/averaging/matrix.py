@@ -1,13 +1,11 @@
-"""Method × topology × workers × optimizer: every allowed combination, and a run of each.
+"""Method × topology × workers × optimizer: one combination for each path through the code, and a run of each.
 
-Combinations that exercise no code of their own are left out:
-
-- Non-default options change only payloads. They run on single ranks, with SGD, and with the topologies that encode once
-  (all_gather) and twice (two_phase).
-- A server decodes the same payloads, and in nodes a worker's gradient is a mean; nothing else changes. Both run one
-  method that sends few numbers, one that sends all in few bits, and one whose sums are exact; nodes PowerSGD too.
-- AdamW matters to methods that accumulate its steps, whatever their payloads. Of the others, whose state is the same as
-  with SGD, only no compression runs with it. With a server and in nodes it runs with DGC.
+- all_gather carries every method. Options that change only a payload are left to test_laws.py.
+- Owners of partitions decode and encode again, by a method's kind: sparse or packed, exact or rounded, drawn or not.
+  test_two_phase.py compares every method with a simulation in one process.
+- A server decodes the same payloads; in nodes a worker's gradient is a mean, as test_nodes.py shows to the bit.
+- AdamW matters to methods that accumulate its steps, and no payload depends on it. Of the others, whose state is the
+  same as with SGD, only no compression runs with it.
 - Muon with AdamW is an optimizer of several rules, which no method owns.
 """
 
@@ -23,11 +21,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION
-from tests.averaging.laws import EVERY, KEPT, LOSSY, PARTITIONED, REMEMBERING
+from tests.averaging.laws import EVERY, KEPT, LOSSY, REMEMBERING, with_defaults
 from tests.averaging.workers import HAS_MUON, Table, backward, muon_adamw, prescribed_loss, weights
 from tests.threads import GATHERS, checked_collectives, run_ranks, subgroups
 
@@ -82,43 +79,30 @@ class Cell:
             return run_ranks(world or self.world, work)
 
 
-def accumulating(makes):
-    """Of these, one for each method that accumulates AdamW's steps."""
-    methods = {}
-    for label, make in makes.items():
-        if make().state_for(torch.optim.AdamW([nn.Parameter(torch.ones(1))])).owns_momentum:
-            methods.setdefault(label.partition(",")[0], {label: make})
-    return {label: make for method in methods.values() for label, make in method.items()}
-
-
-def _of(labels):
-    return {label: EVERY[label] for label in labels}
-
-
-def cells() -> dict[str, Cell]:
-    """Label -> combination, by the rules above."""
-    made = {
-        ("all_gather", 1, "sgd"): EVERY,
-        ("two_phase", 1, "sgd"): PARTITIONED,
-        ("server", 1, "sgd"): _of(FEW),
-        ("all_gather", NODE, "sgd"): _of([*FEW, "powersgd"]),
-        ("two_phase", NODE, "sgd"): _of(FEW),
-        ("server", NODE, "sgd"): _of(FEW),
-        ("all_gather", 1, "adamw"): {**accumulating(EVERY), "none": EVERY["none"]},
-        ("two_phase", 1, "adamw"): accumulating(PARTITIONED),
-        ("server", 1, "adamw"): _of(["dgc"]),
-        ("all_gather", 1, "muon"): _of(["onebit", "powersgd", "terngrad", "int8", "none"]) if HAS_MUON else {},
-        ("all_gather", NODE, "adamw"): _of(["dgc"]),
-        ("two_phase", NODE, "adamw"): _of(["dgc"]),
-    }
-    return {
-        f"{topology}{'-nodes' * (per_node > 1)}-{optimizer}-{label}": Cell(make, topology, per_node, optimizer)
-        for (topology, per_node, optimizer), makes in made.items()
-        for label, make in makes.items()
-    }
-
-
-CELLS = cells()
+OTHER_PATHS = (
+    "dgc,momentum_masking=False",  # another update
+    "dgc,values=int2",  # a sparse payload that is rounded
+    "powersgd,rank=1,warm_start=False",  # no query in the state
+    "terngrad,error_feedback=True,share_scaler=False",  # a residual of what is drawn
+)
+"""Options that do more than change a payload."""
+COMBINATIONS = {
+    ("all_gather", 1, "sgd"): (*with_defaults(EVERY), *OTHER_PATHS),
+    ("two_phase", 1, "sgd"): (*FEW, OTHER_PATHS[1], OTHER_PATHS[3], "random_k"),
+    ("server", 1, "sgd"): ("dgc", "terngrad"),
+    ("all_gather", NODE, "sgd"): ("dgc", "powersgd"),
+    ("two_phase", NODE, "sgd"): ("dgc", "onebit"),
+    ("server", NODE, "sgd"): ("dgc",),
+    ("all_gather", 1, "adamw"): ("dgc", "onebit", "powersgd", "none"),
+    ("two_phase", 1, "adamw"): ("dgc", "onebit"),
+    ("all_gather", 1, "muon"): ("onebit", "none") if HAS_MUON else (),
+    ("all_gather", NODE, "adamw"): ("dgc",),
+}
+CELLS = {
+    f"{topology}{'-nodes' * (per_node > 1)}-{optimizer}-{label}": Cell(EVERY[label], topology, per_node, optimizer)
+    for (topology, per_node, optimizer), labels in COMBINATIONS.items()
+    for label in labels
+}
 CELLS |= {
     f"{topology}-sgd-dgc,dense_values=bf16": Cell(partial(LOSSY["dgc"], dense_values="bf16"), topology)
     for topology in ("all_gather", "two_phase")

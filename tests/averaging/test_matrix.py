@@ -1,7 +1,7 @@
 """The laws of every method with every topology, for single ranks and nodes, with SGD and AdamW (matrix.py)."""
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -38,7 +38,9 @@ from tests.averaging.workers import (
 from tests.threads import run_ranks
 
 ALONE = {label: cell for label, cell in CELLS.items() if cell.per_node == 1}
-DEFAULTS = with_defaults(CELLS)
+SCALED = {label: cell for label, cell in with_defaults(ALONE).items() if cell.topology == "all_gather"}
+SCALED["all_gather-sgd-dgc,clip_norm=30"] = Cell(partial(LOSSY["dgc"], clip_norm=30.0))
+"""A loss scale is removed before anything is clipped and encoded, and restored after everything is decoded."""
 
 
 # Dense limit
@@ -48,8 +50,9 @@ DENSE = {
     for topology in ("all_gather", "two_phase", "server")
     for per_node in (1, NODE)
     for optimizer in ("sgd", "adamw")
-} | {f"all_gather-sgd-{label}": Cell(make) for label, make in with_defaults(EVERY).items() if make().wire == "fp32"}
-"""Every method once, since the averager does dense steps itself. fp16, bf16 and int8 are left out: they round."""
+} | {f"all_gather-sgd-{label}": Cell(EVERY[label]) for label in ("onebit", "powersgd", "none")}
+"""The averager does dense steps itself: a method of each kind of state."""
+DENSE["all_gather-adamw-none"] = Cell(EVERY["none"], optimizer="adamw")
 
 
 @cache
@@ -172,7 +175,7 @@ def test_averages_that_are_not_finite_or_not_used_leave_no_trace(cell):
 # A loss scale
 
 
-@on(DEFAULTS)
+@on(SCALED)
 def test_a_loss_scale_changes_no_bit(cell):
     """The scale changes from step to step; powers of two cause no rounding."""
 

@@ -1,4 +1,4 @@
-"""Weight decay is as strong in compressed steps as in the optimizer's own."""
+"""Compressed steps that send everything are the optimizer's own, weight decay and moments included."""
 
 from functools import partial
 
@@ -9,11 +9,14 @@ from lightning_gradcomp.averaging import GradientAverager, topology
 from tests.averaging.workers import backward, conv_net, dgc, weights
 from tests.threads import run_ranks
 
-STEPS = 10
+STEPS = 20
+ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "adam": partial(torch.optim.Adam, lr=0.01, weight_decay=0.1),
-    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "adam": partial(torch.optim.Adam, **ADAM),
+    "adamw": partial(torch.optim.AdamW, **ADAM),
+    "adam, foreach": partial(torch.optim.Adam, foreach=True, **ADAM),
+    "adamw, fused": partial(torch.optim.AdamW, fused=True, **ADAM),
 }
 
 
@@ -31,12 +34,16 @@ def test_compressed_steps_that_send_everything_are_the_optimizers(make, monkeypa
             assert averager.begin_step().compressor
             backward(model, optimizer, 0, step)
             averager.step()
-        return weights(model)
+        return weights(model), optimizer.state_dict()["state"]
 
     model = conv_net()
     optimizer = make(model.parameters())
     for step in range(STEPS):
         backward(model, optimizer, 0, step)
         optimizer.step()
-    for got in run_ranks(2, work):
+    for got, state in run_ranks(2, work):
         assert float((got - weights(model)).abs().max()) <= 1e-6
+        for index, moments in optimizer.state_dict()["state"].items() if "exp_avg" in state[0] else ():
+            assert state[index].keys() == moments.keys()
+            for kind, moment in moments.items():
+                torch.testing.assert_close(state[index][kind].float(), moment.float(), rtol=1e-4, atol=1e-6)
