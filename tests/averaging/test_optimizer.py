@@ -89,29 +89,6 @@ def test_inside_a_step_hooks_see_the_groups_as_they_are():
     assert all(on_two_ranks(watch))
 
 
-def test_a_sparse_gradient_may_still_be_changed_inside_the_step():
-    """As in Lightning's `on_before_optimizer_step`, which comes after the average."""
-
-    def work(rank, group):
-        model = Table()
-        optimizer = two_groups(model)
-        averager = GradientAverager(model, dgc(), optimizer=optimizer, process_group=group)
-        averager.schedule = lambda epoch, step: 0.999
-        backward(model, optimizer, rank, 0, prescribed_loss)
-        averager.average()
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        model.kernel.grad = None
-        model.matrix.grad.data.mul_(0.5)
-        optimizer.step()
-        assert set(averager.state_dict()["memory"]["velocity"]) == {"matrix"}, "the other was discarded"
-        return before, model
-
-    before, model = run_ranks(2, work)[0]
-    assert torch.equal(model.kernel, before["kernel"])
-    assert 0 < int((model.matrix.grad != 0).sum()) < 5
-    assert torch.equal(model.matrix, before["matrix"] - 0.02 * model.matrix.grad)
-
-
 def test_the_optimizer_can_be_saved_and_loaded_at_every_step():
     def watch(optimizer, take_step):
         take_step()
@@ -123,27 +100,6 @@ def test_the_optimizer_can_be_saved_and_loaded_at_every_step():
 
     assert all(set(known) <= {0, 1, 2, 3} for known in on_two_ranks(watch))
     assert on_two_ranks(plain) == [None] * 8
-
-
-def test_a_parameter_outside_the_optimizer_is_left_alone():
-    def work(rank, group):
-        model = Table()
-        optimizer = torch.optim.SGD([model.matrix, model.bias], lr=0.02, momentum=0.9)
-        averager = GradientAverager(model, dgc(), optimizer=optimizer, process_group=group)
-        start = model.kernel.detach().clone()
-        for step in range(3):
-            model.zero_grad()
-            prescribed_loss(model, rank, step).backward()
-            averager.step()
-        assert torch.equal(model.kernel, start)
-        own = model.kernel.grad
-        assert model.small.grad.any() and own.any()
-        return own, weights(model), len(optimizer.state_dict()["param_groups"])
-
-    (grad, values, groups), (other_grad, other_values, _) = run_ranks(2, work)
-    assert not torch.equal(grad, other_grad), "it does not travel"
-    assert torch.equal(values, other_values)
-    assert groups == 1
 
 
 def test_a_parameter_that_the_module_steps_by_its_own_gradient_is_an_error_on_all_ranks():
@@ -240,45 +196,6 @@ def test_others_take_any_optimizer_and_average_needs_none():
     averager.commit()
     with pytest.raises(ValueError, match="no optimizer"):
         averager.step()
-
-
-def test_average_leaves_the_weights_to_the_caller():
-    def work(rank, group):
-        model = Table()
-        optimizer, averager = averaged(model, group)
-        start = weights(model)
-        backward(model, optimizer, rank, 0, prescribed_loss)
-        own = model.kernel.grad.clone()
-        averager.average()
-        averager.commit()
-        assert torch.equal(weights(model), start)
-        assert not torch.equal(model.kernel.grad, own)
-        return model.kernel.grad
-
-    first, second = run_ranks(2, work)
-    assert torch.equal(first, second)
-
-
-def test_a_loss_scale_never_enters_what_is_remembered():
-    def run(scales):
-        def work(rank, group):
-            model = Table()
-            schedule = [0.0, 0.9, 0.9, 0.9, 0.0, 0.0].__getitem__
-            compressor = dgc(clip_norm=30.0)
-            optimizer, averager = averaged(model, group, compressor, lambda epoch, step: schedule(step))
-            for step, scale in enumerate(scales):
-                optimizer.zero_grad()
-                (scale * prescribed_loss(model, rank, step)).backward()
-                averager.average(grad_scale=scale)
-                for parameter in model.parameters():
-                    parameter.grad /= scale
-                optimizer.step()
-            return weights(model)
-
-        return run_ranks(2, work)[0]
-
-    plain = run([1.0] * 6)
-    torch.testing.assert_close(run([65536.0, 65536.0, 1024.0, 2.0, 65536.0, 512.0]), plain, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", [{"foreach": True}, {"fused": True}], ids=lambda option: next(iter(option)))

@@ -11,9 +11,9 @@ from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import traffic
-from lightning_gradcomp.compressors.layout import Layout
-from tests.averaging.laws import CODECS, KEPT, REMEMBERING, Parts
-from tests.averaging.workers import Table, averaged, backward, flat_gradients, prescribed_loss, recorded, same
+from tests.averaging.laws import CODECS, REMEMBERING, Parts
+from tests.averaging.matrix import Cell, Ledger
+from tests.averaging.workers import Table, averaged, backward, prescribed_loss, recorded, same
 from tests.reference.two_phase import Workers
 from tests.threads import run_ranks
 
@@ -68,68 +68,46 @@ def is_the_simulation(make, world, topology, steps):
     assert torch.equal(owned, workers.residual)
 
 
-def kept(state):
-    """What a rank remembers, as a rank and as an owner."""
-    layout, cpu = Layout(("kernel", "matrix"), ((10, 4, 3, 3), (12, 25))), torch.device("cpu")
-    memory = state["memory"]
-    own = sum(layout.join(memory[kind], cpu).double() for kind in KEPT if kind in memory)
-    return own, layout.join(memory.get(PARTITION, {}), cpu).double()
+def go(group, make, rank, steps, topology="two_phase"):
+    """A rank's ledger after steps without momentum."""
+    ledger = Ledger(Cell(make, topology, optimizer="plain").begin(group, schedule=lambda epoch, step: 0.9))
+    ledger.go(rank, steps)
+    return ledger
 
 
-class Ledger:
-    """Steps of one rank, without momentum; notes the gradients that it had, and the averages that came."""
-
-    def __init__(self, group, make, **options):
-        self.model, self.optimizer, self.averager = begin(group, make, momentum=0.0, **options)
-        self.had = self.came = 0
-
-    def go(self, rank, steps):
-        for step in steps:
-            backward(self.model, self.optimizer, rank, step, prescribed_loss)
-            self.had = self.had + flat_gradients(self.model).double()
-            self.averager.average()
-            self.averager.commit()
-            self.came = self.came + flat_gradients(self.model).double()
-        return self.had, self.came, self.averager.state_dict()
-
-
-def balance(ledgers):
-    """(all that ranks had on average) - (all that came, and is remembered), which is to be 0; and its scale."""
-    had = sum(had for had, _, _ in ledgers) / len(ledgers)
-    ranks, owners = zip(*(kept(state) for _, _, state in ledgers), strict=True)
-    return had - ledgers[0][1] - sum(ranks) / len(ledgers) - sum(owners), had.abs().max()
-
-
-def assert_nothing_lost(difference, scale):
-    assert difference.abs().max() <= 1e-5 * scale
+def assert_nothing_lost(ledgers, before=()):
+    """What came, and what is remembered, is what ranks had on average; now, and in ledgers of `before`."""
+    had, came = (
+        sum(getattr(ledger, what) / len(ledgers) for ledger in (*ledgers, *before)) for what in ("had", "came")
+    )
+    own, owners = zip(*(ledger.left() for ledger in ledgers), strict=True)
+    assert float((had - came - sum(own) / len(ledgers) - sum(owners)).norm() / had.norm()) <= 1e-6
 
 
 @pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
 def test_servers_remember_what_their_format_rounds_off(values):
     make = partial(lgc.OneBit, min_elements=40, warmup_epochs=0, dense_values=values)
-    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make, topology="server").go(rank, range(6)))
-    assert_nothing_lost(*balance(ledgers))
-    assert all(bool(kept(state)[1].any()) == (values != "fp32") for _, _, state in ledgers)
+    ledgers = run_ranks(3, lambda rank, group: go(group, make, rank, range(6), topology="server"))
+    assert_nothing_lost(ledgers)
+    assert all(bool(ledger.left()[1].any()) == (values != "fp32") for ledger in ledgers)
 
 
 @remembering
 def test_a_partition_residual_loaded_while_frozen_is_not_lost(make):
-    ledgers = run_ranks(3, lambda rank, group: Ledger(group, make).go(rank, range(4)))
-    states = [state for _, _, state in ledgers]
+    before = run_ranks(3, lambda rank, group: go(group, make, rank, range(4)))
 
     def go_on(rank, group):
-        ledger = Ledger(group, make)
+        ledger = Ledger(Cell(make, "two_phase", optimizer="plain").begin(group, schedule=lambda epoch, step: 0.9))
         ledger.model.kernel.requires_grad_(False)
         backward(ledger.model, ledger.optimizer, rank, 0, prescribed_loss)
         ledger.averager.average()
         ledger.averager.commit()
-        ledger.averager.load_state_dict(states[rank])
+        ledger.averager.load_state_dict(before[rank].averager.state_dict())
         ledger.model.kernel.requires_grad_(True)
-        return ledger.go(rank, range(4, 8))
+        ledger.go(rank, range(4, 8))
+        return ledger
 
-    before = sum(had for had, _, _ in ledgers) / 3 - ledgers[0][1]
-    difference, scale = balance(run_ranks(3, go_on))
-    assert_nothing_lost(before + difference, scale)
+    assert_nothing_lost(run_ranks(3, go_on), before)
 
 
 FEEDS_BACK = partial(lgc.OneBit, min_elements=40, warmup_steps=0)
@@ -140,7 +118,7 @@ def resumed_while_frozen(before, after):
     """The state that each of three ranks saves with one compressor, and has with another after it was loaded."""
 
     def work(rank, group):
-        _, _, state = Ledger(group, before).go(rank, range(4))
+        state = go(group, before, rank, range(4)).averager.state_dict()
         model = Table()
         model.kernel.requires_grad_(False)
         _, averager = averaged(model, group, after(), topology="two_phase")

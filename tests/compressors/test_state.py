@@ -10,6 +10,7 @@ from lightning_gradcomp.compressors.decoded import Dense, Sparse
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, Gradient
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.updates import SGDRule, SGDVelocity
+from tests.averaging.workers import same
 from tests.compressors.one_worker import CPU
 
 LAYOUT = Layout(("a", "b"), ((3, 4), (5, 2)))
@@ -78,14 +79,6 @@ def residual(rule=RULES["plain"], layout=LAYOUT):
 
 
 both_states = pytest.mark.parametrize("make", [residual, velocity])
-
-
-def same(state, other):
-    """Whether two state dicts are equal to the bit, names included."""
-    return state.keys() == other.keys() and all(
-        state[key].keys() == other[key].keys() and all(torch.equal(state[key][n], other[key][n]) for n in state[key])
-        for key in state
-    )
 
 
 # Momentum correction

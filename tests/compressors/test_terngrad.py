@@ -10,7 +10,7 @@ from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import pack, scaler_of, ternarise
 from tests.averaging.laws import note_sent, recorded_bytes
-from tests.averaging.workers import Table, averaged, backward, conv_net, prescribed_loss, seeded, train, weights
+from tests.averaging.workers import Table, averaged, backward, conv_net, prescribed_loss, seeded, train
 from tests.compressors.one_worker import CPU, normal
 from tests.threads import ALL_GATHER, checked_collectives, run_ranks
 
@@ -143,80 +143,6 @@ def test_a_gradient_without_spread_is_not_clipped(value):
 def test_clipping_does_not_depend_on_the_gradients_scale(scale):
     g = normal(1000).pow(3)
     torch.testing.assert_close(clipped(g * scale, 2.5) / scale, clipped(g, 2.5), rtol=1e-5, atol=1e-9)
-
-
-def test_ranks_draw_differently():
-    def work(rank, group):
-        model = Table()
-        _, averager = averaged(model, group, terngrad())
-        sent = note_sent(averager)
-        model.matrix.grad = normal(300, seed=1).view(12, 25)
-        averager.average()
-        averager.commit()
-        return sent[0]["matrix"]
-
-    before = torch.random.get_rng_state()
-    first, second, third = run_ranks(3, work)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, third)
-    assert not torch.equal(second, third)
-
-
-def test_draws_follow_the_seed():
-    def run(seed):
-        def work(rank, group):
-            model = Table()
-            train(model, *averaged(model, group, terngrad(seed=seed)), rank, 2, prescribed_loss)
-            return weights(model)
-
-        return run_ranks(2, work)[0]
-
-    assert torch.equal(run(5), run(5))
-    assert not torch.equal(run(5), run(6))
-
-
-def test_every_step_draws_other_numbers():
-    """Also after a checkpoint, which holds the number of steps."""
-
-    def work(rank, group):
-        model = Table()
-        _, averager = averaged(model, group, terngrad())
-        sent = note_sent(averager)
-        for _ in range(2):
-            model.matrix.grad = normal(300, seed=1).view(12, 25)
-            averager.average()
-            averager.commit()
-        _, resumed = averaged(model, group, terngrad())
-        resumed.load_state_dict(averager.state_dict())
-        more = note_sent(resumed)
-        for each in (averager, resumed):
-            model.matrix.grad = normal(300, seed=1).view(12, 25)
-            each.average()
-            each.commit()
-        assert not torch.equal(sent[0]["matrix"], sent[1]["matrix"])
-        assert not torch.equal(sent[1]["matrix"], sent[2]["matrix"])
-        assert torch.equal(sent[2]["matrix"], more[0]["matrix"])
-
-    run_ranks(2, work)
-
-
-def test_with_error_feedback_rounding_is_made_up_for():
-    def total(error_feedback):
-        def work(rank, group):
-            model = Table()
-            _, averager = averaged(model, group, terngrad(error_feedback=error_feedback))
-            arrived = 0
-            for _ in range(200):
-                model.matrix.grad = normal(300, seed=1).view(12, 25)
-                averager.average()
-                averager.commit()
-                arrived = arrived + model.matrix.grad
-            return arrived / 200
-
-        return float((run_ranks(2, work)[0] - normal(300, seed=1).view(12, 25)).abs().max())
-
-    assert total(True) < 0.1 < total(False)
 
 
 def test_the_last_matrix_may_stay_dense():

@@ -8,9 +8,8 @@ import torch
 from lightning_gradcomp import DGC, SPARSELOCO, DelayedAverager, GradientDropping, Nesterov, OneBit, PowerSGD, TwoBit
 from lightning_gradcomp.averaging import mean_state
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, conv_net, image_loss, weights
-from tests.local_sgd.test_resume import stored
 from tests.local_sgd.test_update_rule import follow, weights_at_each_step
-from tests.local_sgd.training import CLOSE, OPTIMIZERS, run_ranks, set_up, train
+from tests.local_sgd.training import CLOSE, OPTIMIZERS, check_resumes_bitwise, run_ranks, set_up, stored, train
 from tests.reference.delayed import PaperSparseLoCo
 
 QUICK = {"min_elements": 64, "warmup_epochs": 0}
@@ -118,29 +117,7 @@ def test_a_drain_sends_a_compressed_round_and_keeps_moments():
 )
 def test_each_rank_resumes_bitwise_in_mid_round(options):
     how = {"optimizer": "adamw", "compressor": sparse(values="int2"), "error_decay": 0.95, **options}
-
-    def straight(rank, group):
-        model, optimizer, averager = set_up(group, model=conv_net, **how)
-        train(model, optimizer, averager, rank, 10, image_loss)
-        state = averager.state_dict()  # drains, so it comes before the other states
-        saved = [*stored(model, optimizer), state]
-        train(model, optimizer, averager, rank, range(10, 21), image_loss)
-        return saved, weights(model)
-
-    results = run_ranks(3, straight)
-
-    def resumed(rank, group):
-        model, optimizer, averager = set_up(group, model=conv_net, **how)
-        # The optimizer's of rank 0 on all ranks, as a Lightning checkpoint has it.
-        model_state, optimizer_state, _ = copy.deepcopy(results[0][0])
-        model.load_state_dict(model_state)
-        optimizer.load_state_dict(optimizer_state)
-        averager.load_state_dict(copy.deepcopy(results[rank][0][2]))
-        train(model, optimizer, averager, rank, range(10, 21), image_loss)
-        return weights(model)
-
-    for got, (_, expected) in zip(run_ranks(3, resumed), results, strict=True):
-        assert torch.equal(got, expected)
+    check_resumes_bitwise(3, lambda group: set_up(group, model=conv_net, **how), image_loss, own_states=True)
 
 
 def test_other_numbers_of_ranks_take_over_the_mean():

@@ -1,14 +1,11 @@
 """Several optimizers in rounds: equal to one with several groups, averaged, skipped and resumed like one."""
 
-import copy
-
 import pytest
 import torch
 
 from lightning_gradcomp import DelayedAverager, GradientDropping, Nesterov
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, weights
-from tests.local_sgd.test_resume import stored
-from tests.local_sgd.training import CLOSE, run_ranks, train
+from tests.local_sgd.training import CLOSE, check_resumes_bitwise, run_ranks, train
 
 HALF = GradientDropping(sparsity=0.5, scope="tensor", min_elements=64, warmup_epochs=0)
 
@@ -132,24 +129,4 @@ def test_an_update_that_is_not_finite_leaves_no_nan_in_any_optimizer():
 @pytest.mark.parametrize("error_decay", [None, 0.9])
 def test_each_rank_resumes_bitwise(error_decay):
     how = {"period": 4, "delay": 2, "compressor": HALF, "error_decay": error_decay}
-
-    def straight(rank, group):
-        model, optimizers, averager = set_up(group, **how)
-        train(model, optimizers, averager, rank, 10, bowl_loss)
-        state = averager.state_dict()  # drains, so it comes before the other states
-        saved = [*stored(model, optimizers), state]
-        train(model, optimizers, averager, rank, range(10, 17), bowl_loss)
-        return saved, weights(model)
-
-    results = run_ranks(2, straight)
-
-    def resumed(rank, group):
-        model, optimizers, averager = set_up(group, **how)
-        saved = copy.deepcopy([*results[0][0][:2], results[rank][0][2]])  # optimizers' of rank 0, as Lightning has it
-        for part, state in zip((model, optimizers, averager), saved, strict=True):
-            part.load_state_dict(state)
-        train(model, optimizers, averager, rank, range(10, 17), bowl_loss)
-        return weights(model)
-
-    for got, (_, expected) in zip(run_ranks(2, resumed), results, strict=True):
-        assert torch.equal(got, expected)
+    check_resumes_bitwise(2, lambda group: set_up(group, **how), own_states=True)

@@ -1,5 +1,7 @@
 """Ranks as threads that train a small model with a DelayedAverager."""
 
+import copy
+import io
 import threading
 
 import torch
@@ -83,3 +85,50 @@ def train(model, optimizer, averager, rank, steps, loss=bowl_loss):
     for step in steps if isinstance(steps, range) else range(steps):
         backward(model, optimizer, rank, step, loss)
         averager.step()
+
+
+def stored(*parts):
+    """The states of `parts`, saved and loaded with `weights_only=True`."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in parts], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def check_resumes_bitwise(world, set_up, loss=bowl_loss, *, own_states=False):
+    """A run that resumes at step 10 is bitwise the run that drained there.
+
+    Args:
+        world: ranks.
+        set_up: makes a model, its optimizer and its averager from a group.
+        loss: of (model, rank, step).
+        own_states: True if each rank has its averager's state, as with error_decay. All else is rank 0's on all ranks.
+    """
+
+    def everything(model):
+        return torch.cat([tensor.float().reshape(-1) for tensor in model.state_dict().values()])
+
+    def straight(rank, group):
+        model, optimizer, averager = set_up(group)
+        train(model, optimizer, averager, rank, 10, loss)
+        state = averager.state_dict()  # drains, so it comes before the other states
+        saved = [*stored(model, optimizer), state]
+        train(model, optimizer, averager, rank, range(10, 21), loss)
+        return saved, everything(model)
+
+    results = run_ranks(world, straight)
+
+    def resumed(rank, group):
+        parts = model, optimizer, averager = set_up(group)
+        train(model, optimizer, averager, rank, 5, loss)  # a state that loading has to replace
+        saved = [*results[0][0][:2], results[rank if own_states else 0][0][2]]
+        for part, state in zip(
+            parts, copy.deepcopy(saved), strict=True
+        ):  # an optimizer keeps the tensors that it loads
+            part.load_state_dict(state)
+        assert averager.steps == 10
+        train(model, optimizer, averager, rank, range(10, 21), loss)
+        return everything(model)
+
+    for got, (_, expected) in zip(run_ranks(world, resumed), results, strict=True):
+        assert torch.equal(got, expected)
