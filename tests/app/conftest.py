@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,6 +27,7 @@ def command(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(ranks, "start", start)
     monkeypatch.setattr(compose, "register", lambda: _register(compose.PACKAGE))
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # composes a second time, for an option we don't use
     for name in ("PL_GLOBAL_SEED", "HYDRA_FULL_ERROR"):  # which the command sets: restored afterwards
         monkeypatch.setenv(name, "0")
 

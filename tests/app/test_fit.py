@@ -7,8 +7,11 @@ import signal
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.nn.functional import cross_entropy
 
+from lightning_gradcomp.app.data import Text
 from lightning_gradcomp.app.fit import fit
+from lightning_gradcomp.app.models import gpt_mini
 from tests.app.conftest import composed
 from tests.processes import free_port
 
@@ -71,6 +74,19 @@ def test_the_result_is_that_of_the_last_weights(run, words, steps):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["val_loss"] == result["val_loss"] == pytest.approx(loss, rel=1e-6)
     assert summary["communication"]["steps"] == steps
+
+
+def test_a_language_models_loss_is_that_of_every_validation_byte(run, tmp_path, capsys):
+    result, folder, _ = run()
+    state = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
+    model = gpt_mini(vocabulary=256, context=16, layers=1, width=16)
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    _, val = Text(dir=str(tmp_path / "texts"), context=16, validation_windows=9).load()
+    windows = torch.stack([val[index] for index in range(9)])
+    with torch.no_grad():
+        loss = cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    assert result["val_loss"] == pytest.approx(loss.item(), rel=1e-5) and result["val_tokens"] == 9 * 16
+    assert f"{result['val_loss']:.4f} nats per byte" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("steps", [2, 5])
