@@ -19,7 +19,9 @@ import torch
 
 import lightning_gradcomp as lgc
 from benchmarks import language_models, report, results, step_time, summaries, time_to_accuracy
+from lightning_gradcomp.app.compose import shipped
 from lightning_gradcomp.app.models import gpt_small, resnet18
+from lightning_gradcomp.app.train import first_sentence
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
@@ -152,6 +154,20 @@ def options(name: str) -> str:
     return report.table(["option", "default", "meaning"], rows)
 
 
+RESULT = re.compile(r"^# Result: (.*(?:\n#   .*)*)", re.MULTILINE)
+
+
+def recipes() -> str:
+    """What each recipe trains, and its result if we have measured one."""
+    rows = []
+    for path in sorted(shipped("recipes").glob("*.yaml")):
+        text = path.read_text()
+        trains = first_sentence(text).partition(":")[0].removesuffix(", two processes")
+        result, known, _ = " ".join(RESULT.findall(text)).partition("docs/")
+        rows.append([f"`{path.stem}`", trains, result.partition(" (")[0] if known else "not measured"])
+    return report.table(["recipe", "trains", "result"], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "accuracy": results.accuracy,
     "adamw": adamw,
@@ -162,6 +178,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "local_steps": results.local_steps,
     "methods": methods,
     "options": options,
+    "recipes": recipes,
     "step_times": step_time.table,
     "time_to_accuracy": time_to_accuracy.table,
 }

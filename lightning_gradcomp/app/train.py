@@ -33,12 +33,12 @@ def list_recipes(words: list[str]) -> int:
     if words:
         raise refusal("gradcomp recipes", " ".join(words), "no further words")
     for path in sorted(compose.shipped("recipes").glob("*.yaml")):
-        print(f"{path.stem:<24}{_head(path.read_text())}")
+        print(f"{path.stem:<24}{first_sentence(path.read_text())}")
     return 0
 
 
-def _head(text: str) -> str:
-    """The first sentence of a recipe, on one line."""
+def first_sentence(text: str) -> str:
+    """What the text of a recipe says that it trains, on one line."""
     lines = [line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#")]
     return " ".join(lines).partition(". ")[0].partition(" Result:")[0]
 
