@@ -54,11 +54,13 @@ def in_sentences() -> list:
 
 
 def jobs(words: list[str]) -> list[list[str]]:
-    """As many jobs of a sweep as have every choice once."""
+    """As many jobs of a sweep as have every choice once. Whole numbers are alike: of these, the first."""
     values = []
     for word in words:
         name, value = word.split("=", 1)
-        values.append([word] if value.startswith("[") else [f"{name}={choice}" for choice in value.split(",")])
+        choices = [value] if value.startswith("[") else value.split(",")
+        choices = choices[:1] if all(choice.isdigit() for choice in choices) else choices
+        values.append([f"{name}={choice}" for choice in choices])
     return [[each[number % len(each)] for each in values] for number in range(max(map(len, values)))]
 
 

@@ -36,10 +36,10 @@ from tests.averaging.workers import (
 )
 from tests.threads import GATHERS, checked_collectives, run_ranks
 
-every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 METHODS = with_defaults(EVERY)
 every_method = pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
 """For laws that say nothing of the payload, and so of no other options."""
+NOT_LOSSY = {label: make for label, make in METHODS.items() if label not in LOSSY}
 remembering = pytest.mark.parametrize("make", REMEMBERING.values(), ids=REMEMBERING)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 ODD_SIZES = [(1, 1), (1, 3), (2, 1), (3, 5), (5, 5, 3), (13, 11), (41, 37), (7,), ()]
@@ -169,22 +169,6 @@ def test_zero_gradients_move_nothing(make):
     run_ranks(2, work)
 
 
-@every_method
-def test_a_layer_with_zero_gradients_does_not_move(make):
-    def work(rank, group):
-        model = Table()
-        optimizer, averager = averaged(model, group, make())
-        for step in range(6):
-            backward(model, optimizer, rank, step, prescribed_loss)
-            model.matrix.grad.zero_()
-            averager.step()
-        assert finite(averager, model)
-        assert torch.equal(model.matrix, Table().matrix)
-        assert not torch.equal(model.kernel, Table().kernel)
-
-    run_ranks(2, work)
-
-
 SILENT = [(60, 16), (1, 20, 16), (12, 3, 3, 3), (4, 40), (30,), (2, 5)]
 """Shapes of a table of tokens, of positions, of a kernel, of a matrix, and of two tensors that are not compressed."""
 
@@ -259,8 +243,10 @@ def test_a_missing_gradient_on_one_rank_is_zero_there(make):
     assert torch.equal(absent[0], run(torch.zeros_like)[0])
 
 
-@every_method
+@pytest.mark.parametrize("make", NOT_LOSSY.values(), ids=NOT_LOSSY)
 def test_a_parameter_unused_on_every_rank_gets_no_gradient(make):
+    """test_unused.py has the others."""
+
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, make())
@@ -277,7 +263,7 @@ def test_a_parameter_unused_on_every_rank_gets_no_gradient(make):
 # Precisions and layouts
 
 
-@every
+@every_method
 def test_bf16_parameters_have_fp32_state(make):
     def work(rank, group):
         model = Table().bfloat16()
@@ -320,7 +306,7 @@ def test_channels_last_and_transposed_train_to_the_same_bits(make):
 # Repeatable
 
 
-@every
+@every_method
 def test_the_same_run_puts_the_same_bytes_on_the_wire_and_in_all_replicas(make):
     def run():
         def work(rank, group):
