@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_gradcomp.compressors.kernels import eden
 from lightning_gradcomp.compressors.kernels.eden import (
     BLOCK,
     GAIN,
@@ -48,8 +49,9 @@ def test_the_rotation_is_the_twins_and_orthogonal():
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_packing_is_byte_identical_to_the_twin(bits):
-    """On whole numbers, whose sums are exact in fp32 in any order."""
+def test_packing_is_byte_identical_to_the_twin(bits, monkeypatch):
+    """On whole numbers, whose sums are exact in fp32 in any order. In a chunk of four blocks and one of two."""
+    monkeypatch.setattr(eden, "CHUNK", 4 * BLOCK)
     y = torch.randint(-300, 300, (6 * BLOCK,), generator=seeded(bits)).float() * 2.0**-20
     y[BLOCK : 2 * BLOCK] = 0
     y[2 * BLOCK : 3 * BLOCK - 1] = 0  # a single entry
