@@ -169,8 +169,8 @@ def compared(runs: Sequence[Run], dense: Iterable[Run], digits: int) -> Compared
 
 
 def joined(cells: Iterable[str]) -> str:
-    """Those of each number of ranks, as one cell."""
-    return ", ".join(filter(None, cells))
+    """Those of each number of ranks as one cell; equal ones once."""
+    return ", ".join(dict.fromkeys(filter(None, cells)))
 
 
 def machine(summary: Summary) -> str:
