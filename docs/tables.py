@@ -1,19 +1,15 @@
-"""Fills the generated tables of README and docs: `python -m docs.tables`, after data, methods or options have changed.
+"""Fills the generated tables of README and docs: `python -m docs.tables`, after data or methods have changed.
 
 A page has <!-- table: NAME --> where a table begins and <!-- end --> where it ends. Figures come from docs/data/*.csv
-and from the byte formulas of the registered compressors, words from each class's card and docstring.
+and from the byte formulas of the registered compressors, words from each class's card.
 """
 
 from __future__ import annotations
 
 import csv
-import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -110,50 +106,6 @@ def adamw() -> str:
     return report.table(["method", "fewer bytes", "a step sends for", "loss, 2 ranks", "loss, 8 ranks"], rows)
 
 
-ENTRY = re.compile(r"^    (\**\w+): (.*?)(?=^    \**\w+: |\Z)", re.DOTALL | re.MULTILINE)
-
-
-def arguments(cls: type) -> dict[str, str]:
-    """What the docstring of a class, or of the nearest base that has the entry, says under "Args:"."""
-    found: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
-        text = inspect.cleandoc(vars(each).get("__doc__") or "")
-        section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)
-        found |= {name: " ".join(words.split()) for name, words in ENTRY.findall(section[1] if section else "")}
-    return found
-
-
-def defaults(cls: type) -> dict[str, Any]:
-    """The options of a class and their defaults, without those that all compressors share."""
-    if not is_dataclass(cls):
-        parameters = inspect.signature(cls).parameters.values()
-        return {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
-    lossy = issubclass(cls, lgc.LossyCompressor) and cls is not lgc.LossyCompressor
-    shared = {field.name for field in fields(lgc.LossyCompressor)} if lossy else set()
-    return {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in fields(cls)
-        if field.name not in shared
-    }
-
-
-def written(default: Any) -> str:
-    """A default as it stands in a table: Python, but with double quotes."""
-    if default in (MISSING, inspect.Parameter.empty):
-        return "required"
-    if isinstance(default, timedelta):
-        return f"{default.total_seconds() / 60:g} minutes"
-    return f'`"{default}"`' if isinstance(default, str) else f"`{default!r}`"
-
-
-def options(name: str) -> str:
-    """Option, default and meaning of a public class."""
-    cls = getattr(lgc, name)
-    meanings = arguments(cls)
-    rows = [[f"`{option}`", written(default), meanings[option]] for option, default in defaults(cls).items()]
-    return report.table(["option", "default", "meaning"], rows)
-
-
 RESULT = re.compile(r"^# Result: (.*(?:\n#   .*)*)", re.MULTILINE)
 
 
@@ -177,7 +129,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "language_models": language_models.table,
     "local_steps": results.local_steps,
     "methods": methods,
-    "options": options,
     "recipes": recipes,
     "step_times": step_time.table,
     "time_to_accuracy": time_to_accuracy.table,
