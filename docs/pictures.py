@@ -23,7 +23,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
-from benchmarks import language_models, report, results, time_to_accuracy
+from benchmarks import language_models, report, results, summaries, time_to_accuracy
 from benchmarks import rotation as rotation_of_a_gradient
 from benchmarks import step_time as step_times
 from docs.tables import ratio
@@ -196,7 +196,7 @@ def accuracy(axes: Axes) -> None:
                     axes.plot(middle, place, "o", color=color, markersize=4)
                     if middle - half < left:
                         axes.plot(left, place, "<", color=color, markersize=4, clip_on=False)
-            ticks.append(method.partition(" ")[0])
+            ticks.append(summaries.code(method, summaries.RECIPES[model, "Digits"]).split("`")[1])
     for ranks, color in ((2, BLUE), (8, ORANGE)):
         axes.plot([], [], "o-", color=color, markersize=4, label=f"{ranks} ranks")
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
@@ -229,8 +229,8 @@ class Curve(NamedTuple):
 CURVES = (
     Curve("dense", "none", "AdamW", ORANGE, (22, 0)),
     Curve("onebit", "onebit", "AdamW", GREEN),
-    Curve("powersgd", "powersgd", "AdamW", VIOLET, (0, 9), 0),
-    Curve("dgc", "dgc", "AdamW", BLUE),
+    Curve("eden", "eden", "AdamW", VIOLET, (0, 9), 0),
+    Curve("dgc_int8", "dgc", "AdamW", BLUE),
     Curve("sparseloco", "sparseloco K=8 D=0", "AdamW", GREY),
     Curve("dense, Muon", "none", "Muon", ORANGE),
     Curve("muloco, Muon", "muloco K=30 D=0", "Muon", GREY),

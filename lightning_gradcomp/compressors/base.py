@@ -40,13 +40,11 @@ class Card:
 
     Args:
         sends: what a rank sends for a compressed tensor.
-        remembers: what each rank keeps between steps.
         pick: where to choose it: optimizer and link.
         source: its paper or code.
     """
 
     sends: str = ""
-    remembers: str = "nothing"
     pick: str = ""
     source: str = ""
 

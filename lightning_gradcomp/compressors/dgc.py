@@ -69,7 +69,6 @@ class DGC(SparseCodec):
 
     card: ClassVar[Card] = Card(
         sends="the largest 0.4 % of entries, in 2 bits (Adam: 3 %)",
-        remembers="momentum and velocity; with Adam, moments and unsent updates",
         pick="SGD over 1 Gbit/s or less; AdamW on two ranks, if `eden` sends too much",
         source="[Lin et al. 2018](https://arxiv.org/abs/1712.01887)",
     )

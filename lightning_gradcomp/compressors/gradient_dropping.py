@@ -53,7 +53,6 @@ class GradientDropping(SparseCodec):
 
     card: ClassVar[Card] = Card(
         sends="the largest 1 % of residual plus gradient, in fp32",
-        remembers="a residual",
         pick="another optimizer than SGD or AdamW, if `eden` sends too much",
         source="[Aji and Heafield 2017](https://arxiv.org/abs/1704.05021)",
     )

@@ -89,7 +89,6 @@ class OneBit(TensorCodec):
 
     card: ClassVar[Card] = Card(
         sends="one bit for each element, two values for each fan-in",
-        remembers="a residual",
         pick="rounds of `dga`, or if every element must move at every step",
         source="Seide et al., Interspeech 2014",
     )

@@ -214,7 +214,6 @@ class PowerSGD(LossyCompressor):
 
     card: ClassVar[Card] = Card(
         sends="two thin fp32 factors of each matrix, as averages",
-        remembers="a residual, and the Q of the previous step; with Adam, moments and unsent updates",
         pick="many ranks: it needs only all-reduces, so its bytes do not grow",
         source="[Vogels et al. 2019](https://arxiv.org/abs/1905.13727)",
     )

@@ -83,7 +83,6 @@ class TwoBit(ScaledLevels):
 
     card: ClassVar[Card] = Card(
         sends="-t, 0 or +t for each element",
-        remembers="a residual",
         pick="MXNet's rule; otherwise `onebit` sends half as much",
         source="[MXNet's kvstore](https://mxnet.apache.org/api/faq/gradient_compression)",
     )
