@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 import time
@@ -63,12 +64,16 @@ class Link(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A compressor on a model: seconds to encode the gradients, and to decode one other rank's payload."""
+    """A compressor on a model: seconds to encode the gradients, and to decode one other rank's payload.
+
+    `spread` is the difference between the slowest and the fastest repeat, divided by their median.
+    """
 
     compressor: Compressor
     layouts: Layouts
     encode: float
     decode: float
+    spread: float = 0.0
 
 
 class Step(NamedTuple):
@@ -89,7 +94,7 @@ class Plan(NamedTuple):
 
     def step(self, name: str, topology: str, n: int, link: Link) -> Step:
         """A step of `n` ranks with method `name`. Uncompressed methods accept any topology, but use their own."""
-        compressor, layouts, encode, decode = self.methods[name]
+        compressor, layouts, encode, decode, _ = self.methods[name]
         if not isinstance(compressor, LossyCompressor):
             sent = dense_step_traffic(layouts, Ranks(None, n), compressor.wire)
             exchange = 2 * (n - 1) * link.latency + sent / link.bandwidth
@@ -117,6 +122,11 @@ class Plan(NamedTuple):
     def speed_up(self, name: str, n: int, link: Link) -> float:
         """Seconds of a dense step divided by those of `best`."""
         return self.best("none", n, link).seconds / self.best(name, n, link).seconds
+
+    @property
+    def spread(self) -> float:
+        """The median of the methods' spreads, without those that take no work."""
+        return median([method.spread for method in self.methods.values() if method.encode] or [0.0])
 
     def ranked(self, n: int, link: Link) -> list[str]:
         """The methods, fastest first."""
@@ -201,9 +211,19 @@ def main(words: list[str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the task logs, and there is no Trainer
-        plan = measured(composed(options.run, options.ranks, device), device, options.step_ms)
+        workload = composed(options.run, options.ranks, device)
+        warn_of_load()
+        plan = measured(workload, device, options.step_ms)
     print(text(options, plan, device))
     return 0
+
+
+def warn_of_load() -> None:
+    """Tell the user if other programs keep this machine busy."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        told = f"gradcomp plan: this machine is busy (load {load:.1f}, {cores} cores): times will be too long"
+        print(f"{told}. Wait until it is idle.", file=sys.stderr)
 
 
 def text(options: argparse.Namespace, plan: Plan, device: torch.device) -> str:
@@ -218,7 +238,8 @@ def text(options: argparse.Namespace, plan: Plan, device: torch.device) -> str:
 {" ".join(options.model)}: {size // 4:,} parameters, {size / 1e6:.1f} MB of gradients. \
 A step computes for {1e3 * plan.computation:.4g} ms ({"given" if options.step_ms else "measured"}).
 Modelled for N={n} ranks over {rate}, {options.delay_ms:g} ms delay.
-Compressing was measured on this {device.type.upper()}. {hides}
+Compressing was measured on this {device.type.upper()}; repeats differ by {plan.spread:.0%}.
+{hides}
 
 {plan.table(n, link)}
 
@@ -257,10 +278,14 @@ def composed(words: list[str], n: int, device: torch.device) -> Workload:
 
 def measured(workload: Workload, device: torch.device, step_ms: float | None = None) -> Plan:
     """The plan of a workload, with every method that works with its optimizer."""
-    given = 1e-3 * (step_ms or 0.0)
-    seconds, backward = (given, BACKWARD * given) if step_ms else measure_step(workload, device)
+    if step_ms:
+        seconds, backward = 1e-3 * step_ms, BACKWARD * 1e-3 * step_ms
+    else:
+        tell("a step")
+        seconds, backward = measure_step(workload, device)
     methods = {}
     for entry in entries():
+        tell(entry.name)
         compressor = entry.cls().for_optimizer(workload.optimizer)
         try:
             compressor.check_optimizer(workload.optimizer)
@@ -269,6 +294,11 @@ def measured(workload: Workload, device: torch.device, step_ms: float | None = N
             continue
         methods[entry.name] = measure_method(compressor, workload)
     return Plan(seconds, backward, methods)
+
+
+def tell(what: str) -> None:
+    """Say what is measured next."""
+    print(f"measuring {what}", file=sys.stderr)
 
 
 def measure_step(workload: Workload, device: torch.device) -> tuple[float, float]:
@@ -281,7 +311,7 @@ def measure_step(workload: Workload, device: torch.device) -> tuple[float, float
         backwards.append(timed(loss.backward, device))
         workload.optimizer.step()
 
-    return typical(step, device), median(backwards[1:])
+    return median(repeated(step, device)), median(backwards[1:])
 
 
 class EchoRanks(Ranks):
@@ -305,8 +335,9 @@ def measure_method(compressor: Compressor, workload: Workload) -> Method:
     gradients = Gradients(workload.model, compressor)
     layouts, device, wire = gradients.largest, gradients.device, compressor.wire
     if isinstance(compressor, LossyCompressor) and gradients.compressed:
-        alone, of_three = (compressed_step(compressor, gradients, world, workload.optimizer) for world in (1, 3))
-        return Method(compressor, layouts, alone, max(of_three - alone, 0.0) / 2)
+        alone, of_three = (compressed_steps(compressor, gradients, world, workload.optimizer) for world in (1, 3))
+        decode = max(median(of_three) - median(alone), 0.0) / 2
+        return Method(compressor, layouts, median(alone), decode, spread(alone))
     if wire == "fp32":
         return Method(compressor, layouts, 0.0, 0.0)
     if form := FORMATS.get(wire):
@@ -315,13 +346,14 @@ def measure_method(compressor: Compressor, workload: Workload) -> Method:
     else:
         flat = torch.randn(gradients.n, device=device)
         call = lambda: to_wire(flat, 2, wire, saturate=True).float()  # noqa: E731
-    return Method(compressor, layouts, typical(call, device), 0.0)
+    seconds = repeated(call, device)
+    return Method(compressor, layouts, median(seconds), 0.0, spread(seconds))
 
 
-def compressed_step(
+def compressed_steps(
     compressor: LossyCompressor, gradients: Gradients, world: int, optimizer: torch.optim.Optimizer
-) -> float:
-    """Seconds of a compressed step of `world` ranks that send the same data."""
+) -> list[float]:
+    """Seconds of a few compressed steps of `world` ranks that send the same data."""
     memory = Memory(compressor, gradients, EchoRanks(None, world), Topology(), optimizer)
     final = compressor.with_sparsity(compressor.final_sparsity)
     local, seconds = [torch.randn_like(parameter) for parameter in gradients.parameters], []
@@ -330,12 +362,17 @@ def compressed_step(
             parameter.grad = gradient.clone()
         call = partial(average_compressed, memory, final, "all_gather", number, Flags(), Stats())
         seconds.append(timed(call, gradients.device))
-    return median(seconds[1:])
+    return seconds[1:]
 
 
-def typical(call: Callable[[], object], device: torch.device) -> float:
-    """Median of the seconds that `call` takes in a few repeats, after one that also allocates."""
-    return median([timed(call, device) for _ in range(1 + REPEATS)][1:])
+def spread(seconds: list[float]) -> float:
+    """The difference between the longest and the shortest, divided by their median."""
+    return (max(seconds) - min(seconds)) / median(seconds)
+
+
+def repeated(call: Callable[[], object], device: torch.device) -> list[float]:
+    """The seconds that `call` takes in a few repeats, after one that also allocates."""
+    return [timed(call, device) for _ in range(1 + REPEATS)][1:]
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

@@ -1,5 +1,8 @@
 """`gradcomp plan`: what it prints, what it refuses, and that the bytes and the model behind it are right."""
 
+import os
+import re
+
 import pytest
 import torch
 
@@ -19,9 +22,13 @@ def row(printed, method):
     return line.removeprefix("none (dense)").split()
 
 
-def test_it_prints_a_table_and_a_verdict(command, tmp_path):
-    code, out, _ = command("plan", *TINY, "--rate-mbit", "10", "--ranks", "3")
+def test_it_prints_a_table_and_a_verdict(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    code, text, _ = command("plan", *TINY, "--rate-mbit", "10", "--ranks", "3")
     assert code == 0 and not list(tmp_path.iterdir())
+    out, progress = text.split("measuring a step\n")
+    assert progress.split() == [word for entry in entries() for word in ("measuring", entry.name)]
+    assert re.search(r"^Compressing was measured on this \w+; repeats differ by \d+%\.$", out, re.MULTILINE)
     assert out.startswith(f"{' '.join(TINY)}: 12,528 parameters, 0.1 MB of gradients. A step computes for ")
     assert "N=3 ranks over 10 Mbit/s, 0.1 ms delay." in out
     assert all(len(row(out, entry.name)) == 10 for entry in entries() if entry.name != "none")
@@ -31,10 +38,19 @@ def test_it_prints_a_table_and_a_verdict(command, tmp_path):
 
 
 def test_by_default_the_link_has_1_gbit(command):
-    code, out, _ = command("plan", *TINY, "--step-ms", "1000")
+    code, text, _ = command("plan", *TINY, "--step-ms", "1000")
     assert code == 0
+    out = text.partition("measuring ")[0]
     assert "A step computes for 1000 ms (given).\nModelled for N=2 ranks over 1 Gbit/s, 0.1 ms delay.\n" in out
-    assert out.endswith("don't compress: no method is modelled at 1.1x or better\n")
+    assert "\ndon't compress: no method is modelled at 1.1x or better\n" in out
+
+
+def test_a_busy_machine_is_told_of(command, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.3, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(plan, "measured", lambda *_: planned())
+    _, text, _ = command("plan", *TINY)
+    assert "gradcomp plan: this machine is busy (load 7.3, 2 cores): times will be too long." in text
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
