@@ -80,6 +80,7 @@ def sparse(**options):
 def counted_collectives():
     """Inside, calls of torch.distributed's collectives are counted by name."""
     calls, names = Counter(), {"broadcast", "all_reduce", "all_gather_single", "all_gather_into_tensor", "barrier"}
+    names.add("_broadcast_coalesced")  # of DDP, for buffers
 
     def counting(name, collective):
         def call(*args, **kwargs):
