@@ -102,7 +102,7 @@ def pack_eden(y: torch.Tensor, out: torch.Tensor, bits: int, seeds: torch.Tensor
     """
     of_pairs, block = _tables(bits, y.device)[0], 0
     for values, scales, codes in _chunks(y, out, bits):
-        largest = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True)
+        largest = values.abs().amax(1, keepdim=True)  # vector_norm takes ten times as long on a CPU
         power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(-126, 126))
         near_1 = values / power  # exact, and its squares neither overflow nor vanish
         squares = torch.linalg.vecdot(near_1, near_1).unsqueeze(1)
