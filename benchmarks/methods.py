@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.app.models import NETWORKS
+from lightning_gradcomp.app.models import NETWORKS, gpt_small
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, spare_buffers
 
 WHOLE = 1_000_000
@@ -45,6 +45,9 @@ TITLES = {
     "ddp": "DDP",
 }
 """Methods with a title of their own in tables, in the order of the rows."""
+
+VOCABULARY = 50_257
+"""Number of GPT-2's tokens."""
 
 ROUNDS = ("local", "dga", "auto", "sparseloco", "sparseloco-late")
 
@@ -79,11 +82,24 @@ def wait(device: torch.device) -> None:
 
 
 def network(name: str) -> nn.Module:
-    """`torchvision.resnet18` with ImageNet's stem, the recipes' `resnet18` with one for small images, or `small`."""
+    """`torchvision.resnet18` with ImageNet's stem, the recipes' `resnet18` with one for small images, `small`, or
+    `gpt_small` with GPT-2's vocabulary."""
+    if name == "gpt_small":
+        return gpt_small(vocabulary=VOCABULARY, context=1024)
     source, _, model = name.rpartition(".")
     if source:
         return torchvision.models.get_model(model, num_classes=10)
     return small() if name == "small" else NETWORKS[name](channels=3, classes=10, size=32)
+
+
+def batch(model: str, number: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images of `size` pixels per side with labels; for `gpt_small`, windows of `size` tokens with the next."""
+    generator = torch.Generator().manual_seed(seed)
+    if model == "gpt_small":
+        tokens = torch.randint(0, VOCABULARY, (number, size + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    images = torch.randn(number, 3, size, size, generator=generator)
+    return images, torch.randint(0, 10, (number,), generator=generator)
 
 
 def small() -> nn.Module:
@@ -110,7 +126,11 @@ OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 def forward_backward(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
     model.zero_grad(set_to_none=True)
-    nn.functional.cross_entropy(model(images), labels).backward()
+    loss(model, images, labels).backward()
+
+
+def loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(images).flatten(0, -2), labels.flatten())
 
 
 def compressor(method: str) -> lgc.Compressor:
@@ -206,9 +226,9 @@ class Switched:
         decision = self._averager.begin_step()
         with self._averager.local_weights():
             with self._hook.forward(decision):
-                loss = nn.functional.cross_entropy(self._ddp(images), labels)
+                found = loss(self._ddp, images, labels)
             self._hook.before_backward(self._averager, decision)
-            loss.backward()
+            found.backward()
         turn = self._hook.after_backward(self._averager)
         if turn.ddp_seconds is None:
             self._averager.average()

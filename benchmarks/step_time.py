@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -112,9 +113,8 @@ Turns = dict[str, list[list[Span]]]
 def measure(arguments: argparse.Namespace) -> Iterator[Turns]:
     """The turns so far, after each turn."""
     rank, device = dist.get_rank(), methods.device()
-    generator = torch.Generator().manual_seed(rank)
-    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, generator=generator).to(device)
-    labels = torch.randint(0, 10, (arguments.batch,), generator=generator).to(device)
+    made = methods.batch(arguments.model, arguments.batch, arguments.size, seed=rank)
+    images, labels = made[0].to(device), made[1].to(device)
     trained: dict[str, methods.Method] = {}
     for name in arguments.methods.split(","):
         torch.manual_seed(0)  # the same weights on every rank
@@ -216,9 +216,9 @@ def row(each: StepTime, turns: list[list[Span]]) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=METHODS, help="as in benchmarks/methods.py")
-    parser.add_argument("--model", default="torchvision.resnet18", help="or small, or a network of the recipes")
+    parser.add_argument("--model", default="torchvision.resnet18", help="or small, gpt_small, or a network of the recipes")
     parser.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="sgd")
-    parser.add_argument("--size", type=int, default=32, help="pixels per side of an image")
+    parser.add_argument("--size", type=int, default=32, help="pixels per side of an image; tokens of a window")
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     parser.add_argument("--steps", type=int, default=5, help="spans per turn; with rounds, one")
     parser.add_argument("--span", type=int, default=1, help="steps timed together; with rounds, whole rounds")
@@ -242,7 +242,8 @@ def main() -> None:
         rows = [row(each, found[each.method]) for each in lines]
         head = [column for column in COLUMNS if any(each[column] for each in rows)]
         print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")
-        print(f"{arguments.optimizer}, N={dist.get_world_size()}, {report.machine()}")
+        print(f"{arguments.optimizer}, N={dist.get_world_size()}, {report.machine()}; ", end="")
+        print(f"peak memory of a rank {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB")
         print(report.table(head, [[each[column] for column in head] for each in rows]))
     dist.barrier()
     sys.stdout.flush()
