@@ -216,7 +216,7 @@ def row(each: StepTime, turns: list[list[Span]]) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=METHODS, help="as in benchmarks/methods.py")
-    parser.add_argument("--model", default="torchvision.resnet18", help="or small, gpt_small, or a network of the recipes")
+    parser.add_argument("--model", default="torchvision.resnet18", help="small, gpt_small, or one of the recipes")
     parser.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="sgd")
     parser.add_argument("--size", type=int, default=32, help="pixels per side of an image; tokens of a window")
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -31,9 +32,11 @@ class Classifier(Task):
         decay_all: bool = True,
         channels_last: bool = False,
         compile: bool = False,
+        weights: str | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         model = model.to(memory_format=torch.channels_last) if channels_last else model
-        super().__init__(model, optimizer, scheduler, decay_all, compile)
+        super().__init__(model, optimizer, scheduler, decay_all, compile, weights, frozen)
         self.mix, self.label_smoothing = augment.mixer(data.classes), augment.label_smoothing
         self.channels_last = channels_last
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -29,8 +30,10 @@ class LanguageModel(Task):
         scheduler: WarmupCosine,
         decay_all: bool = False,
         compile: bool = False,
+        weights: str | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
-        super().__init__(model, optimizer, scheduler, decay_all, compile)
+        super().__init__(model, optimizer, scheduler, decay_all, compile, weights, frozen)
         self.unit = data.unit
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

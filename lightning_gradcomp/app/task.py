@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_gradcomp.app.data.shared import SharedData
 from lightning_gradcomp.app.muon import MuonAdamW, blocks, with_rules
+from lightning_gradcomp.app.pretrained import freeze, load_weights
 from lightning_gradcomp.app.scheduler import WarmupCosine
 
 POSITIONS = "relative_position_bias_table"
@@ -46,8 +48,13 @@ class Task(L.LightningModule, ABC):
         scheduler: WarmupCosine,
         decay_all: bool,
         compile: bool,
+        weights: str | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        if weights is not None:
+            load_weights(model, weights)
+        freeze(model, frozen)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.decay_all, self.compiled = decay_all, compile
 
@@ -122,9 +129,10 @@ class Task(L.LightningModule, ABC):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """All parameters, with a separate group for those without weight decay."""
+        """All parameters that train, with a separate group for those without weight decay."""
         groups: tuple[list[Any], list[Any]] = ([], [])
-        for name, parameter in self.named_parameters():
+        training = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        for name, parameter in training:
             without = not self.decay_all and (parameter.dim() <= 1 or name.endswith(POSITIONS))
             groups[without].append(parameter)
         every = ({"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0})
