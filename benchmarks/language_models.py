@@ -108,9 +108,9 @@ def record(runs: Iterable[tuple[Path, Summary]], rate_mbit: int | None) -> None:
     report.record(CURVES, curves, _place)
 
 
-def record_results(results: Sequence[Result]) -> None:
-    """Add lines to text.csv. There must be at least one."""
-    report.record(CSV, results, _identity)
+def record_results(results: Sequence[Result], csv: Path = CSV) -> None:
+    """Add lines to text.csv, or to another file of runs. There must be at least one."""
+    report.record(csv, results, _identity)
 
 
 def _identity(each: Result) -> tuple[str, str, int, int, int, str]:

@@ -2,20 +2,23 @@
 
     python -m benchmarks.many_ranks 8 recipe=stdlib_gpt compressor=none,eden seed=0,1 trainer.max_epochs=6
 
-Each run appends a line to docs/data/text.csv, as one of `gradcomp` with the same words would
-(benchmarks/language_models.py). The ranks have the same windows as its processes, and average with the package's
-`GradientAverager` over gloo. Processes would spend most of their time on imports and on waiting for one another.
-Weights are usually bit-identical to those of such a run; in one of six comparisons EDEN's were not.
+Each run adds a line to docs/data/text.csv, as one of `gradcomp` with the same words would
+(benchmarks/language_models.py), or to another file with `--csv`. The ranks have the same windows as its processes, and
+average with the package's `GradientAverager` over gloo. Processes would spend most of their time on imports and on
+waiting for one another. Weights are usually bit-identical to those of such a run; in one of six comparisons EDEN's were
+not.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import os
 import sys
 import threading
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -98,12 +101,19 @@ def result(config: dict[str, Any], ranks: int, loss: float, averager: GradientAv
 def main() -> None:
     """Run every combination of the words' values."""
     torch.set_num_threads(1)
-    ranks, *words = sys.argv[1:]
-    several = [[f"{word.split('=', 1)[0]}={value}" for value in word.split("=", 1)[1].split(",")] for word in words]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("words", nargs="*", help="as for gradcomp; values with commas between them are combined")
+    parser.add_argument("--csv", type=Path, default=language_models.CSV)
+    arguments = parser.parse_args()
+    several = [
+        [f"{name}={value}" for value in ([values] if values.startswith("[") else values.split(","))]
+        for name, _, values in (word.partition("=") for word in arguments.words)
+    ]
     for each in itertools.product(*several):
         config = summaries.composed(*each)
-        found = result(config, int(ranks), *train(config, int(ranks))[:2])
-        language_models.record_results([found])
+        found = result(config, arguments.ranks, *train(config, arguments.ranks)[:2])
+        language_models.record_results([found], arguments.csv)
         print(found, flush=True)
 
 
