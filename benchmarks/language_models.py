@@ -3,11 +3,7 @@
     gradcomp -m recipe=stdlib_gpt compressor=none,dgc_int8 seed=0,1,2,3,4 hydra.sweep.dir=runs/text     # and so on
     python -m benchmarks.results runs/text && python -m docs.tables && python -m docs.pictures
 
-A run replaces an earlier one with the same method, optimizer, ranks, steps, seed and machine. The curves of runs over a
-link are recorded with its rate, and nothing else of them:
-
-    python -m benchmarks.link --rate-mbit 100 -- gradcomp recipe=stdlib_gpt hydra.run.dir=runs/link_100/dgc
-    python -m benchmarks.results --rate-mbit 100 runs/link_100
+A run replaces an earlier one with the same method, optimizer, ranks, steps, seed and machine.
 """
 
 from __future__ import annotations
@@ -59,10 +55,8 @@ class Point:
     ranks: int
     seed: int
     steps: int  # of the whole run
-    rate_mbit: int | None  # of each rank's link; None: all ranks on one machine
     step: int
     bytes_sent: int  # by rank 0 so far
-    seconds: float  # since training began, validation included
     val_loss: float
 
 
@@ -82,7 +76,7 @@ def result(summary: Summary) -> Result:
     )
 
 
-def points(folder: Path, run: Result, rate_mbit: int | None) -> Iterator[Point]:
+def points(folder: Path, run: Result) -> Iterator[Point]:
     """The curve of a run."""
     for row in pd.read_csv(folder / "metrics.csv").dropna(subset="val_loss").to_dict("records"):
         yield Point(
@@ -91,20 +85,17 @@ def points(folder: Path, run: Result, rate_mbit: int | None) -> Iterator[Point]:
             ranks=run.ranks,
             seed=run.seed,
             steps=run.steps,
-            rate_mbit=rate_mbit,
             step=row["step"] + 1,
             bytes_sent=int(row["comm/total_bytes_sent"]),
-            seconds=round(row["time/total_s"], 1),
             val_loss=round(row["val_loss"], 4),
         )
 
 
-def record(runs: Iterable[tuple[Path, Summary]], rate_mbit: int | None) -> None:
-    """Add runs of language models; of runs over a link only the curves. There must be at least one."""
+def record(runs: Iterable[tuple[Path, Summary]]) -> None:
+    """Add runs of language models and their curves. There must be at least one."""
     results = [(folder, result(summary)) for folder, summary in runs]
-    if rate_mbit is None:
-        record_results([run for _, run in results])
-    curves = [point for folder, run in results for point in points(folder, run, rate_mbit)]
+    record_results([run for _, run in results])
+    curves = [point for folder, run in results for point in points(folder, run)]
     report.record(CURVES, curves, _place)
 
 
@@ -117,8 +108,8 @@ def _identity(each: Result) -> tuple[str, str, int, int, int, str]:
     return each.method, each.optimizer, each.ranks, each.steps, each.seed, each.machine
 
 
-def _place(each: Point) -> tuple[str, str, int, int, int, int, int]:
-    return each.method, each.optimizer, each.ranks, each.steps, each.rate_mbit or 0, each.seed, each.step
+def _place(each: Point) -> tuple[str, str, int, int, int, int]:
+    return each.method, each.optimizer, each.ranks, each.steps, each.seed, each.step
 
 
 def read_csv() -> list[Result]:
@@ -158,6 +149,34 @@ def difference(method: str, ranks: int, steps: int = 600) -> str:
     return summaries.compared(own, dense, 3).difference or "—"
 
 
+def by_length(method: str, ranks: int) -> dict[int, float]:
+    """Steps of a run -> loss of AdamW with a method minus dense, mean over the seeds that both have."""
+    runs = [each for each in read_csv() if each.optimizer == "AdamW"]
+    found = {}
+    for steps in sorted({each.steps for each in runs if (each.method, each.ranks) == (method, ranks)}):
+        own = [each for each in runs if (each.method, each.ranks, each.steps) == (method, ranks, steps)]
+        dense = of_ranks([each for each in runs if (each.method, each.steps) == ("none", steps)], ranks)
+        found[steps] = mean(report.differences(own, dense))
+    return found
+
+
+TRAINED = {"finetune": "all", "finetune_head": "the last layers"}
+"""File of runs of recipe=finetune_text -> the parameters that train."""
+
+
+def finetuned() -> str:
+    """The page's table of fine-tuning: differences to dense, two ranks."""
+    rows = []
+    for file, trained in TRAINED.items():
+        by_method: dict[str, list[Result]] = defaultdict(list)
+        for each in report.read(report.DATA / f"{file}.csv", Result):
+            by_method[each.method.split()[0]].append(each)
+        for method in sorted({*by_method} - {"none"}, key=summaries.place):
+            cells = summaries.compared(by_method[method], by_method["none"], 3)
+            rows.append([summaries.code(method, "stdlib_gpt"), *cells[:2], trained, *cells[2:]])
+    return report.table(["method", "loss", "fewer bytes", "trained", "dense loss", "seeds"], rows)
+
+
 def of_ranks(dense: Sequence[Result], ranks: int) -> list[Result]:
     """The dense runs to pair with: of each seed those of as many ranks, or of any number if there is none.
 
@@ -168,14 +187,13 @@ def of_ranks(dense: Sequence[Result], ranks: int) -> list[Result]:
     return own + [each for each in dense if each.seed not in seeds]
 
 
-def curve(method: str, optimizer: str, steps: int, rate_mbit: int | None = None) -> list[tuple[float, float, float]]:
-    """(bytes sent, seconds, loss) of two ranks after each epoch, means over seeds; empty if there is no run."""
-    wanted = (method, optimizer, 2, steps, rate_mbit)
+def curve(method: str, optimizer: str, steps: int) -> list[tuple[float, float]]:
+    """(bytes sent, loss) of two ranks after each epoch, means over seeds; empty if there is no run."""
+    wanted = (method, optimizer, 2, steps)
     found: dict[int, list[Point]] = defaultdict(list)
     for each in report.read(CURVES, Point):
-        if (each.method, each.optimizer, each.ranks, each.steps, each.rate_mbit) == wanted:
+        if (each.method, each.optimizer, each.ranks, each.steps) == wanted:
             found[each.step].append(each)
     return [
-        (mean(each.bytes_sent for each in ps), mean(each.seconds for each in ps), mean(each.val_loss for each in ps))
-        for _, ps in sorted(found.items())
+        (mean(each.bytes_sent for each in ps), mean(each.val_loss for each in ps)) for _, ps in sorted(found.items())
     ]

@@ -221,11 +221,10 @@ def _identity(each: Result) -> tuple[str, str, str, int, int, float, int, int, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", help="folders, searched recursively for runs")
-    parser.add_argument("--rate-mbit", type=int, help="the runs are language models' over a link of this rate")
     arguments = parser.parse_args()
     found = [each for folder in arguments.runs for each in summaries.found(folder)]
     if texts := [(folder, summary) for folder, summary in found if "val_loss" in summary]:
-        language_models.record(texts, arguments.rate_mbit)
+        language_models.record(texts)
     if accuracies := [result(summary) for _, summary in found if "val_correct" in summary]:
         report.record(CSV, accuracies, _identity)
     print(folds(read_csv()), fashion(), language_models.table(), sep="\n\n")

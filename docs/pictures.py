@@ -209,6 +209,16 @@ def accuracy(axes: Axes) -> None:
     axes.spines["left"].set_visible(False)
 
 
+ON_GPT_SMALL = {
+    "DDP": None,
+    "torch's fp16 hook": None,
+    "`ddp_int8`": "int8",
+    "`eden`": "eden",
+    "`eden` in 2 bits": "eden bits=2",
+    "`dgc`": "dgc",
+}
+"""Method in gpt_small_steps.csv -> its label in text.csv; None: as dense."""
+
 TEXT_STEPS = 600
 """Of the runs of language models in the pictures."""
 
@@ -230,6 +240,7 @@ CURVES = (
     Curve("dense", "none", "AdamW", ORANGE, (22, 0)),
     Curve("onebit", "onebit", "AdamW", GREEN),
     Curve("eden", "eden", "AdamW", VIOLET, (0, 9), 0),
+    Curve("eden, 2 bits", "eden bits=2", "AdamW", VIOLET),
     Curve("dgc_int8", "dgc", "AdamW", BLUE),
     Curve("sparseloco", "sparseloco K=8 D=0", "AdamW", GREY),
     Curve("dense, Muon", "none", "Muon", ORANGE),
@@ -242,7 +253,7 @@ def loss_by_bytes(axes: Axes) -> None:
     """Validation loss of a small GPT against bytes sent, two ranks, means over seeds: those methods that have runs."""
     for each in CURVES:
         if points := language_models.curve(each.method, each.optimizer, TEXT_STEPS):
-            sent, _, losses = zip(*points, strict=True)
+            sent, losses = zip(*points, strict=True)
             axes.plot(sent, losses, color=each.color, linestyle="--" if each.optimizer == "Muon" else "-")
             style = {"textcoords": "offset points", "ha": "center", "va": "center", "color": each.color}
             axes.annotate(each.name, (sent[each.end], losses[each.end]), each.beside, **style)
@@ -252,20 +263,31 @@ def loss_by_bytes(axes: Axes) -> None:
     axes.minorticks_off()
 
 
-def loss_by_link(axes: Axes) -> None:
-    """Validation loss of a small GPT against time over two links, two ranks, means over seeds."""
-    figure = axes.figure
-    axes.remove()
-    both = figure.subplots(2, sharex=True, sharey=True)
-    for below, rate in zip(both, (1000, 100), strict=True):
-        for each in CURVES:
-            if points := language_models.curve(each.method, each.optimizer, TEXT_STEPS, rate):
-                _, seconds, losses = zip(*points, strict=True)
-                below.plot(seconds, losses, color=each.color, label=each.name)
-        below.set(ylabel="nats per byte")
-        below.set_title(step_times.link(rate), fontsize=10)
-    both[0].legend(frameon=False)
-    both[-1].set(xlabel="seconds", xlim=(0, None))
+def loss_by_steps(axes: Axes) -> None:
+    """What methods lose against dense training of the same length, by that length."""
+    for each in (each for each in CURVES if each.method in ("onebit", "eden bits=2", "dgc")):
+        for ranks, line in ((2, "--"), (8, "-")):
+            steps, losses = zip(*language_models.by_length(each.method, ranks).items(), strict=True)
+            label = f"{each.name}, {ranks} ranks"
+            axes.plot(steps, losses, "o", linestyle=line, color=each.color, markersize=4, label=label)
+    axes.legend(frameon=False, fontsize=9)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.set(xscale="log", xlabel="steps", ylabel="loss minus dense, nats per byte")
+    axes.set_xticks(ticks := [300, 600, 1200, 2400, 5000], [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def gpt_small(axes: Axes) -> None:
+    """What a step of GPT-2 small takes over 100 Mbit/s, and what the method costs a small GPT on two ranks."""
+    steps = pd.read_csv(report.DATA / "gpt_small_steps.csv").set_index("method")["100 Mbit/s"]
+    for method, label in ON_GPT_SMALL.items():
+        [loss] = [0.0] if label is None else [language_models.by_length(label, 2)[TEXT_STEPS]]
+        color = BLUE if label else GREY
+        axes.plot(steps[method], loss, "o", color=color)
+        axes.annotate(method.replace("`", ""), (steps[method], loss), (6, 4), textcoords="offset points", color=color)
+    axes.set(xscale="log", xlabel="a step of GPT-2 small over 100 Mbit/s", ylabel="loss minus dense", xlim=(2, 90))
+    axes.set_xticks(ticks := [3, 5, 10, 20, 40], [f"{tick} s" for tick in ticks])
+    axes.minorticks_off()
 
 
 def rotation(axes: Axes) -> None:
@@ -311,7 +333,8 @@ PICTURES: dict[str, Picture] = {
     "step_time": (step_time, (5, 3.2)),
     "which_method": (which_method, (5, 3.6)),
     "loss_by_bytes": (loss_by_bytes, (5, 3.6)),
-    "loss_by_link": (loss_by_link, (5, 4.6)),
+    "loss_by_steps": (loss_by_steps, (5, 3.6)),
+    "gpt_small": (gpt_small, (5, 3.2)),
     "accuracy": (accuracy, (5, 4)),
     "latency": (latency, (5, 3.2)),
     "rotation": (rotation, (5, 3.0)),

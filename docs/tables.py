@@ -126,6 +126,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "by_link": by_link,
     "csv": of_csv,
     "fashion": results.fashion,
+    "finetuned": language_models.finetuned,
     "language_models": language_models.table,
     "local_steps": results.local_steps,
     "methods": methods,

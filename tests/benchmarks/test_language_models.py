@@ -8,10 +8,10 @@ from benchmarks import language_models
 from benchmarks.language_models import Result, curve, record, table
 from benchmarks.summaries import composed, found
 
-METRICS = """comm/total_bytes_sent,epoch,step,time/total_s,train_loss,val_loss
-500,0,9,1.0,5.0,
-1000,0,9,2.04,,{first}
-2000,1,19,4.0,,{last}
+METRICS = """comm/total_bytes_sent,epoch,step,train_loss,val_loss
+500,0,9,5.0,
+1000,0,9,,{first}
+2000,1,19,,{last}
 """
 
 
@@ -37,15 +37,12 @@ def result(loss, *, method="dgc", optimizer="AdamW", ranks=2, seed=0, steps=600)
     return Result(**run, **cost, val_loss=loss, machine="one")
 
 
-def test_curves_are_means_over_seeds_and_apart_by_link(tmp_path):
+def test_curves_are_means_over_seeds(tmp_path):
     finished(tmp_path / "runs" / "0", loss=2.0)
     finished(tmp_path / "runs" / "1", loss=2.5, seed=1)
-    finished(tmp_path / "over_link" / "0", loss=3.0)
-    record(found(tmp_path / "runs"), None)
-    record(found(tmp_path / "over_link"), 100)
-    record(found(tmp_path / "runs"), None)
-    assert curve("dgc", "AdamW", 20) == [(1000, 2.0, 3.25), (2000, 4.0, 2.25)]
-    assert curve("dgc", "AdamW", 20, 100) == [(1000, 2.0, 4.0), (2000, 4.0, 3.0)]
+    for _ in range(2):
+        record(found(tmp_path / "runs"))
+    assert curve("dgc", "AdamW", 20) == [(1000, 3.25), (2000, 2.25)]
     assert curve("dgc", "Muon", 20) == []
     assert [each.val_loss for each in language_models.read_csv()] == [2.0, 2.5]
 
@@ -61,6 +58,13 @@ def test_a_method_is_paired_with_dense_runs_of_its_optimizer_steps_and_seed(monk
         "| `muloco` K=30 D=0 (Muon) | +0.020 | 10x |  |  | 600 | 1.000 | 1 |",
         "| `dgc_int8` | +0.100 | 10x |  |  | 5,000 | 1.500 | 1 |",
     ]
+
+
+def test_differences_by_length_are_means_over_seeds(monkeypatch):
+    dense = [result(2.0, method="none"), result(2.1, method="none", seed=1), result(1.5, method="none", steps=5000)]
+    lossy = [result(2.2), result(2.2, seed=1), result(1.6, steps=5000), result(9.0, ranks=8)]
+    monkeypatch.setattr(language_models, "read_csv", lambda: [*lossy, *dense])
+    assert language_models.by_length("dgc", 2) == {600: pytest.approx(0.15), 5000: pytest.approx(0.1)}
 
 
 def test_eight_ranks_are_paired_with_dense_runs_of_two_where_there_are_none_of_eight(monkeypatch):
