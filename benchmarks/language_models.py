@@ -99,9 +99,9 @@ def record(runs: Iterable[tuple[Path, Summary]]) -> None:
     report.record(CURVES, curves, _place)
 
 
-def record_results(results: Sequence[Result], csv: Path = CSV) -> None:
+def record_results(results: Sequence[Result], csv: Path | None = None) -> None:
     """Add lines to text.csv, or to another file of runs. There must be at least one."""
-    report.record(csv, results, _identity)
+    report.record(csv or CSV, results, _identity)
 
 
 def _identity(each: Result) -> tuple[str, str, int, int, int, str]:

@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=int)
     parser.add_argument("words", nargs="*", help="as for gradcomp; values with commas between them are combined")
-    parser.add_argument("--csv", type=Path, default=language_models.CSV)
+    parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     several = [
         [f"{name}={value}" for value in ([values] if values.startswith("[") else values.split(","))]

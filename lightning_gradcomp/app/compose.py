@@ -107,11 +107,7 @@ def of_task(attribute: str, *, _root_: DictConfig) -> str:
 
 
 def apply_overrides(config: DictConfig, words: Sequence[str]) -> None:
-    """Move what a strategy brings with it, as strategy=powersgd does its compressor, to its group of `config`.
-
-    Raises:
-        ValueError: for words that have no effect, and for a value that is missing.
-    """
+    """Move what a strategy brings with it, as strategy=powersgd does its compressor, to its group of `config`."""
     typed = {}  # first word of what is overridden -> override
     for override in OverridesParser.create().parse_overrides(list(words)):
         typed.setdefault(override.key_or_group.partition(".")[0], override.input_line)
@@ -129,8 +125,6 @@ def apply_overrides(config: DictConfig, words: Sequence[str]) -> None:
             raise refusal(name, word, f"{', '.join(sorted(known))}; or a name that another value refers to")
     if "augment" in typed and "augment" not in config.task:
         raise refusal(f"augment with task={config.task._target_}", typed["augment"], "nothing: it augments images")
-    for missing in sorted(OmegaConf.missing_keys(config)):  # Hydra would leave it out
-        raise refusal(missing, "no value", "one, as its comment in conf/ or in the recipe says")
     if config.folder is not None:
         raise refusal("folder", config.folder, "null; hydra.run.dir=FOLDER sets the run's folder")
 

@@ -15,7 +15,7 @@ WRONG = {
     "no compressor": (["~compressor"], "compressor: got '~compressor', allowed: bf16, dgc, dgc_int8"),
     "no seed": (["~seed"], "seed: got '~seed', allowed: a value"),
     "no devices": (["~trainer.devices"], "trainer.devices: got 'no value', allowed: a value, which gradcomp reads"),
-    "a value that is missing": (["recipe=finetune_text"], "task.weights: got 'no value', allowed: one, as its comment"),
+    "no run to start from": (["recipe=finetune_text"], "task.weights: got \"runs/pretrained ([Errno 2] No such file"),
     "an unknown parameter": (["+optimizer.foo=1"], "optimizer: SGD.__init__() got an unexpected keyword"),
     "a wrong type": (["trainer.max_epochs=ten"], "trainer.max_epochs: got 'ten', allowed: a whole number from 1"),
     "a type that torch refuses": (["optimizer.lr=high"], "optimizer.lr: got 'high', allowed: a number or Tensor"),
