@@ -240,7 +240,6 @@ CURVES = (
     Curve("dense", "none", "AdamW", ORANGE, (22, 0)),
     Curve("onebit", "onebit", "AdamW", GREEN),
     Curve("eden", "eden", "AdamW", VIOLET, (0, 9), 0),
-    Curve("eden, 2 bits", "eden bits=2", "AdamW", VIOLET),
     Curve("dgc_int8", "dgc", "AdamW", BLUE),
     Curve("sparseloco", "sparseloco K=8 D=0", "AdamW", GREY),
     Curve("dense, Muon", "none", "Muon", ORANGE),
@@ -265,12 +264,15 @@ def loss_by_bytes(axes: Axes) -> None:
 
 def loss_by_steps(axes: Axes) -> None:
     """What methods lose against dense training of the same length, by that length."""
-    for each in (each for each in CURVES if each.method in ("onebit", "eden bits=2", "dgc")):
-        for ranks, line in ((2, "--"), (8, "-")):
-            steps, losses = zip(*language_models.by_length(each.method, ranks).items(), strict=True)
-            label = f"{each.name}, {ranks} ranks"
-            axes.plot(steps, losses, "o", linestyle=line, color=each.color, markersize=4, label=label)
-    axes.legend(frameon=False, fontsize=9)
+    for ranks, line in ((2, "--"), (8, "-")):
+        for name, method, color in (
+            ("dgc_int8", "dgc", BLUE),
+            ("onebit", "onebit", GREEN),
+            ("eden, 2 bits", "eden bits=2", VIOLET),
+        ):
+            steps, losses = zip(*language_models.by_length(method, ranks).items(), strict=True)
+            axes.plot(steps, losses, "o", linestyle=line, color=color, markersize=4, label=f"{name}, {ranks} ranks")
+    axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.15, 1), ncols=2)
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set(xscale="log", xlabel="steps", ylabel="loss minus dense, nats per byte")
     axes.set_xticks(ticks := [300, 600, 1200, 2400, 5000], [f"{tick:,}" for tick in ticks])
@@ -284,7 +286,9 @@ def gpt_small(axes: Axes) -> None:
         [loss] = [0.0] if label is None else [language_models.by_length(label, 2)[TEXT_STEPS]]
         color = BLUE if label else GREY
         axes.plot(steps[method], loss, "o", color=color)
-        axes.annotate(method.replace("`", ""), (steps[method], loss), (6, 4), textcoords="offset points", color=color)
+        place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(method.replace("`", "").removeprefix("torch's "), (steps[method], loss), color=color, **place)
+    axes.margins(y=0.15)
     axes.set(xscale="log", xlabel="a step of GPT-2 small over 100 Mbit/s", ylabel="loss minus dense", xlim=(2, 90))
     axes.set_xticks(ticks := [3, 5, 10, 20, 40], [f"{tick} s" for tick in ticks])
     axes.minorticks_off()
