@@ -33,7 +33,7 @@ class Classifier(Task):
         channels_last: bool = False,
         compile: bool = False,
         weights: str | None = None,
-        frozen: Sequence[str] = (),
+        frozen: Sequence[str] | None = None,
     ) -> None:
         model = model.to(memory_format=torch.channels_last) if channels_last else model
         super().__init__(model, optimizer, scheduler, decay_all, compile, weights, frozen)

@@ -31,7 +31,7 @@ class LanguageModel(Task):
         decay_all: bool = False,
         compile: bool = False,
         weights: str | None = None,
-        frozen: Sequence[str] = (),
+        frozen: Sequence[str] | None = None,
     ) -> None:
         super().__init__(model, optimizer, scheduler, decay_all, compile, weights, frozen)
         self.unit = data.unit

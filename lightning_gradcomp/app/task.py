@@ -49,12 +49,13 @@ class Task(L.LightningModule, ABC):
         decay_all: bool,
         compile: bool,
         weights: str | None = None,
-        frozen: Sequence[str] = (),
+        frozen: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         if weights is not None:
             load_weights(model, weights)
-        freeze(model, frozen)
+        if frozen is not None:
+            freeze(model, frozen)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.decay_all, self.compiled = decay_all, compile
 

@@ -1,6 +1,6 @@
 """Compressors and error feedback. Importing this package registers every compressor."""
 
-from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, LossyCompressor
+from lightning_gradcomp.compressors.base import Codec, Collectives, Compressor, LossyCompressor, SparseCodec
 from lightning_gradcomp.compressors.dense import BF16, FP16, Int8, NoCompression
 from lightning_gradcomp.compressors.dgc import DGC
 from lightning_gradcomp.compressors.eden import EDEN
@@ -26,6 +26,7 @@ __all__ = [
     "NoCompression",
     "OneBit",
     "PowerSGD",
+    "SparseCodec",
     "TensorCodec",
     "TernGrad",
     "TwoBit",

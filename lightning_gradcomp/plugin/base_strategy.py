@@ -64,7 +64,7 @@ WAITING_SECONDS = 10.0
 WAITING = (
     "trainer.save_checkpoint waits for other ranks. Every rank must call it: if one does not, this ends in an error."
 )
-OF_THIS_PROCESS = {"averager", "server", "_hook", "_ranks", "_direction_hooks", "_watches"}
+OF_THIS_PROCESS = {"averager", "server", "_hook", "_ranks", "_direction_warnings", "_watches"}
 """Attributes of strategies that hold a process group, a thread, a connection or a hook."""
 
 

@@ -22,7 +22,7 @@ from lightning_gradcomp.compressors import LossyCompressor
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import BaseStrategy, averages_of
-from lightning_gradcomp.plugin.direction_hooks import DirectionHooks
+from lightning_gradcomp.plugin.direction_warnings import DirectionWarnings
 from lightning_gradcomp.plugin.manual_steps import ManualSteps, Turn
 from lightning_gradcomp.plugin.validation import (
     check_clipping,
@@ -99,7 +99,7 @@ class GradientStrategy(BaseStrategy):
                 check_local_weights(trainer, self.pl_module)
             if self.verify_replicas_every_n_steps:
                 self.averager.compare_all_local_weights()
-            self._direction_hooks = DirectionHooks(self.averager, trainer, self.pl_module)
+            self._direction_warnings = DirectionWarnings(self.averager, trainer, self.pl_module)
             setattr(self.precision_plugin, "clip_gradients", self._clip_gradients)  # noqa: B010 - shadows the method
             manual = not self.pl_module.automatic_optimization
             self.watch_steps(before=self._check_averaged if manual else None, after=self._after_step)
@@ -167,7 +167,7 @@ class GradientStrategy(BaseStrategy):
         if not self.pl_module.automatic_optimization:
             self.averager.use_optimizers(self._corrected, self.optimizers)
             if self._manual_steps.take_back(self.averager):
-                self._direction_hooks.revoked()
+                self._direction_warnings.revoked()
         scaler = getattr(precision, "scaler", None)
         self._grad_scale = scaler.get_scale() if scaler else 1.0
         with self.averager.leaving_local_weights():
@@ -186,7 +186,7 @@ class GradientStrategy(BaseStrategy):
         """Average, or record what DDP has averaged. Then end after a SIGTERM, and log what topology="auto" chose."""
         averager, autotune = self.averager, self.averager.autotune
         before = autotune.outcome if autotune else ""
-        self._direction_hooks.before_average()
+        self._direction_warnings.before_average()
         optimizer, ddp_seconds, revocable = turn
         with self.explained("averaging gradients"):
             if ddp_seconds is None:
@@ -194,7 +194,7 @@ class GradientStrategy(BaseStrategy):
             else:
                 averager.after_dense_step(grad_scale=self._grad_scale, seconds=ddp_seconds, optimizer=optimizer)
         if ddp_seconds is None:
-            self._direction_hooks.after_average(in_step=self._in_step)
+            self._direction_warnings.after_average(in_step=self._in_step)
             sigterm.stop_after_batch(averager, self.pl_module.trainer)
         if autotune and autotune.outcome != before and autotune.choice != autotune.uncompressed:
             rank_zero_info(autotune.outcome)
@@ -221,7 +221,7 @@ class GradientStrategy(BaseStrategy):
             result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
         finally:
             self._in_step = False
-        self._direction_hooks.after_step(optimizer)  # also if a loss scaler skipped it
+        self._direction_warnings.after_step(optimizer)  # also if a loss scaler skipped it
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # a wrapper of another optimizer may lack torch's
             averager.commit(optimizer)
         every = self.verify_replicas_every_n_steps
@@ -273,7 +273,7 @@ class GradientStrategy(BaseStrategy):
         type(precision).clip_gradients(precision, optimizer, clip_val, *args, **kwargs)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        self._direction_hooks.after_step(optimizer)
+        self._direction_warnings.after_step(optimizer)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         if not self._in_step and self._manual_steps.is_pending(optimizer):

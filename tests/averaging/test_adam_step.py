@@ -12,7 +12,7 @@ from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.compressors.error_feedback import Gradient
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.updates import AdamStep
-from tests.averaging.laws import REGISTERED, REMEMBERING
+from tests.averaging.methods import REGISTERED, REMEMBERING
 from tests.averaging.workers import (
     Table,
     all_equal,

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from lightning_gradcomp.averaging import mean_state
-from tests.averaging.laws import LOSSY
-from tests.averaging.matrix import Cell, Ledger, differences, end_of, load, stored
+from tests.averaging.cells import Cell, Ledger, differences, end_of, load, stored
+from tests.averaging.methods import LOSSY
 from tests.averaging.simulated_clock import EACH, simulated_clock, timed_steps
 from tests.averaging.workers import all_equal
 from tests.threads import run_ranks

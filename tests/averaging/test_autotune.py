@@ -11,7 +11,7 @@ from torch import nn
 from lightning_gradcomp import GradientAverager
 from lightning_gradcomp.averaging.autotune import ROUNDS
 from lightning_gradcomp.compressors.schedules import Ramp
-from tests.averaging.laws import LOSSY, PARTITIONED
+from tests.averaging.methods import LOSSY, PARTITIONED
 from tests.averaging.simulated_clock import EACH, simulated_clock, timed_steps
 from tests.averaging.workers import Table, all_equal, averaged, prescribed_loss, train, weights
 from tests.threads import run_ranks

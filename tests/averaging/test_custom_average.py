@@ -8,7 +8,7 @@ import torch
 from lightning_gradcomp.averaging.topology import messages, traffic
 from lightning_gradcomp.compressors import OneBit
 from lightning_gradcomp.compressors.decoded import Dense
-from tests.averaging.laws import finite, kept, quick
+from tests.averaging.methods import finite, kept, quick
 from tests.averaging.workers import Table, all_equal, averaged, backward, prescribed_loss, same, train, weights
 from tests.threads import GATHERS, checked_collectives, run_ranks
 

@@ -7,8 +7,8 @@ import torch
 
 from lightning_gradcomp import DelayedAverager
 from lightning_gradcomp.averaging import GradientAverager
-from tests.averaging.laws import REGISTERED, with_defaults
-from tests.averaging.matrix import FEW
+from tests.averaging.cells import FEW
+from tests.averaging.methods import REGISTERED, with_defaults
 from tests.averaging.workers import Table, default_dtype, slopes, weights
 from tests.threads import run_ranks
 

@@ -5,7 +5,7 @@ import torch
 
 from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.compressors import DGC, OneBit
-from tests.averaging.laws import quick
+from tests.averaging.methods import quick
 from tests.averaging.workers import Table, averaged, backward, prescribed_loss
 from tests.threads import run_ranks
 

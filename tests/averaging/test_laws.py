@@ -7,7 +7,8 @@ import torch
 
 from lightning_gradcomp.averaging import GradientAverager, exchange
 from lightning_gradcomp.compressors import LossyCompressor, PowerSGD
-from tests.averaging.laws import (
+from tests.averaging.cells import Cell, Ledger
+from tests.averaging.methods import (
     EVERY,
     LOSSY,
     PARTITIONED,
@@ -22,7 +23,6 @@ from tests.averaging.laws import (
     with_defaults,
     without_momentum,
 )
-from tests.averaging.matrix import Cell, Ledger
 from tests.averaging.workers import (
     Table,
     all_equal,

@@ -1,4 +1,4 @@
-"""The laws of every method with every topology, for single ranks and nodes, with SGD and AdamW (matrix.py)."""
+"""The laws of every method with one cell for each code path (cells.py)."""
 
 import math
 from functools import cache, partial
@@ -8,8 +8,7 @@ import torch
 
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.compressors import LossyCompressor
-from tests.averaging.laws import EVERY, LOSSY, with_defaults
-from tests.averaging.matrix import (
+from tests.averaging.cells import (
     CELLS,
     DENSE_STEP,
     END,
@@ -23,6 +22,7 @@ from tests.averaging.matrix import (
     on,
     straight,
 )
+from tests.averaging.methods import EVERY, LOSSY, with_defaults
 from tests.averaging.workers import (
     Table,
     all_equal,

@@ -8,8 +8,8 @@ import torch
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager
-from tests.averaging.laws import CODECS, LOSSY, REMEMBERING
-from tests.averaging.matrix import FEW, NODE
+from tests.averaging.cells import FEW, NODE
+from tests.averaging.methods import CODECS, LOSSY, REMEMBERING
 from tests.averaging.workers import (
     Table,
     all_equal,

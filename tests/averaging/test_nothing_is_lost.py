@@ -8,8 +8,8 @@ import torch
 
 from lightning_gradcomp.averaging import mean_state
 from lightning_gradcomp.compressors import LossyCompressor
-from tests.averaging.laws import REMEMBERING, finite
-from tests.averaging.matrix import CELLS, LOSSLESS, NODE, Ledger, differences, on
+from tests.averaging.cells import CELLS, LOSSLESS, NODE, Ledger, differences, on
+from tests.averaging.methods import REMEMBERING, finite
 from tests.averaging.workers import all_equal, prescribed_loss
 from tests.compressors.examples import RandomK
 

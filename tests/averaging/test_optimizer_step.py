@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_gradcomp import DGC, NoCompression, OneBit, PowerSGD
 from lightning_gradcomp.averaging import GradientAverager
-from tests.averaging.laws import REMEMBERING, with_defaults
+from tests.averaging.methods import REMEMBERING, with_defaults
 from tests.averaging.workers import (
     Table,
     all_equal,

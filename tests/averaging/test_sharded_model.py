@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.topology import traffic
 from lightning_gradcomp.compressors import DGC, LossyCompressor, PowerSGD
-from tests.averaging.laws import KEPT, REGISTERED, REMEMBERING, quick, with_defaults
+from tests.averaging.methods import KEPT, REGISTERED, REMEMBERING, quick, with_defaults
 from tests.averaging.workers import same, seeded
 from tests.compressors.examples import registered
 from tests.processes import on_ranks

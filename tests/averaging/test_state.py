@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from tests.averaging.laws import EVERY, LOSSY
+from tests.averaging.methods import EVERY, LOSSY
 from tests.averaging.workers import Table, all_equal, averaged, dgc, prescribed_loss, same, train, weights
 from tests.threads import run_ranks
 

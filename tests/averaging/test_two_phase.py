@@ -11,8 +11,8 @@ from lightning_gradcomp.averaging.checkpoint_state import PARTITION
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import traffic
-from tests.averaging.laws import CODECS, REMEMBERING, Parts
-from tests.averaging.matrix import Cell, Ledger
+from tests.averaging.cells import Cell, Ledger
+from tests.averaging.methods import CODECS, REMEMBERING, Parts
 from tests.averaging.workers import Table, averaged, backward, prescribed_loss, recorded, same
 from tests.reference.two_phase import Workers
 from tests.threads import run_ranks

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.averaging.laws import LOSSY, REMEMBERING, kept, without_momentum
-from tests.averaging.matrix import FEW
+from tests.averaging.cells import FEW
+from tests.averaging.methods import LOSSY, REMEMBERING, kept, without_momentum
 from tests.averaging.workers import (
     Table,
     all_equal,

@@ -8,7 +8,7 @@ import torch
 
 from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.compressors import TernGrad
-from tests.averaging.laws import REMEMBERING, quick, with_defaults
+from tests.averaging.methods import REMEMBERING, quick, with_defaults
 from tests.averaging.workers import Table, averaged, prescribed_loss, same, train
 from tests.threads import run_ranks
 

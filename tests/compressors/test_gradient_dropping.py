@@ -7,7 +7,7 @@ from lightning_gradcomp.compressors import GradientDropping
 from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes
 from lightning_gradcomp.compressors.kernels.topk import count
 from lightning_gradcomp.compressors.layout import Layout
-from tests.averaging.laws import with_adamw
+from tests.averaging.methods import with_adamw
 from tests.averaging.workers import Table, all_equal, averaged, bowl_loss, conv_net, images, train, weights
 from tests.compressors.one_worker import Worker, normal
 from tests.threads import run_ranks

@@ -9,7 +9,7 @@ import torch
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.compressors import PowerSGD
 from lightning_gradcomp.compressors.powersgd import orthonormal
-from tests.averaging.laws import Parts, kept
+from tests.averaging.methods import Parts, kept
 from tests.averaging.workers import all_equal, averaged, conv_net, seeded, train
 from tests.compressors.one_worker import CPU, normal, one
 from tests.threads import checked_collectives, run_ranks, short_sum

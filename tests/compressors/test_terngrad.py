@@ -9,7 +9,7 @@ from lightning_gradcomp.compressors import TernGrad
 from lightning_gradcomp.compressors.kernels.rng import Uniform
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.terngrad import pack, scaler_of, ternarise
-from tests.averaging.laws import note_sent, recorded_bytes
+from tests.averaging.methods import note_sent, recorded_bytes
 from tests.averaging.workers import Table, averaged, backward, conv_net, prescribed_loss, seeded, train
 from tests.compressors.one_worker import CPU, normal
 from tests.threads import ALL_GATHER, checked_collectives, run_ranks

@@ -9,7 +9,7 @@ import torch
 from lightning_gradcomp.local_sgd import background
 from lightning_gradcomp.local_sgd.background import BackgroundExchange
 from lightning_gradcomp.local_sgd.rounds import Rounds
-from tests.averaging.laws import EVERY
+from tests.averaging.methods import EVERY
 from tests.averaging.workers import weights
 from tests.local_sgd.simulation import simulated_exchanges
 from tests.local_sgd.training import join_exchanges, run_ranks, set_up, train

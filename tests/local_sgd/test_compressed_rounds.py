@@ -5,7 +5,7 @@ import torch
 
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.local_sgd.rounds import report_bytes
-from tests.averaging.laws import REMEMBERING
+from tests.averaging.methods import REMEMBERING
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, weights
 from tests.local_sgd.training import run_ranks, set_up, train
 from tests.threads import checked_collectives, short_sum

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.averaging.laws import EVERY
+from tests.averaging.methods import EVERY
 from tests.averaging.workers import HAS_MUON, all_equal, conv_net, image_loss, weights
 from tests.local_sgd.training import CLOSE, run_ranks, set_up, train
 

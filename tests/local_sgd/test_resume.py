@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_gradcomp import Nesterov
-from tests.averaging.laws import EVERY
+from tests.averaging.methods import EVERY
 from tests.averaging.workers import conv_net, image_loss
 from tests.local_sgd.training import STATEFUL, check_resumes_bitwise, set_up
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gradcomp import EDEN, Int8
-from tests.averaging.laws import EVERY
+from tests.averaging.methods import EVERY
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, weights
 from tests.local_sgd.training import CLOSE, run_ranks, set_up, train
 

@@ -24,7 +24,7 @@ INSTEAD = (
 )
 
 
-class DirectionHooks:
+class DirectionWarnings:
     """Warns, once each, of hooks that find update directions in `p.grad`, and of hooks that rescale or discard them.
 
     Without such hooks it measures nothing. With them, the first step takes a norm of the gradients, and the first

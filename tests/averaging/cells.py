@@ -24,7 +24,7 @@ import torch
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION
-from tests.averaging.laws import EVERY, KEPT, LOSSY, REMEMBERING, with_defaults
+from tests.averaging.methods import EVERY, KEPT, LOSSY, REMEMBERING, with_defaults
 from tests.averaging.workers import HAS_MUON, Table, backward, muon_adamw, prescribed_loss, weights
 from tests.threads import GATHERS, checked_collectives, run_ranks, subgroups
 
