@@ -143,21 +143,24 @@ def table() -> str:
 
 def difference(method: str, ranks: int, steps: int = 600) -> str:
     """Loss of AdamW with a method minus dense; a dash if there is no run."""
-    runs = [each for each in read_csv() if (each.optimizer, each.steps) == ("AdamW", steps)]
-    own = [each for each in runs if (each.method, each.ranks) == (method, ranks)]
-    dense = of_ranks([each for each in runs if each.method == "none"], ranks)
-    return summaries.compared(own, dense, 3).difference or "—"
+    return summaries.compared(*with_dense(method, ranks).get(steps, ([], [])), 3).difference or "—"
 
 
 def by_length(method: str, ranks: int) -> dict[int, float]:
     """Steps of a run -> loss of AdamW with a method minus dense, mean over the seeds that both have."""
-    runs = [each for each in read_csv() if each.optimizer == "AdamW"]
-    found = {}
-    for steps in sorted({each.steps for each in runs if (each.method, each.ranks) == (method, ranks)}):
-        own = [each for each in runs if (each.method, each.ranks, each.steps) == (method, ranks, steps)]
-        dense = of_ranks([each for each in runs if (each.method, each.steps) == ("none", steps)], ranks)
-        found[steps] = mean(report.differences(own, dense))
-    return found
+    return {steps: mean(report.differences(*both)) for steps, both in sorted(with_dense(method, ranks).items())}
+
+
+def with_dense(method: str, ranks: int) -> dict[int, tuple[list[Result], list[Result]]]:
+    """Steps of a run -> runs of AdamW with a method, and the dense ones to pair them with."""
+    own: dict[int, list[Result]] = defaultdict(list)
+    dense: dict[int, list[Result]] = defaultdict(list)
+    for each in (each for each in read_csv() if each.optimizer == "AdamW"):
+        if each.method == "none":
+            dense[each.steps].append(each)
+        elif (each.method, each.ranks) == (method, ranks):
+            own[each.steps].append(each)
+    return {steps: (runs, of_ranks(dense[steps], ranks)) for steps, runs in own.items()}
 
 
 TRAINED = {"finetune": "all", "finetune_head": "the last layers"}

@@ -24,6 +24,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
@@ -107,8 +108,10 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     several = [
-        [f"{name}={value}" for value in ([values] if values.startswith("[") else values.split(","))]
-        for name, _, values in (word.partition("=") for word in arguments.words)
+        [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
+        if each.is_sweep_override()
+        else [each.input_line]
+        for each in OverridesParser.create().parse_overrides(arguments.words)
     ]
     for each in itertools.product(*several):
         config = summaries.composed(*each)

@@ -94,7 +94,7 @@ def hero(axes: Axes, theme: Theme) -> None:
 
 
 def _broken(axes: Axes, place: float, longest: float, color: str) -> float:
-    """A bar that goes on beyond the axis, with a gap in it. Where it ends."""
+    """A bar that continues beyond the axis, with a gap in it. Where it ends."""
     low, high, slant = place + 0.35, place - 0.35, 0.01 * longest
     cut, end = 1.02 * longest, 1.15 * longest
     after = cut + 0.03 * longest
@@ -283,7 +283,7 @@ def gpt_small(axes: Axes) -> None:
     """What a step of GPT-2 small takes over 100 Mbit/s, and what the method costs a small GPT on two ranks."""
     steps = pd.read_csv(report.DATA / "gpt_small_steps.csv").set_index("method")["100 Mbit/s"]
     for method, label in ON_GPT_SMALL.items():
-        [loss] = [0.0] if label is None else [language_models.by_length(label, 2)[TEXT_STEPS]]
+        loss = language_models.by_length(label, 2)[TEXT_STEPS] if label else 0.0
         color = BLUE if label else GREY
         axes.plot(steps[method], loss, "o", color=color)
         place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}

@@ -15,8 +15,9 @@ import torch
 
 import lightning_gradcomp as lgc
 from benchmarks import language_models, report, results, step_time, summaries, time_to_accuracy
+from benchmarks.methods import network
 from lightning_gradcomp.app.compose import shipped
-from lightning_gradcomp.app.models import gpt_small, resnet18
+from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.app.train import first_sentence
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
@@ -95,7 +96,7 @@ FOR_ADAMW = {
 def adamw() -> str:
     """What a step of GPT-2 small takes to send over 100 Mbit/s, and what each method costs the small GPT."""
     with torch.device("meta"):
-        model = gpt_small(vocabulary=50_257, context=1024)
+        model = network("gpt_small")
     dense = 4 * sum(parameter.numel() for parameter in model.parameters())
     rows = []
     for label, (compressor, steps) in FOR_ADAMW.items():

@@ -36,12 +36,14 @@ def load_weights(model: nn.Module, given: str) -> None:
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         allowed = "the folder of a run that has saved best.ckpt, a .ckpt file, or a file with a state dict"
         raise refusal(what, f"{given} ({str(error).splitlines()[0]})", allowed) from error
-    if isinstance(saved, dict) and "state_dict" in saved:
+    if not isinstance(saved, dict):
+        raise refusal(f"{what} {given}", type(saved).__name__, "a state dict, or a checkpoint that has one")
+    if "state_dict" in saved:
         of_task = saved["state_dict"]
         saved = {name.removeprefix(PREFIX): of_task[name] for name in of_task if name.startswith(PREFIX)}
     own = model.state_dict()
-    if not isinstance(saved, dict) or (differing := saved.keys() ^ own.keys()):
-        names = ", ".join(sorted(differing)[:3]) if isinstance(saved, dict) else "no state dict"
+    if differing := sorted(saved.keys() ^ own.keys()):
+        names = ", ".join(differing[:3])
         raise refusal(f"{what} {given}", f"a file that differs in {names}", "weights of the same network")
     other = [name for name in own if saved[name].shape != own[name].shape]
     model.load_state_dict({name: own[name] if name in other else saved[name] for name in own})

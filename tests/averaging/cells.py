@@ -3,7 +3,7 @@
 - all_gather carries every method. Options that change only a payload are left to test_laws.py.
 - Owners of partitions decode and encode again, by a method's kind: sparse or packed, exact or rounded, drawn or not.
   test_two_phase.py compares every method with a simulation in one process.
-- A server decodes the same payloads; in nodes a worker's gradient is a mean, as test_nodes.py shows to the bit.
+- A server decodes the same payloads; in nodes a worker's gradient is a mean, as test_nodes.py shows, bit-identical.
 - AdamW matters to methods that accumulate its steps, and no payload depends on it. Of the others, whose state is the
   same as with SGD, only no compression runs with it.
 - Muon with AdamW is an optimizer of several rules, which no method owns.

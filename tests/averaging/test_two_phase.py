@@ -76,7 +76,7 @@ def go(group, make, rank, steps, topology="two_phase"):
 
 
 def assert_nothing_lost(ledgers, before=()):
-    """What came, and what is remembered, is what ranks had on average; now, and in ledgers of `before`."""
+    """What came, plus the residuals, is what ranks had on average; now, and in ledgers of `before`."""
     had, came = (
         sum(getattr(ledger, what) / len(ledgers) for ledger in (*ledgers, *before)) for what in ("had", "came")
     )

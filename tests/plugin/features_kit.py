@@ -60,6 +60,17 @@ class Manual(Net):
         return loss
 
 
+class TwoOptimizers(Net):
+    """Optimizes by hand, each layer with an optimizer of its own, as in a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.head.parameters(), lr=0.01), torch.optim.SGD(self.body.parameters(), lr=0.01)
+
+
 class Adam(Net):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -172,7 +183,7 @@ def check_compressed(strategy, make=Net, *, batches=7, **options):
 
 
 def check_supported(make=Net, *, ddp=None, reference=None, **options):
-    """The dense limit is stock DDP to the bit, and `check_compressed` holds. Returns the weights.
+    """The dense limit is bit-identical to stock DDP, and `check_compressed` holds. Returns the weights.
 
     Args:
         ddp: options of DDPStrategy.

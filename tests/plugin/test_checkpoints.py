@@ -39,7 +39,7 @@ GROWS = ((0.0, 1.0, 2.0, 3.0, 4.0, 5.0), (0.0, 1.0, 2.0, 4.0, 3.0, 5.0))
 
 
 class Net(L.LightningModule):
-    """Its data depend on rank, epoch and batch alone, so a run that goes on sees those that it has not seen yet."""
+    """Its data depend on rank, epoch and batch alone, so a resumed run sees the batches that are left."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ def straight(way, folder):
 
 
 def off(way, folder, moment="mid-accumulation"):
-    """How far a run that goes on from a moment is from the straight run; by default from where most is held."""
+    """How far a run resumed from a moment is from the uninterrupted one; by default from where most is held."""
     expected = straight(way, folder)
     compressor, options = WAYS[way]
     path = f"{'file://' * ('url' in way)}{folder}/{way}/{moment}.ckpt"
@@ -329,7 +329,7 @@ def told():
 
 
 def begins(folder, compressor, state, source):
-    """A run that goes on from a checkpoint of two ranks: the Watch, what the state's mean is, and what rank 0 says."""
+    """A run resumed from a checkpoint of two ranks: the Watch, the mean of the states, and what rank 0 says."""
     expected = mean_state(load(folder, "dgc-gather", "mid-epoch")[KEY]["ranks"])["memory"]
     with told() as said:
         _, after, watch = fit(compressor, state, folder / f"dgc-{source}" / "mid-epoch.ckpt")

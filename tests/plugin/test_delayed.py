@@ -33,7 +33,7 @@ def state_of(module):
 
 
 class Net(L.LightningModule):
-    """Its data depend on rank, epoch and batch alone, so a run that goes on sees those that it has not seen yet."""
+    """Its data depend on rank, epoch and batch alone, so a resumed run sees the batches that are left."""
 
     def __init__(self, sync_dist=False):
         super().__init__()

@@ -12,6 +12,7 @@ from features_kit import (
     Kept,
     Manual,
     Net,
+    TwoOptimizers,
     apart,
     check_compressed,
     check_supported,
@@ -36,12 +37,8 @@ import lightning_gradcomp as lgc
 from tests.processes import on_ranks
 
 
-class Adversaries(Net):
-    """Two optimizers, each of one layer, that take turns within a batch, like those of a GAN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class Adversaries(TwoOptimizers):
+    """They take turns within a batch."""
 
     def training_step(self, batch, index):
         for sign, optimizer in zip((1, -0.1), self.optimizers(), strict=True):
@@ -51,9 +48,6 @@ class Adversaries(Net):
             optimizer.step()
             optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.head.parameters(), lr=0.01), torch.optim.SGD(self.body.parameters(), lr=0.01)
 
 
 class PartlyUsed(Net):

@@ -11,6 +11,7 @@ from features_kit import (
     Adam,
     Manual,
     Net,
+    TwoOptimizers,
     apart,
     check_supported,
     dense,
@@ -46,12 +47,8 @@ class SwappedByZeroing(Net):
         (self.head if self.trainer.global_step >= 4 else self.body).zero_grad()
 
 
-class Untoggled(Net):
-    """Two optimizers as in a GAN, without toggling: each loss leaves gradients on both layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class Untoggled(TwoOptimizers):
+    """Without toggling, each loss leaves gradients on both layers."""
 
     def training_step(self, batch, index):
         for sign, optimizer in zip((1, -0.1), self.optimizers(), strict=True):
@@ -59,20 +56,21 @@ class Untoggled(Net):
             self.manual_backward(sign * super().training_step(batch, index))
             optimizer.step()
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.head.parameters(), lr=0.01), torch.optim.SGD(self.body.parameters(), lr=0.01)
 
-
-class OneBackward(Untoggled):
+class OneBackward(TwoOptimizers):
     """One loss for both optimizers."""
 
     def training_step(self, batch, index):
         optimizers = self.optimizers()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        self.manual_backward(Net.training_step(self, batch, index))
-        for optimizer in optimizers:
-            optimizer.step()
+        self.manual_backward(super().training_step(batch, index))
+        for place, optimizer in enumerate(optimizers):
+            if not self.skips(index, place):
+                optimizer.step()
+
+    def skips(self, index, place):
+        return False
 
 
 class Toggled(Untoggled):
@@ -261,14 +259,8 @@ class SkipsOnOneRank(Manual):
 
 
 class SkipsOneOfSeveral(OneBackward):
-    def training_step(self, batch, index):
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(Net.training_step(self, batch, index))
-        for place, optimizer in enumerate(optimizers):
-            if self.global_rank == 0 or (index, place) != (5, 0):
-                optimizer.step()
+    def skips(self, index, place):
+        return self.global_rank != 0 and (index, place) == (5, 0)
 
 
 SKIPPED = {

@@ -243,7 +243,7 @@ def test_a_resumed_run_goes_on_as_the_whole_one(adamw, tmp_path):
 @pytest.mark.parametrize("adamw", [False, True])
 @on_ranks(4)
 def test_checkpoints_load_on_other_meshes(adamw, tmp_path):
-    """Each mesh goes on from what the one before has saved."""
+    """Each mesh resumes from what the previous one has saved."""
     first, here = one_epoch(adamw)
     steps, memory, path = first.global_step, remembered(first), tmp_path / "2x2"
     assert any(bool(part.any()) for part in memory["unsent_step" if adamw else "velocity"].values())

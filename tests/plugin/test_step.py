@@ -167,7 +167,7 @@ def replicas_apart(module):
 
 
 class Filling(At):
-    """A layer that nothing runs through gets zeros for gradients, as every gradient that is None."""
+    """The gradients of an unused layer, which are None, become zeros."""
 
     weight_decay = 0.1
 
