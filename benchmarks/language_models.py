@@ -117,17 +117,18 @@ def read_csv() -> list[Result]:
     return report.read(CSV, Result)
 
 
-RANKS = (2, 8)
-HEAD = ("method", "2 ranks", "fewer bytes", "8 ranks", "fewer bytes", "steps", "dense loss", "seeds")
+RANKS, STEPS = (2, 8), 600
+"""Of the runs in the page's table."""
+HEAD = ("method", "2 ranks", "fewer bytes", "8 ranks", "fewer bytes", "seeds")
 
 
 def table() -> str:
-    """The page's table: a row per steps, optimizer and method, compared with dense runs on each number of ranks."""
-    found: dict[tuple[int, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
-    for each in read_csv():
-        found[each.steps, each.optimizer][each.method].append(each)
+    """The page's table: a row per optimizer and method, compared with dense runs on each number of ranks."""
+    found: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for each in (each for each in read_csv() if each.steps == STEPS):
+        found[each.optimizer][each.method].append(each)
     rows = []
-    for (steps, optimizer), methods in sorted(found.items()):
+    for optimizer, methods in sorted(found.items()):
         for method in sorted({*methods} - {"none"}, key=summaries.place):
             compared = []
             for ranks in RANKS:
@@ -136,12 +137,11 @@ def table() -> str:
             words = [summaries.code(method, "stdlib_gpt") + (" (Muon)" if optimizer == "Muon" else "")]
             for each in compared:
                 words += [each.difference, each.fewer]
-            last = [summaries.joined(cells) for cells in zip(*(each[2:] for each in compared), strict=True)]
-            rows.append([*words, f"{steps:,}", *last])
+            rows.append([*words, summaries.joined(each.seeds for each in compared)])
     return report.table(HEAD, rows)
 
 
-def difference(method: str, ranks: int, steps: int = 600) -> str:
+def difference(method: str, ranks: int, steps: int = STEPS) -> str:
     """Loss of AdamW with a method minus dense; a dash if there is no run."""
     return summaries.compared(*with_dense(method, ranks).get(steps, ([], [])), 3).difference or "—"
 
@@ -163,21 +163,22 @@ def with_dense(method: str, ranks: int) -> dict[int, tuple[list[Result], list[Re
     return {steps: (runs, of_ranks(dense[steps], ranks)) for steps, runs in own.items()}
 
 
-TRAINED = {"finetune": "all", "finetune_head": "the last layers"}
-"""File of runs of recipe=finetune_text -> the parameters that train."""
+FINETUNED = {"finetune": "all parameters", "finetune_head": "the last layers"}
+"""File of runs of recipe=finetune_text -> what trains."""
 
 
 def finetuned() -> str:
-    """The page's table of fine-tuning: differences to dense, two ranks."""
-    rows = []
-    for file, trained in TRAINED.items():
+    """The page's table of fine-tuning: a row per method, differences to dense, two ranks."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for file in FINETUNED:
         by_method: dict[str, list[Result]] = defaultdict(list)
         for each in report.read(report.DATA / f"{file}.csv", Result):
             by_method[each.method.split()[0]].append(each)
         for method in sorted({*by_method} - {"none"}, key=summaries.place):
             cells = summaries.compared(by_method[method], by_method["none"], 3)
-            rows.append([summaries.code(method, "stdlib_gpt"), *cells[:2], trained, *cells[2:]])
-    return report.table(["method", "loss", "fewer bytes", "trained", "dense loss", "seeds"], rows)
+            rows[summaries.code(method, "stdlib_gpt")] += [cells.difference, cells.fewer]
+    head = [word for trained in FINETUNED.values() for word in (trained, "fewer bytes")]
+    return report.table(["method", *head], [[method, *cells] for method, cells in rows.items()])
 
 
 def of_ranks(dense: Sequence[Result], ranks: int) -> list[Result]:

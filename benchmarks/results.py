@@ -207,9 +207,9 @@ def fashion() -> str:
         for method, runs in sorted(found[setting].items(), key=lambda item: place(item[0])):
             if method != "none":
                 name = summaries.code(method, summaries.RECIPES[setting.model, "FashionMNIST"])
-                difference, fewer, *last = summaries.compared(runs, found[setting]["none"], 2)
-                rows.append([name, difference, fewer, TITLES[setting.model], setting.ranks, *last])
-    return report.table(["method", "points", "fewer bytes", "network, optimizer", "ranks", "dense, %", "seeds"], rows)
+                cells = summaries.compared(runs, found[setting]["none"], 2)
+                rows.append([name, cells.difference, cells.fewer, TITLES[setting.model], cells.seeds])
+    return report.table(["method", "points", "fewer bytes", "network, optimizer", "seeds"], rows)
 
 
 def _identity(each: Result) -> tuple[str, str, str, int, int, float, int, int, str]:

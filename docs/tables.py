@@ -126,7 +126,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "adamw": adamw,
     "by_link": by_link,
     "csv": of_csv,
-    "fashion": results.fashion,
     "finetuned": language_models.finetuned,
     "language_models": language_models.table,
     "local_steps": results.local_steps,
