@@ -28,15 +28,14 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_gradcomp as lgc
 from benchmarks import report
-from lightning_gradcomp.averaging import exchange
-from lightning_gradcomp.averaging.exchange import CALLER_FLAGS, Flags
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS, Extras, Flags
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors import terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits, rng, rows, topk
+from lightning_gradcomp.compressors.kernels import bits, formats, rng, rows, topk
 
 ATEN = torch.ops.aten
 NOTHING = {ATEN.empty, ATEN.empty_like, ATEN.new_empty, ATEN.empty_strided, ATEN._unsafe_view}
@@ -51,7 +50,7 @@ class Echo(Ranks):
         super().__init__(None, world=2)
 
     def start_gather(self, message: torch.Tensor) -> Any:
-        return lambda: torch.stack([message, message])
+        return lambda: message.expand(2, -1)
 
     def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([messages[0], messages[0]])
@@ -71,6 +70,13 @@ class Launches(TorchDispatchMode):
         return result
 
 
+def reading(extras: Extras, finite: torch.Tensor) -> tuple[bool, list[bool], list[bool]]:
+    """`Extras.read` without data: all is finite, and every parameter has a gradient."""
+    assert extras.combined is not None
+    torch.cat([extras.combined, finite.view(1)])
+    return True, [True] * (extras.count - 1 - CALLER_FLAGS), [False] * CALLER_FLAGS
+
+
 def launches_nothing(op: Any) -> bool:
     """True for views and allocations."""
     returned = [each.alias_info for each in op._schema.returns]
@@ -83,7 +89,7 @@ def counting() -> Iterator[Launches]:
     """Inside, tensors hold no data, and launches are counted. Tables without data are forgotten at the end."""
     launches, encode_zeros = Launches(), lgc.TensorCodec._encode_zeros
     tables = [
-        each for module in (bits, rows, terngrad, twobit, topk) for each in vars(module).values()
+        each for module in (bits, formats, rows, terngrad, twobit, topk) for each in vars(module).values()
         if hasattr(each, "cache_clear")
     ]  # fmt: skip
 
@@ -94,11 +100,7 @@ def counting() -> Iterator[Launches]:
     patches = [
         patch.object(lgc.TensorCodec, "_encode_zeros", encode_data),
         patch.object(dist, "all_reduce", lambda tensor, **options: None),
-        patch.object(
-            exchange,
-            "read_flags",
-            lambda flags: [False] + [True] * (len(flags) - 1 - CALLER_FLAGS) + [False] * CALLER_FLAGS,
-        ),
+        patch.object(Extras, "read", reading),
         patch.object(rng.Uniform, "__init__", lambda self, device, *key: setattr(self, "_device", device)),
         patch.object(rng.Uniform, "draw", lambda self, n, begin: torch.rand(n, device=self._device).add_(begin)),
     ]

@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
-from lightning_gradcomp.compressors.kernels.bits import pack_bits, padded, unpack_bits
+from lightning_gradcomp.compressors.kernels.bits import padded, zero_bytes
 from lightning_gradcomp.compressors.kernels.formats import DTYPES, pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout, Slice
 from lightning_gradcomp.compressors.payloads import Payloads
@@ -92,11 +93,11 @@ class Frame:
         return self._payload_at + padded(self.payload + (self.flags + 7) // 8)
 
     def pack(self, dense: torch.Tensor, payload: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-        """Return the message (uint8 [length]) made of `pack_dense`'s bytes, the payload and the bool flags."""
-        packed, zeros = pack_bits(flags), payload.new_zeros(3)
+        """Return the message (uint8 [length]) made of `pack_dense`'s bytes, the payload and the packed flags."""
+        zeros = zero_bytes(payload.device)
         before = zeros[: self._payload_at - dense.numel()]
-        after = zeros[: self.length - self._payload_at - self.payload - packed.numel()]
-        return torch.cat([dense, before, payload, packed, after])
+        after = zeros[: self.length - self._payload_at - self.payload - flags.numel()]
+        return torch.cat([dense, before, payload, flags, after])
 
     def pack_dense(self, dense: torch.Tensor) -> torch.Tensor:
         """Return the uncompressed gradients (fp32 [dense]) as bytes."""
@@ -111,7 +112,7 @@ class Frame:
         return message[self._payload_at : self._payload_at + self.payload]
 
     def read_flags(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the flags as `pack_bits` has packed them."""
+        """Return the packed flags."""
         start = self._payload_at + self.payload
         return message[start : start + (self.flags + 7) // 8]
 
@@ -125,21 +126,52 @@ class Extras:
     Args:
         dense: this worker's uncompressed gradients, fp32 [d].
         values: their wire format, as in `dense_values`.
-        finite: True if this worker's whole gradient is finite; 0-d bool.
+        bad: True if this worker's gradient is not finite; 0-d bool.
         present: for each parameter, True if this worker has a gradient; then the `Flags`.
     """
 
-    def __init__(self, dense: torch.Tensor, values: str, finite: torch.Tensor, present: list[bool]) -> None:
+    def __init__(self, dense: torch.Tensor, values: str, bad: torch.Tensor, present: list[bool]) -> None:
         self.dense, self.values = dense, values
         self.mean = self.sent = dense
-        self.flags = torch.cat([~finite.view(1), to_flags(present, dense.device)])
-        """[not finite, *present], bool; after the exchange, each is True if it is on any worker."""
+        self.bad, self.present = bad.view(1), present
         self.carried = False
         """True once a message has carried the extras."""
+        self.combined: torch.Tensor | None = None
+        """The flags of all workers: `packed`, or the sum of all workers' `numbers`."""
+
+    @property
+    def count(self) -> int:
+        """Number of flags."""
+        return 1 + len(self.present)
+
+    def packed(self) -> torch.Tensor:
+        """[bad, *present], eight to a byte, the first lowest: uint8 [ceil(count / 8)]."""
+        packed = np.packbits([False, *self.present], bitorder="little")
+        flags = torch.from_numpy(packed).to(self.bad.device, non_blocking=True)
+        flags[:1].bitwise_or_(self.bad)
+        return flags
+
+    def numbers(self) -> list[torch.Tensor]:
+        """[bad] and `present` as numbers that can be added, fp32."""
+        return [self.bad.float(), to_flags(self.present, self.bad.device, torch.float32)]
 
     def combine(self, rows: list[torch.Tensor]) -> None:
-        """Combine all workers' flags, packed in bytes."""
-        self.flags = unpack_bits(reduce(torch.bitwise_or, rows), len(self.flags)).view(torch.bool)
+        """Combine all workers' `packed` flags."""
+        self.combined = reduce(torch.bitwise_or, rows)
+
+    def read(self, finite: torch.Tensor) -> tuple[bool, list[bool], list[bool]]:
+        """Read the combined flags, and True if the mean is `finite` (0-d bool), from the device.
+
+        Returns:
+            True if every worker's gradient and the mean are finite; for each parameter, True if any worker has a
+            gradient; the caller's flags.
+        """
+        assert self.combined is not None
+        *flags, mean_is_finite = read_flags(torch.cat([self.combined, finite.view(1)]))
+        if self.combined.dtype == torch.uint8:
+            flags = np.unpackbits(np.array(flags, np.uint8), count=self.count, bitorder="little")
+        bad, *found = [bool(flag) for flag in flags]
+        return bool(mean_is_finite) and not bad, found[:-CALLER_FLAGS], found[-CALLER_FLAGS:]
 
 
 class Exchange:
@@ -195,10 +227,10 @@ class Exchange:
         if not extras.carried:
             extras.carried = True
             self.now("compress")
-            frame = Frame(extras.dense.numel(), extras.values, payload.numel(), extras.flags.numel())
+            frame = Frame(extras.dense.numel(), extras.values, payload.numel(), extras.count)
             dense = frame.pack_dense(extras.dense)
             extras.sent = frame.read_dense(dense)
-            payload = frame.pack(dense, payload, extras.flags)
+            payload = frame.pack(dense, payload, extras.packed())
         self.now("exchange")
         rows_of_all = self.ranks.start_gather(payload)
         self._record(self.ranks.gather_traffic(payload.numel()))
@@ -220,13 +252,13 @@ class Exchange:
         self.now("exchange")
         extras, rest = self.extras, []
         if not extras.carried:
-            rest = [extras.dense, extras.flags.float()]
+            rest = [extras.dense, *extras.numbers()]
         parts = [flat, *rest]
         total = self.ranks.add(torch.cat(parts).div_(self.ranks.workers))
-        mean, *means = total.split([part.numel() for part in parts])
+        mean = total[: flat.numel()]
         if rest:
-            extras.mean, flags = means
-            extras.flags, extras.carried = flags > 0, True
+            extras.mean, extras.combined = total[flat.numel() :].split([extras.dense.numel(), extras.count])
+            extras.carried = True
         self._record(self.ranks.add_traffic(total.nbytes, total.device))
         return mean
 
@@ -248,12 +280,9 @@ class Exchange:
             True if every worker's gradient and the mean are finite; for each parameter, True if any worker has a
             gradient; the flags, each True if any rank set it.
         """
-        present = len(self.extras.flags) - 1 - CALLER_FLAGS
-        bad, found, flags = self.extras.flags.split([1, present, CALLER_FLAGS])
-        bad = bad | ~mean.finite()
-        bad, flags = self.ranks.any_shard(torch.cat([bad, flags])).split([1, CALLER_FLAGS])
-        bad, *found = read_flags(torch.cat([bad, found, flags]))
-        return not bad, found[:-CALLER_FLAGS], Flags(*found[-CALLER_FLAGS:])
+        good, found, flags = self.extras.read(mean.finite())
+        bad, *flags = self.ranks.any_shard([not good, *flags], self.extras.bad.device)
+        return not bad, found, Flags(*flags)
 
     def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent
@@ -262,20 +291,17 @@ class Exchange:
 
 def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
     """The mean of fp32 [d] rows, added in order."""
-    mean = rows[0].clone()
-    for row in rows[1:]:
-        mean += row
-    return mean.div_(len(rows))
+    return reduce(torch.add, rows) / len(rows)
 
 
-def read_flags(flags: torch.Tensor) -> list[bool]:
+def read_flags(flags: torch.Tensor) -> list[Any]:
     """`flags` as a list. Only here does the host wait for a GPU in a compressed step."""
     return flags.tolist()
 
 
-def to_flags(flags: list[bool], device: torch.device) -> torch.Tensor:
-    """`flags` as a bool tensor. A blocking copy would wait for all work queued on a GPU."""
-    return torch.tensor(flags, dtype=torch.bool).to(device, non_blocking=True)
+def to_flags(flags: list[bool], device: torch.device, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    """`flags` as a tensor. A blocking copy would wait for all work queued on a GPU."""
+    return torch.tensor(flags, dtype=dtype).to(device, non_blocking=True)
 
 
 def all_reduce_mean(
@@ -289,7 +315,7 @@ def all_reduce_mean(
 
     Uses one all-reduce.
     """
-    flags = to_flags(present, tensors[0].device).float()
+    flags = to_flags(present, tensors[0].device, torch.float32)
     parts = [*tensors, flags]
     buffer = torch.cat(parts)
     if ranks.world > 1:

@@ -200,9 +200,16 @@ class Gradients:
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.requires_grad:
                 parameter.grad = parameter.grad.detach().clone()
-        scale = self.scale if unscale else 1.0
-        _fill(self.layout, self.compressed_flat, self.compressed, scale)
-        _fill(self.dense_layout, self.dense_flat, self.dense, scale)
+        views = [*self.layout.views(self.compressed_flat), *self.dense_layout.views(self.dense_flat)]
+        grads = [(view, p.grad) for view, p in zip(views, self.parameters, strict=True) if p.grad is not None]
+        if len(grads) < len(views):
+            for flat in self.flats:
+                flat.zero_()
+        if grads:
+            torch._foreach_copy_([view for view, _ in grads], [grad for _, grad in grads])
+        if unscale and self.scale != 1:
+            for flat in self.flats:
+                flat.div_(self.scale)
 
     def mean_buffer(self) -> torch.Tensor:
         """A buffer for a mean that is not sparse, fp32 [n]. It is reused, which is faster than a new one per step."""
@@ -222,15 +229,16 @@ class Gradients:
 
         `dense` is fp32 [d]. Each compressed parameter has a factor of its own; all dense ones share `dense_factor`.
         """
-        few, rest = present[: len(self.compressed)], present[len(self.compressed) :]
+        views, factors = self.dense_layout.views(dense), [*factors, *[dense_factor] * len(self.dense)]
         if isinstance(compressed, Dense):
-            _write(self.layout, compressed.values, self.compressed, few, factors)
+            views = self.layout.views(compressed.values) + views
         else:
-            parts = zip(self.compressed, few, by_tensor(compressed, self.layout), factors, strict=True)
+            parts = zip(self.compressed, present, by_tensor(compressed, self.layout), factors, strict=False)
             for parameter, wanted, part, factor in parts:
                 if wanted:
                     _write_at(parameter, *part, factor)
-        _write(self.dense_layout, dense, self.dense, rest, [dense_factor] * len(self.dense))
+        first = len(self.parameters) - len(views)
+        _write(views, self.parameters[first:], present[first:], factors[first:])
 
     def assign_updates(
         self, compressed: Decoded, dense: torch.Tensor, present: list[bool], state: ErrorFeedback
@@ -303,25 +311,13 @@ def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str,
 # Lists of tensors are copied in one call. On a GPU this is one launch if they are contiguous and share a dtype.
 
 
-def _fill(layout: Layout, flat: torch.Tensor, parameters: list[nn.Parameter], scale: float) -> None:
-    """Fill `flat` with `p.grad` / scale, or 0 without a gradient."""
-    views = layout.views(flat)
-    grads = [(view, p.grad) for view, p in zip(views, parameters, strict=True) if p.grad is not None]
-    if len(grads) < len(parameters):
-        flat.zero_()
-    if grads:
-        torch._foreach_copy_([view for view, _ in grads], [grad for _, grad in grads])
-    if scale != 1:
-        flat.div_(scale)
-
-
 @torch.no_grad()
 def _write(
-    layout: Layout, values: torch.Tensor, parameters: list[nn.Parameter], wanted: list[bool], factors: Sequence[float]
+    parts: list[torch.Tensor], parameters: list[nn.Parameter], wanted: list[bool], factors: Sequence[float]
 ) -> None:
-    """Write each parameter's part of `values` (fp32 [n]), times its factor, into `p.grad` if it is `wanted`."""
+    """Write each of `parts` (fp32), times its factor, into the parameter's `p.grad` if it is `wanted`."""
     copied, factors_of_copied = [], []
-    for parameter, view, wants, factor in zip(parameters, layout.views(values), wanted, factors, strict=True):
+    for parameter, view, wants, factor in zip(parameters, parts, wanted, factors, strict=True):
         if not wants:
             continue
         if parameter.grad is None:

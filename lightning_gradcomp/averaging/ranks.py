@@ -84,9 +84,12 @@ class Ranks:
             dist.all_reduce(values, group=self.shards)
         return values
 
-    def any_shard(self, flags: torch.Tensor) -> torch.Tensor:
-        """True for each of `flags` (bool [m]) that any rank of a sharded replica set."""
-        return self.over_shards(flags.float()) > 0 if self.shards else flags
+    def any_shard(self, flags: list[bool], device: torch.device) -> list[bool]:
+        """True for each of `flags` that any rank of a sharded replica set."""
+        if not self.shards:
+            return flags
+        found = self.over_shards(torch.tensor(flags, dtype=torch.float32).to(device, non_blocking=True))
+        return (found > 0).tolist()
 
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start a `gather`, and return a function that waits for the messages. Call these in one order on all ranks."""

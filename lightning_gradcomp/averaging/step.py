@@ -70,10 +70,10 @@ def average_compressed(
     """
     gradients = memory.gradients
     memory.use_topology(topology)
-    finite, present = _compensate(memory, flags, stats)
-    _fill_unless(finite, gradients.compressed_flat, 0.0)
+    bad, present = _compensate(memory, flags, stats)
+    _fill_if(bad, gradients.compressed_flat, 0.0)
 
-    extras = Extras(gradients.dense_flat, compressor.dense_values, finite, present)
+    extras = Extras(gradients.dense_flat, compressor.dense_values, bad, present)
     how = memory.ranks, step, extras, stats, gradients.mean_buffer
     owned = memory.partition
     exchange = TwoPhaseExchange(owned, topology == "server", *how) if owned else Exchange(*how)
@@ -92,9 +92,9 @@ def average_compressed(
 def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
     """Replace `p.grad` with the dense average of gradients plus residuals, and hand the momentum to the optimizer."""
     gradients, ranks = memory.gradients, memory.ranks
-    finite, present = _compensate(memory, flags, stats)
+    bad, present = _compensate(memory, flags, stats)
     memory.add_partitions()
-    _fill_unless(finite, gradients.compressed_flat, torch.nan)
+    _fill_if(bad, gradients.compressed_flat, torch.nan)
     started = memory.started  # parameters without a gradient send their residuals too
     for number, name in enumerate(gradients.names):
         present[number] |= name in started
@@ -139,7 +139,7 @@ def _mean_in_few_bits(
     first, views = first_blocks(form, gradients.chosen), layout.views(flat)
     large = [(first[name], view) for name, view in zip(layout.names, views, strict=True)]
     shard = ranks.shards.rank() if ranks.shards else 0
-    small = [dense, to_flags(present, flat.device).float()]
+    small = [dense, to_flags(present, flat.device, torch.float32)]
     means, small_means = mean_in_few_bits(ranks, form, large, small, step, shard)
     if views:  # else torch._foreach_copy_ raises an error
         torch._foreach_copy_(views, means)
@@ -151,7 +151,7 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
     """Fill the buffers with this worker's gradients plus residuals.
 
     Returns:
-        True if the gradients are finite (0-d bool); for each parameter, True if this worker has a gradient; then flags.
+        True if a gradient is not finite (0-d bool); for each parameter, True if this worker has a gradient; then flags.
     """
     gradients, ranks = memory.gradients, memory.ranks
     present = [*gradients.present, *flags]
@@ -164,7 +164,7 @@ def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tenso
     memory.share_inside()
     if memory.clip_norm is not None:
         _clip(gradients.flats, memory.clip_norm, ranks)
-    return memory.compensate(), present
+    return ~memory.compensate(), present
 
 
 def _clip(flats: list[torch.Tensor], clip_norm: float, ranks: Ranks) -> None:
@@ -195,9 +195,9 @@ def _agreed(ranks: Ranks, finite: torch.Tensor | None, found: list[bool]) -> tup
         found: True for each parameter that has a gradient on any rank; then the flags.
     """
     anywhere, flags = found[:-CALLER_FLAGS], found[-CALLER_FLAGS:]
-    if finite is None or not ranks.shards:
-        return finite is None or bool(finite), anywhere, Flags(*flags)
-    bad, *flags = read_flags(ranks.any_shard(torch.cat([~finite.view(1), to_flags(flags, finite.device)])))
+    if finite is None:
+        return True, anywhere, Flags(*flags)
+    bad, *flags = ranks.any_shard([not finite, *flags], finite.device)
     return not bad, anywhere, Flags(*flags)
 
 
@@ -208,11 +208,11 @@ def _without_effect(gradients: Gradients, anywhere: list[bool], flags: Flags) ->
     return Average(flags)
 
 
-def _fill_unless(finite: torch.Tensor, flat: torch.Tensor, value: float) -> None:
-    """Fill `flat` with `value`, unless `finite` (0-d bool)."""
-    if flat.is_cuda:  # reading `finite` would wait for the GPU
-        flat.masked_fill_(~finite, value)
-    elif not finite:
+def _fill_if(bad: torch.Tensor, flat: torch.Tensor, value: float) -> None:
+    """Fill `flat` with `value` if `bad` (0-d bool)."""
+    if flat.is_cuda:  # reading `bad` would wait for the GPU
+        flat.masked_fill_(bad, value)
+    elif bad:
         flat.fill_(value)
 
 

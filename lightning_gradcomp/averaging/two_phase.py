@@ -123,7 +123,7 @@ class TwoPhaseExchange(Exchange):
 
     def _frames(self, values: str, lengths: Sequence[int], carry: bool) -> list[Frame]:
         """One frame per partition; with `carry`, they include the extras."""
-        sizes, flags = (self._dense_sizes, self.extras.flags.numel()) if carry else ([0] * self.workers, 0)
+        sizes, flags = (self._dense_sizes, self.extras.count) if carry else ([0] * self.workers, 0)
         return [Frame(dense, values, length, flags) for dense, length in zip(sizes, lengths, strict=True)]
 
     def scatter(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ class TwoPhaseExchange(Exchange):
         extras, carry, self._scattered = self.extras, not self._scattered, True
         self.now("compress")
         frames = self._frames(extras.values, [payload.numel() for payload in payloads], carry)
-        flags = extras.flags if carry else extras.flags[:0]
+        flags = extras.packed() if carry else payloads[0][:0]
         parts = extras.dense.split(self._dense_sizes) if carry else [extras.dense[:0]] * self.workers
         dense = [frame.pack_dense(part) for frame, part in zip(frames, parts, strict=True)]
         messages = [frame.pack(d, p, flags) for frame, d, p in zip(frames, dense, payloads, strict=True)]
@@ -154,7 +154,8 @@ class TwoPhaseExchange(Exchange):
         frames = self._frames("fp32", lengths, carry)
         own, longest = frames[self.worker], max(frame.length for frame in frames)
         self.now("compress")
-        flags, dense = extras.flags, self._partition_mean
+        flags, dense = extras.combined, self._partition_mean
+        assert flags is not None
         flags, dense = (flags, dense) if carry else (flags[:0], dense[:0])
         message = own.pack(own.pack_dense(dense), payload, flags)
         message = torch.nn.functional.pad(message, (0, longest - own.length))

@@ -42,8 +42,8 @@ def quantise(v: torch.Tensor, groups: Rows, threshold: str) -> tuple[torch.Tenso
         above = v - center
         bits = greater_equal(above, 0)
         ones, excess = groups.sum(bits.view(torch.uint8), torch.int32), groups.sum(above.clamp_(min=0))
-        zeros = (size - ones).clamp_(min=1)  # the excess above μ equals the deficit below
-        return bits, torch.stack([mean - excess / zeros, mean + excess / ones.clamp(min=1)], 1)
+        many = torch.stack([ones - size, ones], 1)  # the excess above μ equals the deficit below
+        return bits, excess.unsqueeze(1) / many.masked_fill_(many == 0, 1) + mean.unsqueeze(1)
     bits = greater_equal(v, 0)
     ones = groups.sum(bits.view(torch.uint8), torch.int32)
     sum_of_ones, sum_of_zeros = groups.sum(v.clamp(min=0)), groups.sum(v.clamp(max=0))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from math import prod
 from typing import ClassVar, NamedTuple
 from zlib import crc32
@@ -26,7 +26,7 @@ from zlib import crc32
 import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, LossyCompressor
-from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense
+from lightning_gradcomp.compressors.decoded import Chunked, Decoded, Dense, all_finite
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, Gradient, StateDict
 from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.layout import Layout
@@ -42,8 +42,8 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
     gradients from underflowing. Rounding, and the columns that complete a rank-deficient p, would make rows of
     zeros nonzero, which Adam would turn into full steps.
     """
-    scale = p.abs().amax((-2, -1), keepdim=True)
-    basis = torch.linalg.qr(p / torch.where(scale > 0, scale, 1))[0]
+    scale = p.abs().amax((-2, -1), keepdim=True).clamp_(min=torch.finfo(p.dtype).tiny)
+    basis = torch.linalg.qr(p / scale)[0]
     return basis.mul_((p != 0).any(-1, keepdim=True))
 
 
@@ -286,7 +286,7 @@ class PowerSGD(LossyCompressor):
         collectives.now("decompress")
         qs = packed.split([piece.q.n for piece in pieces])
         # |P Qᵀ| ≤ r · max|Q|, since no element of an orthonormal P exceeds 1.
-        finite = (packed.abs().max() * self.rank).isfinite() & torch.stack([p.isfinite().all() for p in ps]).all()
+        finite = reduce(torch.logical_and, map(all_finite, [packed * self.rank, *ps]))
         if self.warm_start:
             state.next_queries = self._next_queries(pieces, qs, queries)
         else:  # with a fixed Q, what lies outside its span would never be sent

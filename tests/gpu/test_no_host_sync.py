@@ -1,5 +1,6 @@
 """A compressed step on a GPU asks for its result once. Seen without a GPU: tensors that hold no data can't be asked."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,13 +18,21 @@ from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.compressors import terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits, rows, topk
+from lightning_gradcomp.compressors.kernels import bits, formats, rows, topk
 from tests.gpu.worlds import CASES, Model, Steps, draw_on_the_cpu, no_sum
+
+PARAMETERS = 5
+"""Of `Model`."""
 
 
 def agreed(flags):
-    """As read: all gradients are finite and present, and no other flag is set."""
-    return [False] + [True] * (len(flags) - 1 - CALLER_FLAGS) + [False] * CALLER_FLAGS
+    """What is read if all gradients and the mean are finite, all gradients present, and no other flag is set."""
+    expected = [False] + [True] * PARAMETERS + [False] * CALLER_FLAGS
+    if flags.dtype == torch.uint8:
+        expected = np.packbits(expected, bitorder="little").tolist()
+    assert flags.is_cuda
+    assert len(flags) == len(expected) + 1
+    return [*expected, True]
 
 
 def holds_no_data():
@@ -69,7 +78,10 @@ def data_on_the_cpu(monkeypatch):
             return encode_zeros(*arguments)
 
     monkeypatch.setattr(lgc.TensorCodec, "_encode_zeros", with_data)
-    tables = (bits.bit_table, bits._shifts, twobit._code_values, terngrad._digit_values, topk.on_device, rows._sizes)
+    tables = [
+        each for module in (bits, formats, rows, terngrad, topk, twobit) for each in vars(module).values()
+        if hasattr(each, "cache_clear")
+    ]  # fmt: skip
     for table in tables:
         table.cache_clear()
     yield
@@ -120,7 +132,6 @@ def test_the_flags_are_all_that_a_step_reads(cls, options, topology, no_data, mo
     monkeypatch.setattr(exchange, "read_flags", read)
     for step, _ in enumerate(steps(cls, options, 2, topology)):
         assert len(reads) == step + 1
-    assert all(flags.is_cuda and flags.shape == (1 + 5 + CALLER_FLAGS,) for flags in reads)
 
 
 @pytest.mark.parametrize("fused", [False, True])

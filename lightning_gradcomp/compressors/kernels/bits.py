@@ -43,6 +43,12 @@ def padded(length: int) -> int:
     return -(-length // 4) * 4
 
 
+@cache
+def zero_bytes(device: torch.device) -> torch.Tensor:
+    """Three zeros that pad bytes to a multiple of 4: uint8 [3]."""
+    return torch.zeros(3, dtype=torch.uint8, device=device)
+
+
 def greater_equal(x: torch.Tensor, bound: torch.Tensor | float) -> torch.Tensor:
     """x ≥ bound, element by element: bool, in the shape of x (fp32)."""
     if x.is_cuda:

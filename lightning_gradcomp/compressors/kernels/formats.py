@@ -6,6 +6,8 @@ values that receivers decode.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
@@ -47,8 +49,10 @@ def pack_values(v: torch.Tensor, values: str) -> torch.Tensor:
         bits = torch.stack([v < 0, above], 1).view(torch.uint8)
         return torch.cat([levels.view(torch.uint8).view(-1), pack_bits(bits.view(-1))])
     dtype = DTYPES[values]
-    largest = torch.finfo(dtype).max
-    return v.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    if dtype != torch.float32:
+        largest = torch.finfo(dtype).max
+        v = v.clamp(-largest, largest).to(dtype)
+    return v.view(torch.uint8)
 
 
 def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
@@ -58,7 +62,7 @@ def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
     if values == "int2":
         groups = -(-k // GROUP)
         levels = packed[: 4 * groups].view(torch.bfloat16).view(groups, 2).float()
-        negative, above = unpack_bits(packed[4 * groups :], 2 * k).view(k, 2).bool().unbind(1)
+        negative, above = unpack_bits(packed[4 * groups :], 2 * k).view(torch.bool).view(k, 2).unbind(1)
         low, high = levels.repeat_interleave(GROUP, 0)[:k].unbind(1)
         magnitude = torch.where(above, high, low)
         return torch.where(negative, -magnitude, magnitude)
@@ -78,20 +82,24 @@ def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         bfloat16 [groups, 2], the lower and upper magnitude, 0 for an empty part. bool [k], True for the upper one.
     """
-    grouped = _groups(v.abs())
-    sizes = torch.full((len(grouped), 1), GROUP, device=v.device)
-    sizes[-1:] -= grouped.numel() - v.numel()
+    grouped, sizes = _groups(v.abs()), _sizes_of_groups(v.numel(), v.device)
     # Divide before adding: the sum of large numbers would overflow.
     mean = (grouped / sizes).sum(1, keepdim=True)
     above = grouped > mean
+    sides = torch.stack([~above, above], 1)  # [groups, 2, GROUP]; padding is below, and adds 0
     many = above.sum(1, keepdim=True)
-    few = sizes - many
-    high = torch.where(above, grouped / many.clamp(min=1), 0).sum(1)
-    low = torch.where(above, 0, grouped / few.clamp(min=1)).sum(1)
-    has_zero = (grouped > 0).sum(1, keepdim=True) < sizes
-    low = torch.where(has_zero.squeeze(1), 0, low)
+    many = torch.cat([sizes - many, many], 1).clamp_(min=1)
+    levels = (grouped.unsqueeze(1) / many.unsqueeze(2)).mul_(sides).sum(2)
+    levels[:, :1].masked_fill_((grouped > 0).sum(1, keepdim=True) < sizes, 0)
     largest = torch.finfo(torch.bfloat16).max
-    return torch.stack([low, high], 1).clamp(max=largest).to(torch.bfloat16), above.view(-1)[: v.numel()]
+    return levels.clamp_(max=largest).to(torch.bfloat16), above.view(-1)[: v.numel()]
+
+
+@cache
+def _sizes_of_groups(k: int, device: torch.device) -> torch.Tensor:
+    """Values in each group of k: int64 [groups, 1]."""
+    sizes = [[GROUP]] * (k // GROUP) + ([[k % GROUP]] if k % GROUP else [])
+    return torch.tensor(sizes).to(device, non_blocking=True)
 
 
 def _groups(v: torch.Tensor) -> torch.Tensor:

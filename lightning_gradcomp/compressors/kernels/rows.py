@@ -130,7 +130,7 @@ class Rows:
             return x
         if self.equal:
             return torch.nn.functional.pad(self.view(x), (0, -self.runs[0][1] % multiple)).view(-1)
-        zeros = x.new_zeros(multiple)
+        zeros = _zeros(multiple, x.dtype, x.device)
         rows = x.split([size for many, size in self.runs for _ in range(many)])
         return torch.cat([part for row in rows for part in (row, zeros[: -len(row) % multiple])])
 
@@ -159,6 +159,11 @@ class Rows:
 def row_of(n: int) -> Rows:
     """A single row of n elements."""
     return Rows(((1, n),))
+
+
+@cache
+def _zeros(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(n, dtype=dtype, device=device)
 
 
 @cache

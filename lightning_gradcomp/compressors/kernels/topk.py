@@ -74,7 +74,7 @@ def _topk_of_rows(flat: torch.Tensor, rows: Rows, density: float) -> torch.Tenso
         density: fraction of each row's entries to select.
     """
     if flat.is_cuda:
-        return _topk_of_equal_sizes(flat.abs(), rows, density)
+        return _topk_of_equal_sizes(flat, rows, density)
     return torch.cat(
         [
             topk_rows(flat[begin:end].view(-1, size), count(size, density)) + begin
@@ -84,20 +84,22 @@ def _topk_of_rows(flat: torch.Tensor, rows: Rows, density: float) -> torch.Tenso
     )
 
 
-def _topk_of_equal_sizes(magnitude: torch.Tensor, rows: Rows, density: float) -> torch.Tensor:
+def _topk_of_equal_sizes(flat: torch.Tensor, rows: Rows, density: float) -> torch.Tensor:
     """`_topk_of_rows` on a GPU: one search for all rows of a size, since a search launches about twenty kernels."""
     by_size: dict[int, list[tuple[int, int]]] = {}
     for (_, size), _, place in rows.places:
         by_size.setdefault(size, []).append(place)
-    found, begins, runs = [], [], []
-    for size, places in by_size.items():
-        parts, k = [magnitude[start:stop] for start, stop in places], count(size, density)
-        own = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(-1, size)
-        found.append(torch.topk(own, k, sorted=False).indices.view(-1))
-        begins += [begin for start, stop in places for begin in range(start, stop, size)]
-        runs.append((len(own), k))
+    places = [place for same in by_size.values() for place in same]
+    magnitude = torch.cat([flat[start:stop] for start, stop in places]).abs_()
+    many = [sum(stop - start for start, stop in same) for same in by_size.values()]
+    found, runs = [], []
+    for size, own in zip(by_size, magnitude.split(many), strict=True):
+        k = count(size, density)
+        found.append(torch.topk(own.view(-1, size), k, sorted=False).indices.view(-1))
+        runs.append((own.numel() // size, k))
+    begins = [begin for size, same in by_size.items() for place in same for begin in range(*place, size)]
     selected = Rows.join(runs)
-    [begin] = selected.spread(on_device(tuple(begins), magnitude.device))
+    [begin] = selected.spread(on_device(tuple(begins), flat.device))
     return (selected.view(torch.cat(found)) + begin).view(-1).sort().values
 
 
