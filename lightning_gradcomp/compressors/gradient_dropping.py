@@ -109,7 +109,8 @@ SPARSELOCO: dict[str, Any] = {
 Options of `DelayedAverager` and `DelayedStrategy`.
 
 Source: Sarfi, Thérien, Lidin, Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo, 2025, arXiv
-2508.15706. Two differences: a chunk in the paper is a block of 64 x 64 elements, here 4,096 consecutive ones. The
+2508.15706. Differences: a chunk in the paper is a block of 64 x 64 elements, here 4,096 consecutive ones. The
 authors' code sends four levels between three standard deviations, here a sign and one of two magnitudes computed from
-the data.
+the data. It also scales down updates with a large norm. The outer learning rate is 1, as in the authors' code for 70
+billion parameters; for 8 billion they used 0.9: `outer=Nesterov(lr=0.9, momentum=0)`.
 """
