@@ -23,7 +23,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
@@ -36,7 +36,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_gradcomp.averaging import Stats
+from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.faults import (
     ExchangeFailed,
     explained,
@@ -48,6 +48,8 @@ from lightning_gradcomp.averaging.faults import (
 from lightning_gradcomp.averaging.trainable import has_stepped
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.local_sgd.averager import DelayedAverager
+from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero, read, with_suffix
 from lightning_gradcomp.plugin.launchers import MultiProcessingLauncher, SubprocessLauncher
@@ -68,48 +70,7 @@ OF_THIS_PROCESS = {"averager", "server", "_hook", "_ranks", "_direction_warnings
 """Attributes of strategies that hold a process group, a thread, a connection or a hook."""
 
 
-class Averager(Protocol):
-    """The interface of averagers that strategies and CommunicationMonitor use."""
-
-    steps: int
-    """Number of optimizer steps so far."""
-    world: int
-    """Number of ranks, or of replicas."""
-    flag: bool
-    """This rank's flag, sent to the others with the next exchange."""
-    compressor: Compressor
-    measures_residual: bool
-    """True to include the residual in `metrics`, if the averager has one that can be measured."""
-
-    @property
-    def spent(self) -> Stats:
-        """Costs of all steps so far: one object, to which each step adds its costs."""
-        ...
-
-    @property
-    def flagged(self) -> bool:
-        """True if any rank's flag was set in the latest exchange."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the latest step that only this averager has."""
-        ...
-
-    def summary(self) -> dict[str, Any]:
-        """Entries of CommunicationMonitor's summary that only this averager has."""
-        ...
-
-    def why_uncompressed(self) -> str:
-        """The reason why no step was compressed; empty if one was, or for a baseline."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's state."""
-        ...
+Averager = GradientAverager | DelayedAverager | AsyncAverager
 
 
 def _tell(exception: BaseException) -> None:

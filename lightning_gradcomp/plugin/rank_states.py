@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,9 @@ from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, m
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION, all_floating, check_state
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.fsdp.checkpoint import own_memory
-from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.local_sgd.rounds import Rounds
+from lightning_gradcomp.parameter_server.averager import AsyncAverager
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, of_rank_zero
 from lightning_gradcomp.registry import entries
 
@@ -41,24 +41,8 @@ once = WarningCache()
 State = dict[str, Any]
 OptimizerState = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
 """Parameter -> torch's name -> tensor: optimizer state that the averager keeps."""
-
-
-class Saved(Protocol):
-    """An object with a state on each rank: `GradientAverager`, a `DelayedAverager`'s rounds, or `AsyncAverager`."""
-
-    world: int
-    rank: int
-    compressor: Compressor
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def gradients(self) -> Gradients: ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+Saved = GradientAverager | Rounds | AsyncAverager
+"""An object with a state on each rank."""
 
 
 def interrupted(module: LightningModule) -> bool:
