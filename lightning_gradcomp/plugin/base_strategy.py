@@ -1,13 +1,6 @@
 """The template of the Trainer strategies. Each strategy implements only what differs.
 
-Hooks of the template, in the order of a fit:
-
-    check           raise ValueError for unsupported options, before other processes start
-    make_averager   make the averager of a fit
-    describe        describe the fit in one line for the log
-    agree           make weights and buffers the same on all ranks, before Lightning reads them
-    put_states      add the ranks' states to a checkpoint
-    restore_states  load them
+Its hooks, in the order of a fit: `check`, `make_averager`, `describe`, `agree`, `put_states` and `restore_states`.
 """
 
 from __future__ import annotations
@@ -387,10 +380,7 @@ class DDPBase(BaseStrategy, DDPStrategy):
         self.rank_states.after_removing(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Like `Strategy.load_checkpoint`, but runs no code from the file unless weights_only=False is given.
-
-        Raises ValueError if the file is not a complete checkpoint. If it is missing, that is a FileNotFoundError too.
-        """
+        """Like `Strategy.load_checkpoint`, but runs no code from the file unless weights_only=False is given."""
         self._loaded_from = checkpoint_path
         what, allowed, key = "checkpoint", "a complete file that Lightning saved", "pytorch-lightning_version"
         if args:
@@ -479,7 +469,8 @@ class UnwrappedStrategy(DDPBase):
     def _ends(self) -> bool:
         """True in the last step of an epoch or of the fit, after which callbacks may read the weights."""
         trainer = self.pl_module.trainer
-        return trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+        steps = trainer.global_step + self.pl_module.automatic_optimization  # manual steps are already counted
+        return trainer.is_last_batch or 0 < trainer.max_steps <= steps
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights that all ranks agree on. Collective, unless the fit was interrupted."""

@@ -107,14 +107,7 @@ class DDPHook:
     def before_backward(self, averager: GradientAverager, decision: Decision, grad_scale: float = 1.0) -> None:
         """Decide whether DDP or the averager averages the gradients of the next backward.
 
-        Args:
-            averager: averages what DDP does not.
-            decision: what this step does.
-            grad_scale: the loss scale that the gradients will have.
-
-        Raises:
-            ValueError: if a parameter was added after DDP wrapped the model; if DDP waits for a frozen one; or if, in
-                automatic optimization, the gradients would be added to averages that no optimizer has used.
+        `grad_scale` is the loss scale that the gradients will have.
         """
         if self._ddp._join_config.enable and isinstance(averager.compressor, LossyCompressor):
             allowed = "the same number of batches on every rank: one that has ended can't average compressed gradients"

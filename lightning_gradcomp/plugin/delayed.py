@@ -185,12 +185,6 @@ class DelayedStrategy(UnwrappedStrategy):
             self.agree()
         sigterm.stop_after_batch(averager, trainer)
 
-    @property
-    def _ends(self) -> bool:
-        trainer = self.pl_module.trainer
-        steps = trainer.global_step + self.pl_module.automatic_optimization  # manual steps are already counted
-        return trainer.is_last_batch or 0 < trainer.max_steps <= steps
-
     def agree(self) -> None:
         """Drain, so that all ranks hold the average, and copy rank 0's buffers to all ranks.
 

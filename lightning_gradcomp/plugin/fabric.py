@@ -23,7 +23,7 @@ from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import check_flag, refusal
 from lightning_gradcomp.plugin.checkpoint_files import Sidecars, no_code, of_rank_zero
 from lightning_gradcomp.plugin.ddp_hook import DDPHook, sent_if_they_differ
-from lightning_gradcomp.plugin.manual_steps import ManualSteps, Turn
+from lightning_gradcomp.plugin.manual_steps import ManualSteps
 from lightning_gradcomp.plugin.rank_states import (
     KEY,
     OptimizerState,
@@ -81,10 +81,7 @@ class CompressedFabricStrategy(DDPStrategy):
 
     Args:
         compressor: a compressor, or its name.
-        topology: as in `CompressedDDPStrategy`.
-        inside: as in `CompressedDDPStrategy`.
-        fallback: as in `CompressedDDPStrategy`.
-        local_weights: False: `local_weights()` has no effect.
+        topology, inside, fallback, local_weights: as for `GradientAverager`, but with "auto" as default topology.
         steps_per_epoch: for a warm-up that counts epochs; or call `set_epoch`.
         timeout: how long a rank waits for the others before it raises an error.
         ddp_options: everything that Fabric's `DDPStrategy` takes.
@@ -195,7 +192,8 @@ class CompressedFabricStrategy(DDPStrategy):
         for each, versions in zip(training, before, strict=True):
             if each.took_part(versions):
                 averager = self._averager(each)
-                self._average(averager, each.hook.after_backward(averager))
+                if turn := each.hook.after_backward(averager):
+                    turn.average(averager, self._grad_scale)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Average the gradients of the optimizer's parameters unless they are averaged, then step."""
@@ -225,16 +223,8 @@ class CompressedFabricStrategy(DDPStrategy):
         """Average the gradients of the optimizer's parameters, unless no backward has changed them since."""
         for each in self._of(optimizer):
             averager = self._averager(each)
-            self._average(averager, each.manual_steps.before_step(averager, optimizer))
-
-    def _average(self, averager: GradientAverager, turn: Turn | None) -> None:
-        if turn is None:
-            return
-        if turn.ddp_seconds is None:
-            averager.average(grad_scale=self._grad_scale, optimizer=turn.optimizer, revocable=turn.revocable)
-        else:
-            seconds = turn.ddp_seconds
-            averager.after_dense_step(grad_scale=self._grad_scale, seconds=seconds, optimizer=turn.optimizer)
+            if turn := each.manual_steps.before_step(averager, optimizer):
+                turn.average(averager, self._grad_scale)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         if not self._in_step and any(each.manual_steps.is_pending(optimizer) for each in self._set_up):

@@ -187,13 +187,9 @@ class GradientStrategy(BaseStrategy):
         averager, autotune = self.averager, self.averager.autotune
         before = autotune.outcome if autotune else ""
         self._direction_warnings.before_average()
-        optimizer, ddp_seconds, revocable = turn
         with self.explained("averaging gradients"):
-            if ddp_seconds is None:
-                averager.average(grad_scale=self._grad_scale, optimizer=optimizer, revocable=revocable)
-            else:
-                averager.after_dense_step(grad_scale=self._grad_scale, seconds=ddp_seconds, optimizer=optimizer)
-        if ddp_seconds is None:
+            turn.average(averager, self._grad_scale)
+        if turn.ddp_seconds is None:
             self._direction_warnings.after_average(in_step=self._in_step)
             sigterm.stop_after_batch(averager, self.pl_module.trainer)
         if autotune and autotune.outcome != before and autotune.choice != autotune.uncompressed:
@@ -241,10 +237,7 @@ class GradientStrategy(BaseStrategy):
 
         Lightning clips gradients after the average. The values of a sparse average have left the residual by then, so
         clipping would lose part of them. DGC clips each rank's gradient before it is accumulated (Lin et al. 2018,
-        §3.2).
-
-        Raises:
-            ValueError: if a callback set something that can't be applied there.
+        §3.2). Raises ValueError if a callback set something that can't be applied there.
         """
         assert isinstance(self.compressor, LossyCompressor)
         check_clipping(self.compressor, self._corrected, trainer, self.pl_module)
@@ -257,9 +250,6 @@ class GradientStrategy(BaseStrategy):
         """Clip averages as with DDP, for the Trainer or for `self.clip_gradients(optimizer, ...)`.
 
         Does nothing to update directions, whose gradients were clipped before they were accumulated.
-
-        Raises:
-            ValueError: for another threshold than the Trainer's if the compressor owns the momentum.
         """
         automatic = self.pl_module.automatic_optimization
         if clip_val > 0 and not (automatic and clip_val == self.pl_module.trainer.gradient_clip_val):

@@ -23,6 +23,13 @@ class Turn(NamedTuple):
     ddp_seconds: float | None = None
     revocable: bool = False
 
+    def average(self, averager: GradientAverager, grad_scale: float) -> None:
+        """Average the gradients, or record what DDP has averaged."""
+        if self.ddp_seconds is None:
+            averager.average(grad_scale=grad_scale, optimizer=self.optimizer, revocable=self.revocable)
+        else:
+            averager.after_dense_step(grad_scale=grad_scale, seconds=self.ddp_seconds, optimizer=self.optimizer)
+
 
 class ManualSteps:
     """Decides after which backward, or before which optimizer's step, gradients are averaged.
@@ -42,8 +49,7 @@ class ManualSteps:
     def take_back(self, averager: GradientAverager) -> bool:
         """Before a backward, restore this rank's own gradients unless an optimizer has used their average.
 
-        Returns:
-            True if some were restored.
+        Returns True if some were restored.
         """
         restored = averager.revoke()
         self.pending |= {id(parameter): None for parameter in restored}
@@ -63,10 +69,7 @@ class ManualSteps:
     ) -> Turn | None:
         """What to average after a backward: its gradients if one optimizer has all the parameters, or none has any.
 
-        Args:
-            parameters: the parameters that require gradients.
-            ddp_seconds: as in `Turn`.
-            accumulates: True if they are not to be averaged yet.
+        `parameters` are those that require gradients. With `accumulates`, they are not to be averaged yet.
         """
         ids = {id(p) for p in parameters}
         self.pending |= dict.fromkeys(ids, ddp_seconds)
@@ -80,11 +83,7 @@ class ManualSteps:
         return self._turn_of(owners[0], revocable=True) if len(owners) == 1 else None
 
     def before_step(self, averager: GradientAverager, optimizer: torch.optim.Optimizer) -> Turn | None:
-        """What to average before `optimizer` steps: its gradients, unless that was done after backward. Collective.
-
-        Raises:
-            ValueError: if other ranks are at another step, or step another optimizer.
-        """
+        """What to average before `optimizer` steps: its gradients, unless that was done after backward. Collective."""
         if not self.is_pending(optimizer):
             return None
         self.take_back(averager)  # another optimizer's

@@ -46,16 +46,10 @@ class CompressedDDPStrategy(GradientStrategy, DDPBase):
 
     Args:
         compressor: a compressor, or its name.
-        topology: how payloads travel. "auto": a trial in the first steps chooses the fastest of dense steps,
-            "all_gather" and "two_phase"; this depends on the clock, so name a topology if runs must be bit-identical.
-            "all_gather": every rank receives all payloads. "two_phase": each rank averages a part and sends the mean
-            on, compressed again; for many ranks. "server": the same with dense means. MXNet's kvstore names "device",
-            "dist_sync" and "dist_sync_device" also work.
-        inside: "compressed": every rank compresses its own gradient. "dense": the ranks of a node average their
-            gradients first, and only nodes exchange payloads. Default: "compressed"; with topology="auto" it is
-            "dense" if several nodes have several ranks each.
-        fallback: the format of the steps that topology="auto" does not compress after the warm-up: "int8", as with
-            `Int8`; "eden1" to "eden4", as with `EDEN` in so many bits; or "none", in fp32.
+        topology: how payloads travel, as for `GradientAverager`. "auto" depends on the clock, so name another if runs
+            must be bit-identical.
+        inside: what a node's ranks average first, as for `GradientAverager`.
+        fallback: the format of steps that topology="auto" does not compress, as for `GradientAverager`.
         checkpoint_state: how a checkpoint saves the residuals. "gather": all of them, in the checkpoint. "sidecar": a
             file per rank in a folder next to the checkpoint. "auto": "gather" on one node up to 1 GiB, otherwise
             "sidecar". "mean": one copy of their mean; a resumed run is then not exact. "drop": none.
