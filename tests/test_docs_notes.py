@@ -1,12 +1,16 @@
-"""docs/notes.py shows every idea of docs/from_the_notes.md; here on a network of a thousand weights."""
+"""docs/notes.py and the notebook show the ideas of docs/from_the_notes.md; here on a network of a thousand weights."""
 
 import copy
+import json
+import sys
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from torch import nn
 
 from docs import notes
+from tests.pages import DOCS
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +35,27 @@ def test_what_is_sent_and_what_is_left_are_the_gradient(training):
         sender = notes.Sender(compressor, gradient)
         together = sender.send(gradient) + sender.residual
         assert notes.error(together, gradient) < 1e-3
+
+
+@pytest.fixture
+def drawing(monkeypatch, tmp_path):
+    """In a folder of its own, without a screen."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")
+
+
+def test_the_notebook_shows_what_it_says(drawing):
+    names = {}
+    for number, cell in enumerate(json.loads((DOCS / "examples" / "compression.ipynb").read_text())["cells"]):
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec(compile("".join(cell["source"]), f"compression.ipynb, cell {number}", "exec"), names)
+    assert len(plt.get_fignums()) == 6
+    with_residual, without = zip(*(names["missing"][name] for name in names["methods"]), strict=True)
+    assert max(with_residual) < min(without)
+    for points in names["lines"].values():
+        bits, errors = zip(*points, strict=True)
+        assert list(bits) == sorted(bits) and list(errors) == sorted(errors, reverse=True)
