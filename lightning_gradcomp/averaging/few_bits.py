@@ -74,17 +74,15 @@ def mean_in_few_bits(
     back = []
     for shares, (own, small_own, blocks) in zip(there, pieces, strict=True):
         mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
-        for share in shares():
-            values, small_values = _cut(form, share, mean.numel())
+        for values, small_values in zip(*_cut(form, shares(), mean.numel()), strict=True):
             form.add(values, mean)
             small_mean += small_values
         message = _messages(form, mean[None], small_mean[None], to_all[None, blocks])
         back.append(ranks.start_swap(message.expand(world, -1)))
     for means, (own, small_own, _) in zip(back, pieces, strict=True):
-        for row, out, small_out in zip(means(), own, small_own, strict=True):
-            values, small_values = _cut(form, row, out.numel())
-            form.unpack(values, out, key)
-            small_out.copy_(small_values)
+        values, small_values = _cut(form, means(), own.size(1))
+        form.unpack(values, own, key)
+        small_own.copy_(small_values)
     return [form.take(row, shape) for row, shape in zip(rows, shapes, strict=True)], small_parts.view(-1)[:m]
 
 
@@ -126,16 +124,15 @@ def _messages(form: FewBits, large: torch.Tensor, small: torch.Tensor, seeds: to
     """
     end = form.nbytes(large.size(1))
     messages = torch.empty(len(large), end + 4 * small.size(1), dtype=torch.uint8, device=large.device)
-    for message, values, own in zip(messages, large, seeds, strict=True):
-        form.pack(values, message[:end], own)
+    form.pack(large, messages[:, :end], seeds)
     messages[:, end:] = small.contiguous().view(torch.uint8)
     return messages
 
 
-def _cut(form: FewBits, message: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_messages` wrote: the packed values of n large elements, and the small ones in fp32."""
+def _cut(form: FewBits, messages: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_messages` wrote in each row: the packed values of n large elements, and the small ones in fp32."""
     end = form.nbytes(n)
-    return message[:end], message[end:].view(torch.float32)
+    return messages[:, :end], messages[:, end:].view(torch.float32)
 
 
 def _pieces(

@@ -46,7 +46,10 @@ class FewBits(ABC):
 
     @abstractmethod
     def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
-        """Round blocks, fp32 [n], contiguous, to `out`, uint8 [nbytes(n)]. `seeds`: int32, one for each block."""
+        """Round blocks, fp32 [..., n], to `out`, uint8 [..., nbytes(n)]. Rows are contiguous.
+
+        `seeds`: one for each block, int32 [..., n / block].
+        """
 
     @abstractmethod
     def add(self, packed: torch.Tensor, total: torch.Tensor) -> None:
@@ -54,7 +57,7 @@ class FewBits(ABC):
 
     @abstractmethod
     def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key) -> None:
-        """Fill `out`, fp32 [n], contiguous, with the values of packed blocks."""
+        """Fill `out`, fp32 [..., n], with the values of packed blocks, uint8 [..., nbytes(n)]. Rows are contiguous."""
 
     @abstractmethod
     def take(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -113,16 +116,19 @@ class RotatedBlocks(FewBits):
         for tensor, out in zip(tensors, outs, strict=True):
             turn = eden.rotation(out.device, *key)
             rows = tensor.reshape(len(tensor), -1).float()
-            blocks = pad(rows, (0, -rows.size(1) % self.block)).view(-1, self.block)
+            if spare := -rows.size(1) % self.block:
+                rows = pad(rows, (0, spare))
+            blocks = rows.view(-1, self.block)
             # A product of fixed size each, so that a row's rounding errors don't depend on the rows beside it.
             at_once = len(blocks) if out.is_cuda else eden.CHUNK // self.block
             for part, result in zip(blocks.split(at_once), out.view(-1, self.block).split(at_once), strict=True):
                 torch.mm(part, turn, out=result)
 
     def pack(self, blocks: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor) -> None:
-        end = eden.eden_bytes(len(blocks), self.bits)
-        eden.pack_eden(blocks, out[:end], self.bits, seeds)
-        out[end:] = 0
+        end = eden.eden_bytes(blocks.size(-1), self.bits)
+        eden.pack_eden(blocks, out[..., :end], self.bits, seeds)
+        if end < out.size(-1):
+            out[..., end:] = 0
 
     def add(self, packed: torch.Tensor, total: torch.Tensor) -> None:
         eden.add_eden(packed, total, self.bits)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,11 @@ the mean of the interval that it represents, and intervals meet in the middle be
 CHUNK = 1 << 17
 """Number of values that a CPU handles at a time, so that intermediate results stay in its cache."""
 SCALE_BYTES = 2
+TINY = torch.finfo(torch.float32).tiny
+EXPONENT = 0x7F800000
+"""The bits of an fp32 number's exponent. Without the others, a positive number is rounded down to a power of 2."""
+POWERS = 0x00800000, 0x7E800000
+"""The bits of 2^-126 and 2^126."""
 
 
 def eden_bytes(n: int, bits: int) -> int:
@@ -92,41 +98,45 @@ def pack_eden(y: torch.Tensor, out: torch.Tensor, bits: int, seeds: torch.Tensor
     """Fill `out` with the scales and codes of rotated values.
 
     Args:
-        y: rotated blocks, fp32 [n], contiguous; n is a multiple of `BLOCK`.
-        out: uint8 [eden_bytes(n, bits)].
+        y: rotated blocks, fp32 [..., n], where rows are contiguous; n is a multiple of `BLOCK`.
+        out: uint8 [..., eden_bytes(n, bits)].
         bits: 1 to 4.
-        seeds: random numbers, int32 [n / BLOCK], for stochastic rounding of the scales to bf16.
+        seeds: random numbers, int32 [..., n / BLOCK], for stochastic rounding of the scales to bf16.
 
     Returns:
         `out`.
     """
-    of_pairs, block = _tables(bits, y.device)[0], 0
-    for values, scales, codes in _chunks(y, out, bits):
-        largest = values.abs().amax(1, keepdim=True)  # vector_norm takes ten times as long on a CPU
-        power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(-126, 126))
+    of_pairs = _tables(bits, y.device)[0]
+    for place, values, scales, codes in _chunks(y, out, bits):
+        largest = values.abs().amax(-1, keepdim=True)  # vector_norm takes ten times as long on a CPU
+        power = (largest.view(torch.int32) & EXPONENT).clamp_(*POWERS).view(torch.float32)
         near_1 = values / power  # exact, and its squares neither overflow nor vanish
-        squares = torch.linalg.vecdot(near_1, near_1).unsqueeze(1)
-        unit = UNIT * math.sqrt(BLOCK) / squares.sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+        squares = torch.linalg.vecdot(near_1, near_1).unsqueeze(-1)
+        unit = UNIT * math.sqrt(BLOCK) / squares.sqrt().clamp_(min=TINY)
         numbers = torch.mul(near_1, unit).floor_().clamp_(-128, 127).to(torch.int8)
         _join(of_pairs.index_select(0, numbers.view(torch.int16).view(-1).int() & 0xFFFF), codes, bits)
-        products = torch.linalg.vecdot(near_1, _levels(codes, bits).float()).unsqueeze(1)
-        scale = torch.where(squares > 0, squares / products, squares) * power  # 0 for a block of zeros
-        scale = torch.where(squares.isfinite(), scale, torch.nan)
-        scales.copy_(_to_bf16(scale, seeds[block : (block := block + len(values))].unsqueeze(1)))
+        levels = _levels(codes, bits).view(near_1.shape).float()
+        products = torch.linalg.vecdot(near_1, levels).unsqueeze(-1).clamp_(min=TINY)
+        nan = squares - squares  # 0 if all values are finite
+        scale = (squares / products).add_(nan).mul_(power)  # 0 for a block of zeros
+        scales.copy_(_to_bf16(scale, seeds[place].unsqueeze(-1)))
     return out
 
 
 def add_eden(packed: torch.Tensor, total: torch.Tensor, bits: int) -> None:
     """Add the rotated values that `pack_eden` wrote to `total`, fp32 [n], contiguous."""
-    for values, scales, codes in _chunks(total, packed, bits):
+    for _, values, scales, codes in _chunks(total, packed, bits):
         values += _levels(codes, bits) * _from_bf16(scales)
 
 
 def unpack_eden(packed: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor, bits: int) -> torch.Tensor:
-    """Fill `out`, fp32 [n], contiguous, with the values that `pack_eden` wrote, rotated back. Returns it."""
+    """Fill `out`, fp32 [..., n], with the values that `pack_eden` wrote, rotated back. Returns it.
+
+    Rows are contiguous, and on a GPU all of `out`.
+    """
     back = rotation.T.contiguous()
-    for values, scales, codes in _chunks(out, packed, bits):
-        torch.mm(_levels(codes, bits).float(), back, out=values)
+    for _, values, scales, codes in _chunks(out, packed, bits):
+        torch.mm(_levels(codes, bits).float(), back, out=values.view(-1, BLOCK))
         values *= _from_bf16(scales) / GAIN
     return out
 
@@ -134,23 +144,24 @@ def unpack_eden(packed: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor,
 def _join(pairs: torch.Tensor, out: torch.Tensor, bits: int) -> None:
     """Join the codes of pairs, uint8 [n / 2] of 2 · bits bits each, without gaps: uint8 [n · bits / 8]."""
     if bits == 4:
-        out.copy_(pairs)
+        out.copy_(pairs.view(out.shape))
     elif bits == 3:
         four = pairs.view(torch.int32)
         joined = four & 63 | four >> 2 & 63 << 6 | four >> 4 & 63 << 12 | four >> 6 & 63 << 18
-        out.view(-1, 3).copy_(joined.view(torch.uint8).view(-1, 4)[:, :3])
+        three = joined.view(torch.uint8).view(-1, 4)[:, :3]
+        out.copy_(three.reshape(out.shape))
     elif bits == 2:
-        joined = pairs.view(torch.int16)
+        joined = pairs.view(torch.int16).view(out.shape)
         out.copy_(joined | joined >> 4)
     else:
-        joined = pairs.view(torch.int32)
+        joined = pairs.view(torch.int32).view(out.shape)
         out.copy_(joined | joined >> 6 | joined >> 12 | joined >> 18)
 
 
 def _levels(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Levels of packed codes, uint8 [n · bits / 8]: int8 [n / BLOCK, BLOCK]."""
+    """Levels of packed codes, uint8 [..., n · bits / 8]: int8 [blocks, BLOCK]."""
     _, of_words = _tables(bits, codes.device)
-    words = codes.int()
+    words = codes.int().view(-1)
     if bits == 3:
         first, second, third = words.view(-1, 3).unbind(1)
         words = torch.stack([first | (second & 15) << 8, second >> 4 | third << 4], 1).view(-1)
@@ -158,8 +169,8 @@ def _levels(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _to_bf16(x: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The upper 16 bits of x, fp32 and not negative, rounded at random so that the expectation is exact: int16."""
-    return ((x.view(torch.int32) + (draws & 0xFFFF)) >> 16).to(torch.int16)
+    """The upper 16 bits of x, fp32 and not negative, rounded at random so that the expectation is exact: int32."""
+    return (x.view(torch.int32) + (draws & 0xFFFF)) >> 16
 
 
 def _from_bf16(scales: torch.Tensor) -> torch.Tensor:
@@ -168,13 +179,21 @@ def _from_bf16(scales: torch.Tensor) -> torch.Tensor:
 
 def _chunks(
     y: torch.Tensor, packed: torch.Tensor, bits: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views of some blocks at a time: values [b, BLOCK] in `y`; scales, int16 [b, 1], and codes in `packed`."""
-    n = y.numel()
+) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Views of some blocks at a time: all of them on a GPU, some of a row on a CPU.
+
+    Yields:
+        The place of the b blocks; values [..., b, BLOCK] in `y`; scales, int16 [..., b, 1], and codes in `packed`.
+    """
+    n = y.size(-1)
     start = SCALE_BYTES * (n // BLOCK)
-    scales, codes = packed[:start].view(torch.int16).unsqueeze(1), packed[start:]
-    at_once = n if y.is_cuda else CHUNK
-    for begin in range(0, n, at_once or 1):
-        end = min(begin + at_once, n)
-        rows = slice(begin // BLOCK, end // BLOCK)
-        yield y[begin:end].view(-1, BLOCK), scales[rows], codes[begin * bits // 8 : end * bits // 8]
+    values, codes = y.unflatten(-1, (-1, BLOCK)), packed[..., start:]
+    scales = packed[..., :start].view(torch.int16).unsqueeze(-1)
+    if y.is_cuda:
+        yield ..., values, scales, codes
+        return
+    for row in np.ndindex(y.shape[:-1]):
+        for begin in range(0, n, CHUNK):
+            end = min(begin + CHUNK, n)
+            place = *row, slice(begin // BLOCK, end // BLOCK)
+            yield place, values[place], scales[place], codes[row][begin * bits // 8 : end * bits // 8]

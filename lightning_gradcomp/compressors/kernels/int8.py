@@ -8,7 +8,9 @@ group NaN.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_gradcomp.compressors.kernels.rng import fill_uniform
@@ -33,14 +35,13 @@ def pack_int8(v: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor | None = N
     """Fill `out`, uint8 [int8_bytes(k)], with the scales and integers of v, fp32 [k], both contiguous. Returns it.
 
     Args:
-        v: the values.
-        out: receives them.
-        seeds: for stochastic rounding, the groups' `row_seeds`: int32 [g]. k is then a multiple of 256.
+        v: the values. With leading dimensions, their rows are contiguous, and k is a multiple of 256.
+        out: receives them; has the same leading dimensions.
+        seeds: for stochastic rounding, the groups' `row_seeds`: int32 [..., g]. k is then a multiple of 256.
     """
-    group = 0
-    for values, scales, integers in _groups(v, out):
+    for place, values, scales, integers in _groups(v, out):
         work = values.abs()
-        largest = work.amax(1, keepdim=True)
+        largest = work.amax(-1, keepdim=True)
         # Slightly below the largest number: dividing by 127 may round up, and 127 times the result would overflow.
         # Not below the smallest number of full precision: 127 times the scale is the largest magnitude, or more.
         finite = (largest.clamp(max=0.999 * LIMITS.max) / 127).clamp(min=LIMITS.tiny)
@@ -48,39 +49,45 @@ def pack_int8(v: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor | None = N
         if seeds is None:
             torch.div(values, scales, out=work).round_()
         else:
-            rows = slice(group, group := group + len(work))
             # A quotient of 127 but for rounding errors stays below 128.
-            fill_uniform(work, seeds[rows]).addcdiv_(values, scales).floor_()
+            fill_uniform(work, seeds[place]).addcdiv_(values, scales).floor_()
         integers.copy_(work)
     return out
 
 
 def unpack_int8(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Fill `out`, fp32 [k], contiguous, with the values that `pack_int8` wrote. Returns it."""
-    for values, scales, integers in _groups(out, packed):
+    for _, values, scales, integers in _groups(out, packed):
         torch.mul(integers, scales, out=values)
     return out
 
 
 def add_int8(packed: torch.Tensor, total: torch.Tensor) -> None:
     """Add the values that `pack_int8` wrote to `total`, fp32 [k], contiguous."""
-    for values, scales, integers in _groups(total, packed):
+    for _, values, scales, integers in _groups(total, packed):
         values += integers * scales
 
 
-def _groups(v: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views of some groups at a time: values [g, GROUP] in `v`; scales [g, 1] and integers [g, GROUP] in `packed`.
+def _groups(v: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Views of some groups at a time: all of them on a GPU, some of a row on a CPU.
 
-    The last group may have fewer than GROUP values. It then comes alone.
+    The last group of a single row may have fewer than GROUP values. It then comes alone.
+
+    Yields:
+        The place of the g groups; values [..., g, GROUP] in `v`; scales [..., g, 1] and integers in `packed`.
     """
-    k = v.numel()
-    start = 4 * -(-k // GROUP)
-    scales, integers = packed[:start].view(torch.float32).unsqueeze(1), packed[start:].view(torch.int8)
-    whole = k // GROUP * GROUP
-    at_once = whole if v.is_cuda else CHUNK
-    for begin in range(0, whole, at_once or 1):
-        end = min(begin + at_once, whole)
-        rows = slice(begin // GROUP, end // GROUP)
-        yield v[begin:end].view(-1, GROUP), scales[rows], integers[begin:end].view(-1, GROUP)
+    k = v.size(-1)
+    start, whole = 4 * -(-k // GROUP), k // GROUP * GROUP
+    scales = packed[..., :start].view(torch.float32).unsqueeze(-1)
+    values, integers = (
+        each[..., :whole].unflatten(-1, (-1, GROUP)) for each in (v, packed[..., start:].view(torch.int8))
+    )
+    if v.is_cuda and whole:
+        yield ..., values, scales[..., : whole // GROUP, :], integers
+    elif whole:
+        for row in np.ndindex(v.shape[:-1]):
+            for begin in range(0, whole // GROUP, CHUNK // GROUP):
+                place = *row, slice(begin, min(begin + CHUNK // GROUP, whole // GROUP))
+                yield place, values[place], scales[place], integers[place]
     if whole < k:
-        yield v[whole:].view(1, -1), scales[-1:], integers[whole:].view(1, -1)
+        yield slice(-1, None), v[whole:].view(1, -1), scales[-1:], packed[start + whole :].view(torch.int8).view(1, -1)

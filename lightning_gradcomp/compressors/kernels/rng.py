@@ -111,10 +111,10 @@ def fill_uniform(x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     """Fill x with numbers uniform in (0, 1), the middles of 256 equal intervals. Returns it.
 
     Args:
-        x: fp32 [r, w], where w is a multiple of 4.
-        seeds: of the rows, int32 [r].
+        x: fp32 [..., w], where w is a multiple of 4.
+        seeds: of the rows, int32 [...].
     """
-    words = seeds.unsqueeze(1) + _columns(x.size(1) // 4, x.device)
+    words = seeds.unsqueeze(-1) + _columns(x.size(-1) // 4, x.device)
     work = words >> 15
     words.bitwise_xor_(work).mul_(0x735A2D97)  # torch shifts signed numbers, so the highest bit is 0 before the product
     words.add_(torch.bitwise_right_shift(words, 15, out=work))
