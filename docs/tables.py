@@ -111,14 +111,17 @@ RESULT = re.compile(r"^# Result: (.*(?:\n#   .*)*)", re.MULTILINE)
 
 
 def recipes() -> str:
-    """What each recipe trains, and its result if we have measured one."""
-    rows = []
+    """What each recipe trains, and its result if we have measured one; below, the names of the others."""
+    rows, others = [], []
     for path in sorted(shipped("recipes").glob("*.yaml")):
         text = path.read_text()
-        trains = first_sentence(text).partition(":")[0].removesuffix(", two processes")
-        result, known, _ = " ".join(RESULT.findall(text)).partition("docs/")
-        rows.append([f"`{path.stem}`", trains, result.partition(" (")[0] if known else "not measured"])
-    return report.table(["recipe", "trains", "result"], rows)
+        result = " ".join(RESULT.findall(text))
+        if result[:1].isdigit() and "docs/" in result:
+            trains = first_sentence(text).partition(":")[0].removesuffix(", two processes")
+            rows.append([f"`{path.stem}`", trains, result.partition(" (")[0]])
+        else:
+            others.append(f"`{path.stem}`")
+    return f"{report.table(['recipe', 'trains', 'result'], rows)}\n\nWithout a result of ours: {', '.join(others)}."
 
 
 TABLES: dict[str, Callable[..., str]] = {
