@@ -7,7 +7,8 @@ Each part runs other commands of this project, one at a time, each with a time l
 
 - tests: `tests/gpu`, in tests.csv
 - encode: `benchmarks.encode` for gradients of ResNet-18 and ResNet-50, in encode.csv
-- steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, in steps.csv
+- steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, in steps.csv; of
+  GPT-2 small on 1,024 tokens over loopback, in gpt_small.csv
 - memory: `benchmarks.memory` of the same network, in memory.csv
 - accuracy: `benchmarks.time_to_accuracy` of the digits recipe, as many seeds as the time allows, in accuracy.csv
 
@@ -36,7 +37,7 @@ from benchmarks import link
 STEPS = {0: (5, 3), 1000: (3, 2), 10_000: (4, 3), 100: (3, 1)}
 """Mbit/s of a link (0: loopback) -> steps a turn, turns. A step of DDP takes eight seconds over 100 Mbit/s."""
 
-METHODS = "compute,ddp,fp16_hook,powersgd_hook,dgc@all_gather,onebit@all_gather,powersgd@all_gather"
+METHODS = "compute,ddp,fp16_hook,int8,eden,powersgd_hook,dgc@all_gather,onebit@all_gather,powersgd@all_gather"
 GRACE = 10
 """Seconds that a late command has to clean up."""
 
@@ -108,6 +109,10 @@ def steps(out: Path, dry_run: bool) -> Iterator[Command]:
         words = [*over(rate), "-m", "benchmarks.step_time", *how, f"--csv={out / 'steps.csv'}"]
         why_not = "this machine can't emulate links" if rate and not emulates else ""
         yield Command("steps", of(rate), 130 if rate == 100 else 60, words, why_not=why_not)
+    gpt = ["--model=gpt_small", "--optimizer=adamw", "--size=1024", "--batch=1", "--methods=compute,ddp,fp16_hook,eden"]
+    words = [*over(0), "-m", "benchmarks.step_time", *gpt, "--steps=3", "--turns=2", "--record=0"]
+    if not dry_run:  # too large for a CPU
+        yield Command("steps", "GPT-2 small", 60, [*words, f"--csv={out / 'gpt_small.csv'}"])
 
 
 def memory(out: Path, dry_run: bool) -> Iterator[Command]:
