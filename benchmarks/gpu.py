@@ -7,8 +7,8 @@ Each part runs other commands of this project, one at a time, each with a time l
 
 - tests: `tests/gpu`, in tests.csv
 - encode: `benchmarks.encode` for gradients of ResNet-18 and ResNet-50, in encode.csv
-- steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, in steps.csv; of
-  GPT-2 small on 1,024 tokens over loopback, in gpt_small.csv
+- steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, in steps.csv;
+  of GPT-2 small on 1,024 tokens over loopback, in gpt_small.csv
 - memory: `benchmarks.memory` of the same network, in memory.csv
 - accuracy: `benchmarks.time_to_accuracy` of the digits recipe, as many seeds as the time allows, in accuracy.csv
 
