@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import multiprocessing
@@ -222,6 +223,7 @@ def end_worlds() -> None:
 
 def _begin(environment: dict[str, str], output: Connection, argv: list[str], calls: Connection | None) -> None:
     """What a forked process does."""
+    gc.freeze()  # a collection of garbage would write to, and so copy, the memory of all imports
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -9,15 +9,15 @@ from tests.pages import DOCS
 from tests.processes import Forked, start_world
 
 EXAMPLES = DOCS / "examples"
-EPOCHS = "2"
-"""A dense one, and one at 90 %."""
+WORLDS = {"hsdp_digits.py": (4, 1), "transformer_text.py": (2, 1)} | dict.fromkeys(
+    ("lightning_digits.py", "pytorch_digits.py", "fine_tuning.py", "own_compressor.py"), (2, 2)
+)
+"""Ranks and epochs: with DGC and SGD a dense one, and one at 90 %."""
 
 
 def test_the_examples_train_as_they_stand():
-    worlds = {"lightning_digits.py": 2, "pytorch_digits.py": 2, "hsdp_digits.py": 4}
-    worlds |= {"transformer_text.py": 2, "fine_tuning.py": 2, "own_compressor.py": 2}
-    started = {name: start_world(world, str(EXAMPLES / name), EPOCHS) for name, world in worlds.items()}
-    started["fabric_digits.py"] = [Forked(str(EXAMPLES / "fabric_digits.py"), EPOCHS)]  # by Fabric's own launcher
+    started = {name: start_world(world, str(EXAMPLES / name), str(epochs)) for name, (world, epochs) in WORLDS.items()}
+    started["fabric_digits.py"] = [Forked(str(EXAMPLES / "fabric_digits.py"), "2")]  # by Fabric's own launcher
     assert {*started, "two_machines.py", "parameter_server.py"} == {path.name for path in EXAMPLES.glob("*.py")}
     for name, ranks in started.items():
         for done in [rank.end() for rank in ranks]:
