@@ -21,7 +21,7 @@ from lightning_gradcomp.compressors.kernels.elias_fano import index_bytes, pack_
 from lightning_gradcomp.compressors.kernels.formats import check_format, pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads
-from lightning_gradcomp.compressors.schedules import Ramp, Schedule
+from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.compressors.updates import AdamStep, is_adam
 from lightning_gradcomp.errors import check_flag, is_number, is_whole, refusal
 from lightning_gradcomp.registry import entries
@@ -312,6 +312,16 @@ class SparseCodec(Codec):
     values: str
     sparsity: Any
     """Fraction of the entries that stays unsent, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sparsity(f"{type(self).__name__}.sparsity", self.final_sparsity)
+        check_format(f"{type(self).__name__}.values", self.values)
+
+    @property
+    def final_sparsity(self) -> float:
+        """`sparsity`."""
+        return self.sparsity
 
     def with_sparsity(self, sparsity: float | None) -> Self:
         return self if sparsity == self.sparsity else replace(self, sparsity=sparsity)

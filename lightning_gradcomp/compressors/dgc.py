@@ -31,7 +31,7 @@ import torch
 
 from lightning_gradcomp.compressors.base import Card, SparseCodec
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
-from lightning_gradcomp.compressors.kernels.formats import check_format
+from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential, quarters
@@ -82,8 +82,6 @@ class DGC(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sparsity("DGC.sparsity", self.final_sparsity)
-        check_format("DGC.values", self.values)
         if not is_whole(self.dense_epochs) or self.dense_epochs < 0:
             raise refusal("DGC.dense_epochs", self.dense_epochs, "a whole number from 0")
         if self.start_sparsity is not None:
@@ -135,8 +133,8 @@ class DGC(SparseCodec):
         return AdamStep() if is_adam(optimizer) else SGDVelocity(masking=self.momentum_masking)
 
     def count(self, layout: Layout) -> int:
-        return count_each(layout, 1 - self.final_sparsity)
+        return count_each(Rows.of(layout.sizes), 1 - self.final_sparsity)
 
     def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The k largest entries of each tensor."""
-        return topk_each(flat, layout, 1 - self.final_sparsity)
+        return topk_each(flat, Rows.of(layout.sizes), 1 - self.final_sparsity)

@@ -16,22 +16,20 @@ import torch
 
 from lightning_gradcomp.compressors.base import DENSE_START, Card, Collectives, SparseCodec
 from lightning_gradcomp.compressors.decoded import Decoded
-from lightning_gradcomp.compressors.kernels.formats import check_format
-from lightning_gradcomp.compressors.kernels.topk import count, count_chunks, count_each, topk, topk_chunks, topk_each
+from lightning_gradcomp.compressors.kernels.rows import Rows, row_of
+from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
-from lightning_gradcomp.compressors.schedules import check_sparsity
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.registry import register
 
-SCOPES: dict[str, tuple[Callable[[Layout, float], int], Callable[[torch.Tensor, Layout, float], torch.Tensor]]] = {
-    "global": (
-        lambda layout, density: count(layout.n, density),
-        lambda flat, layout, density: topk(flat, count(layout.n, density)),
-    ),
-    "tensor": (count_each, topk_each),
-    "chunk": (count_chunks, topk_chunks),
+CHUNK = 4096
+"""Elements per chunk. DeMo and SparseLoCo (arXiv 2411.19870, 2508.15706) use blocks of 64 x 64."""
+SCOPES: dict[str, Callable[[Layout], Rows]] = {
+    "global": lambda layout: row_of(layout.n),
+    "tensor": lambda layout: Rows.of(layout.sizes),
+    "chunk": lambda layout: Rows.join(run for n in layout.sizes for run in Rows.cut(n, CHUNK).runs),
 }
-"""Scope -> the number of largest entries, and their flat indices (int64, ascending)."""
+"""Scope -> the rows in which the largest entries are selected. The rest of a tensor is a shorter chunk."""
 
 
 @register("gradient_dropping")
@@ -65,8 +63,6 @@ class GradientDropping(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sparsity("GradientDropping.sparsity", self.sparsity)
-        check_format("GradientDropping.values", self.values)
         if self.scope not in SCOPES:
             raise refusal("GradientDropping.scope", self.scope, ", ".join(repr(scope) for scope in SCOPES))
         if self.mean not in ("ranks", "senders"):
@@ -77,17 +73,12 @@ class GradientDropping(SparseCodec):
         """A mean over senders can't be partitioned."""
         return "the owner of a partition does not pass on who sent an element" if self.mean == "senders" else None
 
-    @property
-    def final_sparsity(self) -> float:
-        """`sparsity`."""
-        return self.sparsity
-
     def count(self, layout: Layout) -> int:
-        return SCOPES[self.scope][0](layout, 1 - self.sparsity)
+        return count_each(SCOPES[self.scope](layout), 1 - self.sparsity)
 
     def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The largest entries of residual + gradient."""
-        return SCOPES[self.scope][1](flat, layout, 1 - self.sparsity)
+        return topk_each(flat, SCOPES[self.scope](layout), 1 - self.sparsity)
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lightning_gradcomp.compressors.kernels.rows import Rows
-from lightning_gradcomp.compressors.layout import CHUNK, Layout, chunks
+from lightning_gradcomp.compressors.layout import CHUNK, chunks
 
 SAMPLE_AT_LEAST = 65_536
 """Shorter tensors are searched whole, since a sample would cost as much."""
@@ -30,49 +30,13 @@ def count(n: int, density: float) -> int:
     return max(1, math.ceil(round(n * density, 6)))
 
 
-def topk_each(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
-    """Flat indices (int64, ascending) of the `count(size, density)` largest entries of each tensor of `layout`."""
-    return _topk_of_rows(flat, Rows.of(layout.sizes), density)
-
-
-def count_each(layout: Layout, density: float) -> int:
+def count_each(rows: Rows, density: float) -> int:
     """Number of indices that `topk_each` returns."""
-    return _count_of_rows(Rows.of(layout.sizes), density)
-
-
-TOPK_CHUNK = 4096
-"""Elements per chunk of `topk_chunks`. DeMo and SparseLoCo (arXiv 2411.19870, 2508.15706) use blocks of 64 x 64."""
-
-
-def topk_chunks(flat: torch.Tensor, layout: Layout, density: float) -> torch.Tensor:
-    """Flat indices (int64, ascending) of the largest entries of every 4,096 elements of each tensor.
-
-    Each chunk gives `count(4096, density)` of them. The rest of a tensor is a shorter chunk.
-    """
-    return _topk_of_rows(flat, _chunk_rows(layout), density)
-
-
-def count_chunks(layout: Layout, density: float) -> int:
-    """Number of indices that `topk_chunks` returns."""
-    return _count_of_rows(_chunk_rows(layout), density)
-
-
-def _chunk_rows(layout: Layout) -> Rows:
-    return Rows.join(run for n in layout.sizes for run in Rows.cut(n, TOPK_CHUNK).runs)
-
-
-def _count_of_rows(rows: Rows, density: float) -> int:
     return sum(many * count(size, density) for many, size in rows.runs)
 
 
-def _topk_of_rows(flat: torch.Tensor, rows: Rows, density: float) -> torch.Tensor:
-    """Flat indices (int64, ascending) of the largest entries of each row.
-
-    Args:
-        flat: fp32 [n].
-        rows: the rows in `flat`.
-        density: fraction of each row's entries to select.
-    """
+def topk_each(flat: torch.Tensor, rows: Rows, density: float) -> torch.Tensor:
+    """Indices in `flat` (int64, ascending) of the `count(size, density)` largest entries of each of its rows."""
     if flat.is_cuda:
         return _topk_of_equal_sizes(flat, rows, density)
     return torch.cat(
@@ -85,7 +49,7 @@ def _topk_of_rows(flat: torch.Tensor, rows: Rows, density: float) -> torch.Tenso
 
 
 def _topk_of_equal_sizes(flat: torch.Tensor, rows: Rows, density: float) -> torch.Tensor:
-    """`_topk_of_rows` on a GPU: one search for all rows of a size, since a search launches about twenty kernels."""
+    """`topk_each` on a GPU: one search for all rows of a size, since a search launches about twenty kernels."""
     by_size: dict[int, list[tuple[int, int]]] = {}
     for (_, size), _, place in rows.places:
         by_size.setdefault(size, []).append(place)

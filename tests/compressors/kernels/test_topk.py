@@ -1,18 +1,20 @@
 """Top-k returns exactly the k largest, by a sampled search and by an exact one."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
 
+from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
+from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.kernels.topk import (
     SAMPLE_AT_LEAST,
     count,
-    count_chunks,
     count_each,
     exact,
     sampled,
     topk,
-    topk_chunks,
     topk_each,
 )
 from lightning_gradcomp.compressors.layout import Layout
@@ -90,10 +92,10 @@ def test_each_tensor_is_searched_alone(density):
     kinds = tensors(1000)
     sizes = [1000] * len(kinds) + [7, 7, 1, LONG, LONG, 3]
     flat = torch.cat([*kinds.values(), *(tensors(max(size, 2))["normal"][:size] for size in sizes[len(kinds) :])])
-    layout = Layout(tuple(map(str, range(len(sizes)))), tuple((size,) for size in sizes))
-    expected = [topk(flat[a:b], count(b - a, density)) + a for a, b in layout.bounds]
-    assert torch.equal(topk_each(flat, layout, density), torch.cat(expected))
-    assert count_each(layout, density) == len(torch.cat(expected))
+    stops = list(accumulate(sizes))
+    expected = [topk(flat[b - n : b], count(n, density)) + b - n for n, b in zip(sizes, stops, strict=True)]
+    assert torch.equal(topk_each(flat, Rows.of(sizes), density), torch.cat(expected))
+    assert count_each(Rows.of(sizes), density) == len(torch.cat(expected))
 
 
 @pytest.mark.parametrize("density", [0.01, 0.3])
@@ -102,8 +104,9 @@ def test_each_chunk_of_a_tensor_is_searched_alone(density):
     flat = torch.randn(layout.n, generator=torch.Generator().manual_seed(0))
     places = [(a, min(a + 4096, stop)) for start, stop in layout.bounds for a in range(start, stop, 4096)]
     expected = [topk(flat[a:b], count(b - a, density)) + a for a, b in places]
-    assert torch.equal(topk_chunks(flat, layout, density), torch.cat(expected))
-    assert count_chunks(layout, density) == len(torch.cat(expected))
+    dropping = GradientDropping(sparsity=1 - density, scope="chunk")
+    assert torch.equal(dropping.select(flat, layout), torch.cat(expected))
+    assert dropping.count(layout) == len(torch.cat(expected))
 
 
 def test_a_view_of_a_larger_buffer_is_searched_alone():
