@@ -119,7 +119,7 @@ def read_csv() -> list[Result]:
 
 RANKS, STEPS = (2, 8), 600
 """Of the runs in the page's table."""
-HEAD = ("method", "2 ranks", "fewer bytes", "8 ranks", "fewer bytes", "seeds")
+HEAD = ("method", "2 ranks", "8 ranks", "fewer bytes")
 
 
 def table() -> str:
@@ -135,9 +135,8 @@ def table() -> str:
                 runs = [each for each in methods[method] if each.ranks == ranks]
                 compared.append(summaries.compared(runs, of_ranks(methods["none"], ranks), 3))
             words = [summaries.code(method, "stdlib_gpt") + (" (Muon)" if optimizer == "Muon" else "")]
-            for each in compared:
-                words += [each.difference, each.fewer]
-            rows.append([*words, summaries.joined(each.seeds for each in compared)])
+            words += [each.difference for each in compared]
+            rows.append([*words, summaries.joined(each.fewer for each in compared)])
     return report.table(HEAD, rows)
 
 

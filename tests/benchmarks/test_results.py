@@ -124,7 +124,7 @@ def test_the_page_s_table_has_dense_runs_of_the_same_pairs(monkeypatch):
     lossy = [run(79 + fold, fold=fold, **setting) for fold in (0, 1)]
     monkeypatch.setattr(results, "read_csv", lambda: [*dense, *other, *lossy])
     row = next(line for line in results.accuracy().splitlines() if "Swin" in line)
-    assert row == "| `dgc_int8` |  |  | -1.0 ± 0.0 | 10x | small Swin, AdamW | 80.5 |"
+    assert row == "| `dgc_int8` |  | -1.0 ± 0.0 | 10x | small Swin, AdamW | 80.5 |"
 
 
 def test_fashion_mnist_has_a_table_of_its_own_with_whatever_seeds_exist(monkeypatch):
