@@ -17,8 +17,8 @@ RECIPES = sorted(path.stem for path in shipped("recipes").glob("*.yaml"))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds(recipe):
     from_scratch = ["task.weights=null"] if recipe == "finetune_text" else []
-    config = composed(f"recipe={recipe}")
-    run = built(f"recipe={recipe}", "dry_run=true", *from_scratch)
+    words = f"recipe={recipe}", "dry_run=true", *from_scratch
+    config, run = composed(*words), built(*words)
     assert type(run.task.model).__name__.lower().startswith(config.model._target_.rpartition(".")[2][:3])
     assert type(run.trainer.strategy.compressor).__name__ == config.compressor._target_.rpartition(".")[2]
 

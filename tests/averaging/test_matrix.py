@@ -45,6 +45,8 @@ SCALED["all_gather-sgd-dgc,clip_norm=30"] = Cell(partial(LOSSY["dgc"], clip_norm
 
 # Dense limit
 
+DENSE_STEPS = 6
+"""Fifty are in test_dense_limit.py."""
 DENSE = {
     f"{topology}{'-nodes' * (per_node > 1)}-{optimizer}": Cell(dgc, topology, per_node, optimizer)
     for topology in ("all_gather", "two_phase", "server")
@@ -59,7 +61,7 @@ DENSE["all_gather-adamw-none"] = Cell(EVERY["none"], optimizer="adamw")
 def with_ddp(world, optimizer):
     def work(rank, group):
         model = conv_net()
-        train_ddp(model, OPTIMIZERS[optimizer](model.parameters()), group, rank, 15)
+        train_ddp(model, OPTIMIZERS[optimizer](model.parameters()), group, rank, DENSE_STEPS)
         return weights(model)
 
     return run_ranks(world, work)[0]
@@ -69,7 +71,7 @@ def with_ddp(world, optimizer):
 def test_with_nothing_dropped_it_is_ddp_with_the_users_optimizer(cell):
     def work(rank, group):
         parts = cell.begin(group, conv_net(), lambda epoch, step: 0.0)
-        train(*parts, rank, 15, image_loss)
+        train(*parts, rank, DENSE_STEPS, image_loss)
         return weights(parts[0])
 
     got = cell.run(work)

@@ -1,11 +1,13 @@
 """Ranks that are threads of one process train as the processes of `gradcomp` do."""
 
-import sys
+from pathlib import Path
 
 import torch
 
 from benchmarks import many_ranks, summaries
-from tests.processes import run
+from tests.processes import Forked
+
+FORKED = str(Path(__file__).parents[1] / "app" / "forked_command.py")
 
 TINY = (
     "recipe=stdlib_gpt", "model.layers=1", "model.width=16", "data.context=16", "data.batch_size=4",
@@ -16,8 +18,7 @@ TINY = (
 
 def test_they_learn_what_processes_learn(tmp_path):
     words = [*TINY, "compressor.min_elements=64"]
-    command = [sys.executable, "-m", "lightning_gradcomp", *words, "trainer.enable_progress_bar=false"]
-    done = run(*command, f"hydra.run.dir={tmp_path}", "trainer.devices=2")
+    done = Forked(FORKED, str(tmp_path), *words, "trainer.enable_progress_bar=false", "trainer.devices=2").end()
     assert done.returncode == 0, done.stdout
     [saved] = tmp_path.rglob("last.ckpt")
     expected = torch.load(saved, weights_only=True)["state_dict"]

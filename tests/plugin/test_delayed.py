@@ -167,7 +167,7 @@ def test_the_statistics_of_averaged_weights_are_the_same_on_all_ranks(tmp_path):
 
 def compiled():
     net = Net()
-    net.layers.compile(backend="aot_eager")
+    net.layers.compile(backend="eager")
     return net
 
 

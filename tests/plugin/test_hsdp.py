@@ -48,7 +48,7 @@ class Net(L.LightningModule):
         if self.wrapped == "checkpointed":
             apply_activation_checkpointing(self.net, check_fn=lambda module: isinstance(module, nn.Linear))
         if self.wrapped == "compiled":
-            self.net[0] = torch.compile(self.net[0], backend="aot_eager")
+            self.net[0] = torch.compile(self.net[0], backend="eager")
         own = isinstance(self.trainer.strategy, FSDPsOwn)
         fully_shard(self.net, mesh=self.device_mesh if own else self.device_mesh["shard"])
 
