@@ -161,7 +161,7 @@ class DelayedAverager:
     def _start(self, group: dist.ProcessGroup | None, state: Mapping[str, Any] | None = None) -> None:
         """Start from the model's weights and the rounds' `state`, with no exchange pending."""
         self._anchor = Anchor(self.model)
-        self._rounds = Rounds(
+        self.rounds = Rounds(
             self._anchor,
             self.compressor,
             group,
@@ -171,9 +171,10 @@ class DelayedAverager:
             error_decay=self.error_decay,
             period=self.round_schedule.shortest,
         )
+        """Averages the updates; its `state_dict` is this rank's own state."""
         if state:
-            self._rounds.load_shared_state(state)
-        self.ranks, self.world = self._rounds.ranks, self._rounds.world
+            self.rounds.load_shared_state(state)
+        self.ranks, self.world = self.rounds.ranks, self.rounds.world
         self._steps_since_drain = self._steps_in_round = 0
         self._samples_in_round = self._samples_since_drain = 0
 
@@ -194,11 +195,6 @@ class DelayedAverager:
     def delay(self) -> int:
         """D, the current delay in steps."""
         return self.round_schedule.delay
-
-    @property
-    def rounds(self) -> Rounds:
-        """Averages the updates; its `state_dict` is this rank's own state."""
-        return self._rounds
 
     @property
     def pending_share(self) -> float:
@@ -223,7 +219,7 @@ class DelayedAverager:
                 `step(0)` whenever the others call `step`: its optimizer does not step, but it applies the averages.
 
         Raises:
-            ValueError: if the weight is negative, or a parameter is frozen on some ranks only.
+            ValueError: if a parameter is frozen on some ranks only.
             ExchangeFailed: if the other ranks can't be reached, or are at a different step.
         """
         with self.stepping(weight):
@@ -299,7 +295,7 @@ class DelayedAverager:
         """Start the exchange of the round that ends here."""
         report, _ = self._close_round()
         self._anchor.snapshot_model(self.pending_share)
-        exchange = partial(self._rounds.exchange, report, self.steps, self._current_epoch())
+        exchange = partial(self.rounds.exchange, report, self.steps, self._current_epoch())
         self._pending = BackgroundExchange(exchange, self._steps_since_drain + self.delay, self._anchor.device)
         self.spent.overlapped_steps = 0
 
@@ -315,12 +311,12 @@ class DelayedAverager:
 
     def _apply(self, reports: Sequence[RoundReport]) -> None:
         """Apply the average just received."""
-        self._rounds.step_outer_optimizer()
+        self.rounds.step_outer_optimizer()
         self._distance = self._anchor.apply_average()
         spent = self.spent
         spent.rounds += 1
-        spent.add_bytes(self._rounds.bytes_sent)
-        spent.sparsity = self._rounds.averager.stats.sparsity
+        spent.add_bytes(self.rounds.bytes_sent)
+        spent.sparsity = self.rounds.averager.stats.sparsity
         mean_square = sum(report.distance**2 for report in reports) / len(reports)
         spent.consensus_distance = mean_square**0.5 / max(self._anchor.norm(), 1e-30)
         self.flags = [report.flag for report in reports]
@@ -339,9 +335,7 @@ class DelayedAverager:
         With `error_decay`, the open round is averaged like any other, and each rank keeps its optimizers' state and its
         residual.
 
-        Raises:
-            ValueError: if a parameter is frozen on some ranks only.
-            ExchangeFailed: if the other ranks can't be reached, or are at a different step.
+        Raises as `step`.
         """
         if not self._steps_since_drain:
             return
@@ -375,13 +369,13 @@ class DelayedAverager:
             self._send_update()
             self._apply(self._receive())
             return True
-        if self.error_decay is None and (self._steps_in_round or self._rounds.averager.has_unsent):
+        if self.error_decay is None and (self._steps_in_round or self.rounds.averager.has_unsent):
             report, finite = self._close_round()
-            reports = self._rounds.exchange_uncompressed(report, self.steps)
+            reports = self.rounds.exchange_uncompressed(report, self.steps)
         else:
-            reports = self._rounds.gather_reports(self._report(0), doing)
+            reports = self.rounds.gather_reports(self._report(0), doing)
         self.flags = [report.flag for report in reports]
-        self.spent.add_bytes(self._rounds.bytes_sent)
+        self.spent.add_bytes(self.rounds.bytes_sent)
         return finite
 
     def reset_to_last_average(self) -> bool:
@@ -398,7 +392,7 @@ class DelayedAverager:
     def describe(self) -> str:
         """One line for the log."""
         late = "without delay" if self.delay == 0 else f"applied {self.delay} steps later"
-        first = f"{start} first; " if (start := dense_start(self._rounds.averager.schedule, "round")) else ""
+        first = f"{start} first; " if (start := dense_start(self.rounds.averager.schedule, "round")) else ""
         return (
             f"Averages {self._anchor.num_elements:,} weights ({type(self.compressor).__name__}) every {self.period} "
             f"steps, {late}{' (the delay is being measured)' if self.round_schedule.measuring else ''}; "
@@ -421,7 +415,7 @@ class DelayedAverager:
         """The reason why no round was compressed; empty if one was, or if there is nothing to compress."""
         if isinstance(self.compressor, LossyCompressor) and self.world > 1 and not self.spent.rounds:
             return f"no round of {self.period} steps ended before a drain"
-        return self._rounds.averager.why_uncompressed("round")
+        return self.rounds.averager.why_uncompressed("round")
 
     # Checkpoints
 
@@ -435,16 +429,12 @@ class DelayedAverager:
         different number of ranks resumes from the mean, `averaging.mean_state` of all ranks' "rounds".
         """
         self.drain()
-        rounds, schedule = self._rounds.shared_state(), self.round_schedule.state_dict()
+        rounds, schedule = self.rounds.shared_state(), self.round_schedule.state_dict()
         ended = self._rounds_ended
         return {"steps": self.steps, "rounds_ended": ended, "rounds": rounds, "round_schedule": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`. Collective. Load the model's and the optimizers' first, the same on all ranks.
-
-        Raises:
-            ValueError: if `state` is not what `state_dict` returned, or a tensor's shape differs from its parameter's.
-        """
+        """Resume from `state`. Collective. Load the model's and the optimizers' first, the same on all ranks."""
         what, allowed = "the state of DelayedAverager", "what DelayedAverager.state_dict() returned, unchanged"
         check_entries(state, TYPES, what, allowed)
         if self._pending:

@@ -221,24 +221,15 @@ class RoundReport:
 
     Both have the same length, so ranks at different steps detect this before they enter collectives with different
     shapes, on which gloo aborts the process.
-
-    Args:
-        samples: the weight of its update in the average.
-        flag: set by the caller, for example "no more data" or "received SIGTERM".
-        distance: L2 distance of its weights from the anchor in the last round that was applied.
-        step_seconds: median time of a step in this round, without waits for the network.
-        exchange_seconds: duration of its last exchange.
-        steps: its optimizer steps so far.
-        frozen: for each parameter of the model, True if it is frozen.
     """
 
-    samples: int
-    flag: bool = False
-    distance: float = 0.0
-    step_seconds: float = 0.0
-    exchange_seconds: float = 0.0
-    steps: int = 0
-    frozen: tuple[bool, ...] = ()
+    samples: int  # the weight of its update in the average
+    flag: bool = False  # the caller's, such as "received SIGTERM"
+    distance: float = 0.0  # L2 distance of its weights from the anchor in the last round that was applied
+    step_seconds: float = 0.0  # median time of a step in this round, without waits for the network
+    exchange_seconds: float = 0.0  # duration of its last exchange
+    steps: int = 0  # its optimizer steps so far
+    frozen: tuple[bool, ...] = ()  # for each parameter of the model
 
     def gather(self, ranks: Ranks, device: torch.device) -> list[RoundReport]:
         """The reports of all ranks, in rank order. Collective."""

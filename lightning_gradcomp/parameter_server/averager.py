@@ -51,10 +51,8 @@ class AsyncAverager(Worker):
     Args:
         model: the bare module.
         optimizer: the optimizer of its parameters. It never steps: each server has one of the same class and options.
-        compressor: compressor of the pushes, or its name. Must match the servers'.
+        compressor, secret, pull: as for `ParameterServer`; the same as the servers'.
         servers: server addresses, HOST:PORT, in partition order.
-        secret: the servers' secret.
-        pull: format in which weights travel back, as for `ParameterServer`. Must match the servers'.
         world: number of workers, by which learning rates are divided: that many pushes then count as much as one step
             on the mean of their gradients.
         rank: number of this worker, from 0, in checkpoints of all workers.
@@ -120,16 +118,13 @@ class AsyncAverager(Worker):
     def step(self, *, grad_scale: float = 1.0) -> None:
         """Push the gradients in `p.grad`, wait until the slowest worker is close enough, and pull the weights.
 
-        A non-finite gradient is not pushed and leaves all state unchanged.
-
-        Args:
-            grad_scale: the loss scale by which the gradients are multiplied.
+        A non-finite gradient is not pushed and leaves all state unchanged. `grad_scale` is the loss scale by which the
+        gradients are multiplied.
 
         Raises:
             ValueError: if a layer was frozen or unfrozen, or an option of the optimizer other than the learning rates
                 has changed.
             ConnectionLost: if a server does not answer. This worker's residual is then unchanged.
-            RuntimeError: after `close`.
         """
         self._check_connected("step")
         self.check_unchanged()
@@ -168,20 +163,17 @@ class AsyncAverager(Worker):
         stats.bytes_received += Answer.BYTES + body.numel()
         return answer
 
-    def _ask(self, kind: int, connection: Connection) -> None:
-        Request(kind, self.worker, self.steps, self.rates).send(connection)
-
     def pull(self, timeout: timedelta = TIMEOUT) -> None:
         """Copy the servers' weights, all after the same pushes, into the model.
 
-        Raises RuntimeError if other workers push without a pause until `timeout`, or after `close`.
+        Raises RuntimeError if other workers push without a pause until `timeout`.
         """
         self._check_connected("pull")
         begin = time.monotonic()
         while True:
             prints = set()
             for number, connection in enumerate(self._connections):
-                self._ask(PULL, connection)
+                Request(PULL, self.worker, self.steps, self.rates).send(connection)
                 prints.add(self._receive(number, whole=True).fingerprint)
             if len(prints) == 1:
                 return
@@ -203,7 +195,7 @@ class AsyncAverager(Worker):
         """Leave, so that other workers no longer wait for this one. Its state remains available to `state_dict`."""
         for connection in self._connections:
             with suppress(ConnectionLost):
-                self._ask(LEAVE, connection)
+                Request(LEAVE, self.worker, self.steps, self.rates).send(connection)
             connection.close()
         self._connections = []
 

@@ -30,21 +30,13 @@ def digest(secret: str, end: str, *settings: object) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Request:
-    """A worker's header.
-
-    Args:
-        kind: one of the kinds above.
-        worker: its number; -1 in the first hello, which asks for one.
-        clock: its steps so far.
-        rates: learning rate of each of the optimizer's groups.
-        flag: True if the worker asks all workers to stop.
-    """
+    """A worker's header."""
 
     kind: int
-    worker: int
-    clock: int
-    rates: tuple[float, ...]
-    flag: bool = False
+    worker: int  # -1 in the first hello, which asks for a number
+    clock: int  # its steps so far
+    rates: tuple[float, ...]  # learning rate of each of the optimizer's groups
+    flag: bool = False  # the worker asks all workers to stop
 
     def send(self, connection: Connection, *body: torch.Tensor) -> int:
         """Send the header and the parts of the body (uint8). Returns the number of bytes."""
@@ -64,19 +56,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's header.
-
-    Args:
-        worker, clock: the worker's number and its clock.
-        version, fingerprint: those of the weights in the body.
-        stop: True if this push was the last, because a worker has asked all workers to stop.
-    """
+    """A server's header: the worker's number and clock, and the version and fingerprint of the weights in the body."""
 
     worker: int
     clock: int
     version: int
     fingerprint: int
-    stop: bool = False
+    stop: bool = False  # this push was the last, because a worker has asked all workers to stop
 
     BYTES = 40
 

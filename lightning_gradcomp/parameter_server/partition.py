@@ -170,12 +170,8 @@ class ServerPartition:
     def push(self, request: Request, dense: torch.Tensor, payload: torch.Tensor, present: torch.Tensor) -> None:
         """Apply a push. A skip is counted only; its tensors are empty.
 
-        Args:
-            request: its header.
-            dense: the uncompressed gradients, packed: uint8.
-            payload: the compressed gradients: uint8.
-            present: uint8, for each of the partition's parameters 1 if the push has its gradient. The optimizer skips
-                the others.
+        `dense` are the uncompressed gradients, packed, and `payload` the compressed ones, both uint8. `present`, uint8,
+        is 1 for each of the partition's parameters whose gradient the push has. The optimizer skips the others.
         """
         with self._lock:
             self.version += 1

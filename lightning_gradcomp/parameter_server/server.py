@@ -80,10 +80,7 @@ class ParameterServer:
         port: port to listen on; 0 picks a free one, shown in `address`.
         partition: the number of this server, from 0. The parameters are divided among the servers.
         servers: number of servers.
-        staleness: S, how many steps a worker may be ahead of the slowest live one before it waits; with `math.inf` it
-            never waits.
-        pull: format in which weights travel back: "fp32", "bf16" or "int8" (biases and norms in fp32). The server keeps
-            them in fp32. The same on all workers.
+        staleness, pull: as for `AsyncStrategy`. `pull` is the same on all workers.
         timeout: how long to wait for a worker's next message before the worker counts as lost.
 
     Raises:
@@ -131,10 +128,7 @@ class ParameterServer:
         """A thread for each connected worker."""
 
     def start(self) -> None:
-        """Start serving, in threads. Call once.
-
-        Raises RuntimeError after `stop`.
-        """
+        """Start serving, in threads. Call once, before `stop`."""
         if self._stopped.is_set():
             raise RuntimeError(f"parameter server {self.address}: start() after stop(); create another ParameterServer")
         self._thread.start()
@@ -180,10 +174,7 @@ class ParameterServer:
                     self.partition.forget(worker)
 
     def _shake_hands(self, connection: Connection) -> None:
-        """Exchange digests.
-
-        Raises ConnectionLost if the other end has another secret, other settings or another version.
-        """
+        """Exchange digests. Raises ConnectionLost if the other end's is another."""
         said = connection.receive(torch.empty(DIGEST_BYTES, dtype=torch.uint8))
         known = hmac.compare_digest(bytes(said.tolist()), bytes(self._workers_digest.tolist()))
         connection.send(self._digest if known else torch.zeros_like(self._digest))

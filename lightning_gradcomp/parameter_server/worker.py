@@ -129,12 +129,13 @@ class Worker:
 
     @torch.no_grad()
     def _write(self, layout: Layout, values: torch.Tensor) -> None:
-        by_name = self._by_name
+        by_name = self.by_name
         for name, view in zip(layout.names, layout.views(values), strict=True):
             by_name[name].copy_(view)
 
     @property
-    def _by_name(self) -> Mapping[str, torch.Tensor]:
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """The parameters by name."""
         return dict(zip(self.gradients.names, self.gradients.parameters, strict=True))
 
     # Checkpoints
@@ -153,11 +154,7 @@ class Worker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict` of this worker, or of one that has left.
-
-        Raises:
-            ValueError: if `state` is anything else.
-        """
+        """Resume from a `state_dict` of this worker, or of one that has left."""
         check_state(state, ())
         self.memory.load_state_dict(state["memory"])
         self.steps = state["steps"]

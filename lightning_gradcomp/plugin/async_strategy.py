@@ -177,7 +177,7 @@ class AsyncStrategy(UnwrappedStrategy):
         if self.server is not None and self.averager is not None and not self._interrupted:
             everyones: list[Any] = [None] * self.world_size
             dist.all_gather_object(everyones, self.server.partition.optimizer_state())
-            by_name = self._by_name
+            by_name = self.averager.by_name
             for states in everyones:
                 for name, state in states.items():
                     optimizer.state[by_name[name]] = state
@@ -193,7 +193,7 @@ class AsyncStrategy(UnwrappedStrategy):
     def restore_states(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the restored weights, and the optimizer's state, into the servers. Collective."""
         assert self.server is not None
-        [optimizer], by_name = self.optimizers, self._by_name
+        [optimizer], by_name = self.optimizers, self.averager.by_name
         self.server.partition.load_optimizer_state(
             {name: optimizer.state[p] for name, p in by_name.items() if p in optimizer.state}
         )
@@ -204,11 +204,6 @@ class AsyncStrategy(UnwrappedStrategy):
         with self.explained("loading a checkpoint"):
             self.barrier()  # all servers have them
             self._pull()
-
-    @property
-    def _by_name(self) -> dict[str, torch.nn.Parameter]:
-        gradients = self.averager.gradients
-        return dict(zip(gradients.names, gradients.parameters, strict=True))
 
     def teardown(self) -> None:
         if self.averager is not None:
