@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_gradcomp.app.data.tokens import SharedTokens
+from lightning_gradcomp.app.data.text import SharedTokens
 from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.app.task import Task
 

@@ -16,8 +16,8 @@ from torchvision.transforms import v2
 
 from lightning_gradcomp.app.data import CIFAR10, Augment, Digits, FashionMNIST, ImageFolder, ImageNet, SharedImages
 from lightning_gradcomp.app.data.digits import digits
-from lightning_gradcomp.app.data.federated import OwnImages, dirichlet_split
-from lightning_gradcomp.app.data.folders import read
+from lightning_gradcomp.app.data.files import read
+from lightning_gradcomp.app.data.images import OwnImages, dirichlet_split
 from lightning_gradcomp.app.data.shared import MissingData, RankSampler
 from tests.app.conftest import built
 

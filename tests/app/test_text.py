@@ -7,8 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lightning_gradcomp.app.data import SharedTokens, Text
-from lightning_gradcomp.app.data.text import joined
-from lightning_gradcomp.app.data.tokens import Windows
+from lightning_gradcomp.app.data.text import Windows, joined
 from tests.app.conftest import built
 from tests.app.test_data import on_rank
 
