@@ -20,14 +20,8 @@ PREFIX = "model."
 def load_weights(model: nn.Module, given: str) -> None:
     """Copy weights into `model`, except those of another shape, such as the last layer's for other classes.
 
-    Runs no code from the file. Prints the names of the parameters that keep their initial values.
-
-    Args:
-        model: the network.
-        given: the folder of a run, which stands for its best checkpoint; a checkpoint; or a file with a state dict.
-
-    Raises:
-        ValueError: if there is no such file, or if its names are not the model's.
+    `given` is the folder of a run, which stands for its best checkpoint, or a checkpoint, or a file with a state dict.
+    Runs no code from it. Prints the names of the parameters that keep their initial values.
     """
     what, path = "task.weights", Path(str(given)).expanduser()
     path = path / "checkpoints" / "best.ckpt" if path.is_dir() else path
@@ -52,11 +46,7 @@ def load_weights(model: nn.Module, given: str) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Stop the parameters whose names match one of `patterns`, such as "blocks.[01].*", from training.
-
-    Raises:
-        ValueError: if a pattern matches no parameter, or if none is left to train.
-    """
+    """Stop the parameters whose names match one of `patterns`, such as "blocks.[01].*", from training."""
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         matching = [name for name in parameters if fnmatchcase(name, str(pattern))]

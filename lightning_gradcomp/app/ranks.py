@@ -36,7 +36,6 @@ class Placement(NamedTuple):
     accelerator: str  # "cuda" or "cpu"
     per_node: int
     nodes: int
-    launched: bool  # torchrun or SLURM started the ranks
 
     @property
     def world(self) -> int:
@@ -72,9 +71,7 @@ def place(accelerator: str, devices: int | str, num_nodes: int | str) -> Placeme
     for option, given, started in (("devices", devices, per_node), ("num_nodes", num_nodes, nodes)):
         if there and given not in ("auto", started):
             raise refusal(f"trainer.{option}", given, f"auto, or the {started} that torchrun or SLURM has started")
-    return Placement(
-        "cuda" if gpus else "cpu", per_node if devices == "auto" else int(devices), nodes, there is not None
-    )
+    return Placement("cuda" if gpus else "cpu", per_node if devices == "auto" else int(devices), nodes)
 
 
 def launched() -> tuple[int, int] | None:

@@ -60,13 +60,9 @@ def main(words: list[str]) -> int:
 
 
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write report.md, with figures/*.png next to it, on all runs in or below `folders`.
+    """Write report.md, with figures/*.png next to it, on all runs in or below `folders`. Returns its path.
 
-    Args:
-        out: the report's folder. Default: that of the run, or ./report for several.
-
-    Returns:
-        The path of report.md.
+    `out` is the report's folder. Default: that of the run, or ./report for several.
     """
     runs = find(folders)
     out = out or (runs[0].folder if len(runs) == 1 else Path("report"))
@@ -83,18 +79,12 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run.
-
-    Args:
-        options: those in config.yaml, named as on the command line.
-        summary: contents of summary.json.
-        metrics: rows of metrics.csv; of a resumed run, those since it was resumed.
-    """
+    """A finished run."""
 
     folder: Path
-    options: dict[str, Any]
-    summary: dict[str, Any]
-    metrics: pd.DataFrame
+    options: dict[str, Any]  # those in config.yaml, named as on the command line
+    summary: dict[str, Any]  # contents of summary.json
+    metrics: pd.DataFrame  # rows of metrics.csv; of a resumed run, those since it was resumed
 
     @property
     def cost(self) -> dict[str, Any]:
@@ -165,16 +155,11 @@ def tells(option: str) -> bool:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in the seed: a row of the table, a line in the figures.
-
-    Args:
-        method: class names of compressor and strategy.
-        options: those in which it differs from the other groups, as on the command line.
-    """
+    """Runs that differ only in the seed: a row of the table, a line in the figures."""
 
     runs: list[FinishedRun]
-    method: str
-    options: list[str]
+    method: str  # class names of compressor and strategy
+    options: list[str]  # those in which it differs from the other groups, as on the command line
 
     @property
     def label(self) -> str:

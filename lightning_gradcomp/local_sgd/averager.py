@@ -44,19 +44,13 @@ class RoundStats(Stats):
     """Costs of all steps so far. Bytes cover rounds and drains, but not the buffers that rank 0 broadcasts.
 
     `dense_bytes` is what a dense ring all-reduce at every step would have sent. `seconds["exchange"]` is the time that
-    steps and drains have waited.
-
-    Args:
-        rounds: averages applied, not counting those of drains.
-        late_rounds: averages whose exchange was still running when they were due, at their step or in a drain.
-        overlapped_steps: steps that ended while the latest exchange was running.
-        consensus_distance: root mean square over ranks of the L2 distance between a rank's weights and the average,
-            divided by the L2 norm of the weights. Measured on the weights sent in the last round but one.
+    steps and drains have waited. `consensus_distance` is the root mean square over ranks of the L2 distance between a
+    rank's weights and the average, divided by the L2 norm of the weights, as sent in the last round but one.
     """
 
-    rounds: int = 0
-    late_rounds: int = 0
-    overlapped_steps: int = 0
+    rounds: int = 0  # averages applied, not counting those of drains
+    late_rounds: int = 0  # averages whose exchange was still running when they were due, at their step or in a drain
+    overlapped_steps: int = 0  # steps that ended while the latest exchange was running
     consensus_distance: float = 0.0
 
     @property

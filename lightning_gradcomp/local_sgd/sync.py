@@ -25,10 +25,8 @@ def sample_weight(own: int, counts: Sequence[int]) -> float:
 def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor | None], int]:
     """Average flat tensors over the samples of all ranks, with a single sum. Collective.
 
-    Each of `parts` is (fp32 [n], samples of this rank). A non-finite tensor has weight 0.
-
-    Returns:
-        The means, each None if no rank has samples for it, and the bytes that this rank sent.
+    Each of `parts` is (fp32 [n], samples of this rank). A non-finite tensor has weight 0. Returns the means, each None
+    if no rank has samples for it, and the bytes that this rank sent.
     """
     counts = [n if bool(flat.isfinite().all()) else 0 for flat, n in parts]
     own = torch.tensor(counts, device=parts[0][0].device)
@@ -99,13 +97,8 @@ def sync_buffers_and_moments(
     """Make the model's buffers and the state of `optimizers` the same on all ranks. Collective.
 
     See `optimizer_state` for what is averaged and what is copied. Each rank keeps the state of other optimizers.
-
-    Args:
-        samples: number of samples of this rank since the last drain.
-        moments_valid: True if this rank's optimizer state counts in the average.
-
-    Returns:
-        Bytes that this rank sent, not counting the buffers that rank 0 broadcasts.
+    `samples` are this rank's since the last drain; with `moments_valid`, its optimizer state counts in the average.
+    Returns the bytes that this rank sent, not counting the buffers that rank 0 broadcasts.
     """
     device = next(buffers.model.parameters()).device
     matches, sent = unify(ranks, optimizers, device)

@@ -30,12 +30,10 @@ class AsyncStats(Stats):
 
     `bytes_sent` and `bytes_received` are each the sum of its push and its pull: the average traffic of a rank that also
     runs a server.
-
-    Args:
-        staleness: number of pushes by other workers since this worker's last pull, on the first server.
     """
 
     staleness: int = 0
+    """Number of pushes by other workers since this worker's last pull, on the first server."""
 
 
 class AsyncAverager(Worker):

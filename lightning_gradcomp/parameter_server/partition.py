@@ -41,12 +41,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Part:
-    """The parameters of one server, compressed and uncompressed.
-
-    Args:
-        start, layout: those of the compressed ones, in the buffer of all servers.
-        dense_start, dense_layout: likewise for the uncompressed ones.
-    """
+    """The parameters of one server, compressed and uncompressed: where each begin in the buffer of all servers."""
 
     start: int
     layout: Layout
@@ -127,9 +122,7 @@ def check_pull(values: str) -> None:
 class ServerPartition:
     """A partition of the weights, and the optimizer that steps it. Thread-safe: one push or pull at a time.
 
-    Args:
-        parameters: name -> parameter, for the whole model; those of the partition are copied.
-        optimizer: its class, groups and options are used.
+    `parameters` are the whole model's; those of the partition are copied.
     """
 
     def __init__(

@@ -104,6 +104,8 @@ class BaseStrategy(ParallelStrategy):
     """The reason why the strategy can't convert batch norms; empty if it can."""
     _watches: Sequence[Any] = ()
     """Handles of the hooks that `watch_steps` registered."""
+    _in_step = False
+    """True inside `optimizer_step`."""
     one_optimizer = ""
     """If the strategy allows only one optimizer: "1", with the reason."""
 
@@ -186,6 +188,15 @@ class BaseStrategy(ParallelStrategy):
         guards = [each.register_step_pre_hook(before) for each in hooked if before is not None]
         self._watches = [*guards, *(each.register_step_post_hook(after) for each in hooked if after is not None)]
 
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._in_step = True
+        try:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        finally:
+            self._in_step = False
+
     def teardown(self) -> None:
         for watch in self._watches or ():  # None in a copy
             watch.remove()
@@ -253,13 +264,9 @@ class DDPBase(BaseStrategy, DDPStrategy):
 
     @abstractmethod
     def put_states(self, checkpoint: dict[str, Any], path: Any, with_states: bool) -> dict[str, Any]:
-        """Add this strategy's state to a checkpoint.
+        """Add this strategy's state to a checkpoint, and return the dict that holds the ranks' states.
 
-        Args:
-            with_states: True if all ranks are present to add their states. The call is then collective.
-
-        Returns:
-            The dict that holds the ranks' states.
+        With `with_states`, all ranks are present to add theirs. The call is then collective.
         """
 
     @abstractmethod
@@ -419,8 +426,6 @@ class UnwrappedStrategy(DDPBase):
     """
 
     no_sync_batchnorm = "it waits for the network in each forward pass"
-    _stepping = False
-    """True in `optimizer_step`."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Like DDP's."""
@@ -434,18 +439,9 @@ class UnwrappedStrategy(DDPBase):
         if trainer.state.fn == TrainerFn.FITTING:
             self.watch_steps(before=self._check_stepping)
 
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        self._stepping = True
-        try:
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        finally:
-            self._stepping = False
-
     def _check_stepping(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         """Raise ValueError before a step of which the strategy does not know, because nothing would average it."""
-        if not self._stepping:
+        if not self._in_step:
             allowed = "one from self.optimizers(), or that of the hook optimizer_step: their steps are averaged"
             raise refusal(f"optimizer with {type(self).__name__}", f"torch's own {type(optimizer).__name__}", allowed)
 

@@ -41,10 +41,8 @@ class DDPHook:
     because it does not fire if DDP knows none of the trainable parameters. DDP knows those that required a gradient
     when it wrapped the model; the averager handles the rest.
 
-    Args:
-        ddp: the wrapped model.
-        manual: decides when gradients are averaged in manual optimization. None, in automatic optimization: all of
-            them after backward.
+    `manual` decides when gradients are averaged in manual optimization. In automatic optimization it is None: all of
+    them after backward.
     """
 
     def __init__(self, ddp: DistributedDataParallel, manual: ManualSteps | None = None) -> None:

@@ -61,9 +61,8 @@ class DirectionWarnings:
     def after_average(self, *, in_step: bool) -> None:
         """Call after the averager has averaged gradients, before other hooks run.
 
-        Args:
-            in_step: True if the strategy's `optimizer_step` has begun, so that an overridden `optimizer_step` of the
-                module can't change `p.grad` before the optimizer uses it.
+        With `in_step`, the strategy's `optimizer_step` has begun, so an overridden `optimizer_step` of the module can't
+        change `p.grad` before the optimizer uses it.
         """
         if self._own_step and not in_step:
             self._hooks.append(self._own_step)

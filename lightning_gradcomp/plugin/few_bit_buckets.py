@@ -32,11 +32,8 @@ class FewBitBuckets:
     """A thread that averages one bucket after another, in the order in which DDP fills them.
 
     The thread has a process group of its own, because other threads' collectives may come in any order in between. On a
-    GPU it also has its own stream. To make one is collective.
-
-    Args:
-        large: for each parameter whose gradient travels in few bits, its id -> its first block. The others' travel in
-            fp32.
+    GPU it also has its own stream. To make one is collective. `large` has, for each parameter whose gradient travels in
+    few bits, its id -> its first block. The others' travel in fp32.
     """
 
     def __init__(self, form: FewBits, large: Mapping[int, int], device: torch.device) -> None:

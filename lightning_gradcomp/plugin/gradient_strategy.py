@@ -50,8 +50,6 @@ class GradientStrategy(BaseStrategy):
     """True if buffers are rank 0's whenever Lightning reads them."""
     _compared = 0
     """Number of steps at the last comparison of replicas."""
-    _in_step = False
-    """True inside `optimizer_step`."""
     _grad_scale = 1.0
     """The loss scale in the gradients."""
 
@@ -212,11 +210,7 @@ class GradientStrategy(BaseStrategy):
                 self._average_for(optimizer)
             return result
 
-        self._in_step = True
-        try:
-            result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
-        finally:
-            self._in_step = False
+        result = super().optimizer_step(optimizer, counted_closure, *args, **kwargs)
         self._direction_warnings.after_step(optimizer)  # also if a loss scaler skipped it
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # a wrapper of another optimizer may lack torch's
             averager.commit(optimizer)

@@ -84,8 +84,7 @@ class RankStates:
     def put_into(self, checkpoint: State, path: Any, averager: Saved, accumulating: bool) -> list[State]:
         """Add all ranks' states to rank 0's `checkpoint`, or write them beside `path`. Collective.
 
-        Returns:
-            On rank 0, which writes the optimizer's state: all ranks' states, their mean, or its own. Elsewhere [].
+        Returns, on rank 0, which writes the optimizer's state: all ranks' states, their mean, or its own. Elsewhere [].
         """
         state = rank_state(averager, accumulating)
         mode = self.mode

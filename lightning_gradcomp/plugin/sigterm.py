@@ -94,13 +94,9 @@ def _stop_if_flagged(trainer: Trainer) -> None:
 
 
 def meet(device: torch.device, *, saving: bool = False, flag: bool = False) -> bool:
-    """Wait for all ranks. Raises ValueError if only some of them save a checkpoint. Collective.
+    """Wait for all ranks. Returns True if any set its flag. Collective.
 
-    Args:
-        saving: True if this rank is in `trainer.save_checkpoint`.
-
-    Returns:
-        True if any rank set its flag.
+    Raises ValueError if only some of them are `saving`: in `trainer.save_checkpoint`.
     """
     said = torch.tensor([flag, saving, not saving], dtype=torch.uint8, device=device)
     dist.all_reduce(said, dist.ReduceOp.MAX)

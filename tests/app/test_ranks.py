@@ -62,7 +62,7 @@ def test_a_launcher_decides(monkeypatch, environment, auto, first):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     placed = place("cpu", "auto", "auto")
-    assert (placed.per_node, placed.nodes, placed.launched, is_rank_zero()) == (*auto, True, first)
+    assert (placed.per_node, placed.nodes, is_rank_zero()) == (*auto, first)
     assert place("cpu", *auto) == placed
     for option, wrong in (("devices", (9, auto[1])), ("num_nodes", (auto[0], 9))):
         with pytest.raises(ValueError, match=rf"^trainer\.{option}: got 9, allowed: auto, or the \d that torchrun or"):

@@ -26,9 +26,7 @@ def dirichlet_split(labels: torch.Tensor, ranks: int, alpha: float, least: int, 
     The smaller `alpha`, the more unequal. Draws are repeated until every rank has `least` images, as is usual
     (Yurochkin et al. 2019, arXiv 1905.12022; Li et al. 2022, arXiv 2102.02079).
 
-    Returns:
-        Ascending indices for each rank, int64. Every image, of which `labels` is int64 [n], belongs to exactly one
-        rank.
+    `labels` is int64 [n]. Returns ascending indices for each rank, int64. Every image belongs to exactly one rank.
     """
     random = np.random.default_rng(seed)
     for _ in range(ATTEMPTS):
