@@ -34,12 +34,8 @@ def _name_strategy(entry: Entry) -> None:
 
 
 notify(_name_strategy)
-StrategyRegistry.register(
-    "dga", DelayedStrategy, description=(DelayedStrategy.__doc__ or "").splitlines()[0], override=True
-)
-StrategyRegistry.register(
-    "dist_async", AsyncStrategy, description=(AsyncStrategy.__doc__ or "").splitlines()[0], override=True
-)
+for name, strategy in (("dga", DelayedStrategy), ("dist_async", AsyncStrategy)):
+    StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").splitlines()[0], override=True)
 StrategyRegistry.register(
     "sparseloco",
     DelayedStrategy,
