@@ -401,17 +401,13 @@ class GradientAverager:
             self._measure_residual()
         self.steps += 1
 
-    def is_direction(self, parameter: torch.Tensor) -> bool:
-        """True if `parameter.grad` is an update direction, which includes the optimizer's momentum."""
-        return id(parameter) in self._directions
-
     @property
     def has_directions(self) -> bool:
         """True if the latest average is of update directions."""
         return bool(self._directions)
 
     def direction_exponent(self, parameter: torch.Tensor) -> int | None:
-        """k if 2^k · `parameter.grad` is an update direction; None if `parameter.grad` is a gradient.
+        """k if 2^k · `parameter.grad` is an update direction, which includes the optimizer's momentum; else None.
 
         k is above 0 only if the direction itself would overflow: in fp16 after a steep fall of the learning rate.
         """

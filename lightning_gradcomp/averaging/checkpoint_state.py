@@ -62,26 +62,20 @@ def mean_state(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         world += 1
         for kind, parts in last["memory"].items():
             if all_floating(parts):
-                add(total.setdefault(kind, {}), parts)
+                sums = total.setdefault(kind, {})
+                for name, part in parts.items():  # a name missing on a rank counts as 0 there
+                    sums[name] = sums[name] + part.double() if name in sums else part.double()
     copies = world // last.get("workers", world)  # copies of each partition: one per rank of a worker
-    memory = {kind: divided(parts, copies if kind == PARTITION else world) for kind, parts in total.items()}
+    memory = {
+        kind: {name: (part / (copies if kind == PARTITION else world)).float() for name, part in sums.items()}
+        for kind, sums in total.items()
+    }
     return {**last, "memory": memory, "workers": 1, "autotune": None}
 
 
 def all_floating(parts: Mapping[str, torch.Tensor]) -> bool:
     """True if all tensors are floating-point, and so have a mean."""
     return all(part.is_floating_point() for part in parts.values())
-
-
-def add(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:
-    """Add `parts` to `total` by name, in fp64. A name missing on one side counts as 0 there."""
-    for name, part in parts.items():
-        total[name] = total[name] + part.double() if name in total else part.double()
-
-
-def divided(total: Mapping[str, torch.Tensor], world: int) -> dict[str, torch.Tensor]:
-    """Return total / world in fp32."""
-    return {name: (part / world).float() for name, part in total.items()}
 
 
 def check_shapes(compressed: Shapes, dense: Shapes, gradients: Gradients, *, warn: bool) -> None:

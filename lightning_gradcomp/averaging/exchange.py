@@ -159,19 +159,18 @@ class Extras:
         """Combine all workers' `packed` flags."""
         self.combined = reduce(torch.bitwise_or, rows)
 
-    def read(self, finite: torch.Tensor) -> tuple[bool, list[bool], list[bool]]:
+    def read(self, finite: torch.Tensor) -> tuple[bool, list[bool]]:
         """Read the combined flags, and True if the mean is `finite` (0-d bool), from the device.
 
         Returns:
-            True if every worker's gradient and the mean are finite; for each parameter, True if any worker has a
-            gradient; the caller's flags.
+            True if every worker's gradient and the mean are finite; `present`, with True for each that any worker has.
         """
         assert self.combined is not None
         *flags, mean_is_finite = read_flags(torch.cat([self.combined, finite.view(1)]))
         if self.combined.dtype == torch.uint8:
             flags = np.unpackbits(np.array(flags, np.uint8), count=self.count, bitorder="little")
         bad, *found = [bool(flag) for flag in flags]
-        return bool(mean_is_finite) and not bad, found[:-CALLER_FLAGS], found[-CALLER_FLAGS:]
+        return bool(mean_is_finite) and not bad, found
 
 
 class Exchange:
@@ -272,17 +271,6 @@ class Exchange:
         """Send the extras in a message of their own if none has carried them."""
         if not self.extras.carried:
             self.gather(self.extras.dense.new_empty(0, dtype=torch.uint8))
-
-    def agreed(self, mean: Decoded) -> tuple[bool, list[bool], Flags]:
-        """What all ranks agree on once they have the same mean.
-
-        Returns:
-            True if every worker's gradient and the mean are finite; for each parameter, True if any worker has a
-            gradient; the flags, each True if any rank set it.
-        """
-        good, found, flags = self.extras.read(mean.finite())
-        bad, *flags = self.ranks.any_shard([not good, *flags], self.extras.bad.device)
-        return not bad, found, Flags(*flags)
 
     def _record(self, sent: int, received: int | None = None) -> None:
         self.stats.bytes_sent += sent

@@ -24,7 +24,7 @@ LARGEST = 1e16
 """Largest element of an update direction in `p.grad`; in fp16, 4094. A norm then fits, too."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Layouts:
     """The layouts of a rank's gradients, which determine the bytes of a step."""
 
@@ -33,12 +33,21 @@ class Layouts:
     device: torch.device
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return self.layout.names + self.dense_layout.names
+
+    @property
+    def n(self) -> int:
+        """Number of elements of all parameters."""
+        return self.layout.n + self.dense_layout.n
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all gradients in fp32."""
-        return 4 * (self.layout.n + self.dense_layout.n)
+        return 4 * self.n
 
 
-class Gradients:
+class Gradients(Layouts):
     """The split into compressed and dense parameters, and flat buffers for their gradients.
 
     Each step fills the buffers and writes them back. Names are those of `model.named_parameters()` without the prefixes
@@ -92,7 +101,8 @@ class Gradients:
         """Shape of every other parameter."""
         taken = [(name, p) for name, p in named if name in names]
         left = [(name, p) for name, p in named if name not in names]
-        self.layout, self.dense_layout = Layout.of(taken), Layout.of(left)
+        device = named[0][1].device if named else torch.device("cpu")
+        super().__init__(Layout.of(taken), Layout.of(left), device)
         self.compressed: list[nn.Parameter] = [p for _, p in taken]
         self.dense: list[nn.Parameter] = [p for _, p in left]
         self.sharded = shards is not None
@@ -101,7 +111,6 @@ class Gradients:
         """The loss scale in this step's `p.grad`."""
         self.exponents = [0] * len(taken)
         """For each of `compressed`, k: the latest update direction is 2^k · `p.grad`. 0 if that does not overflow."""
-        self.device = named[0][1].device if named else torch.device("cpu")
         self.compressed_flat = torch.zeros(self.layout.n, dtype=torch.float32, device=self.device)
         """A buffer for the gradients of `compressed`, fp32 [n]. A commit may swap it for another."""
         self.dense_flat = torch.zeros(self.dense_layout.n, dtype=torch.float32, device=self.device)
@@ -125,24 +134,9 @@ class Gradients:
         check_same_parameters(self._every, self._trainable, ranks, self.device)
 
     @property
-    def n(self) -> int:
-        """Number of elements of all parameters."""
-        return self.layout.n + self.dense_layout.n
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all gradients in fp32."""
-        return 4 * self.n
-
-    @property
     def flats(self) -> list[torch.Tensor]:
         """Both buffers."""
         return [self.compressed_flat, self.dense_flat]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of `parameters`."""
-        return self.layout.names + self.dense_layout.names
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

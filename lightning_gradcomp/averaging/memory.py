@@ -80,10 +80,6 @@ class Memory:
         return PartitionResidual(self.gradients.layout, self.ranks, self.gradients.device, accumulates=accumulates)
 
     @property
-    def _all(self) -> list[ErrorFeedback | PartitionResidual]:
-        return [self.compressed, self.dense, *([self.partition] if self.partition else [])]
-
-    @property
     def _partition_in_use(self) -> PartitionResidual | None:
         """The partition's residual, if owners may hold one."""
         return self.partition if self.partition and self.partition.used else None
@@ -152,11 +148,10 @@ class Memory:
             stepped: names of the parameters.
         """
         self.compressed.hand_over(moments, stepped)
-        self._clear(stepped - self.compressed.withheld)
-
-    def _clear(self, names: Set[str]) -> None:
-        for state in self._all:
-            state.clear(names)
+        stepped = stepped - self.compressed.withheld
+        for state in (self.compressed, self.dense, self.partition):
+            if state is not None:
+                state.clear(stepped)
 
     def share_inside(self) -> None:
         """Average the state over the ranks of a worker if it was saved with other workers."""

@@ -34,12 +34,14 @@ def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None =
     return bool((everyone.view(-1, len(own)) == own).all())
 
 
+@torch.no_grad()
 def broadcast(tensors: list[torch.Tensor], ranks: Ranks) -> None:
     """Copy rank 0's `tensors` to all ranks, in place, in one message. Collective."""
     if tensors:
-        message = _to_bytes(tensors)
+        message = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
         dist.broadcast(message, group=ranks.group, group_src=0)
-        _from_bytes(tensors, message)
+        for tensor, part in zip(tensors, message.split([tensor.nbytes for tensor in tensors]), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> None:
@@ -52,17 +54,6 @@ def share_buffers(models: Iterable[nn.Module], ranks: Ranks) -> None:
     """Copy rank 0's buffers to all ranks, except those that the models tell DDP to ignore. Collective."""
     named = [(model, name, buffer) for model in models for name, buffer in model.named_buffers()]
     broadcast([buffer for model, name, buffer in named if name not in ignored_by_ddp(model)], ranks)
-
-
-def _to_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The bytes of `tensors`, concatenated: uint8 [total bytes]."""
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-
-
-@torch.no_grad()
-def _from_bytes(tensors: list[torch.Tensor], message: torch.Tensor) -> None:
-    for tensor, part in zip(tensors, message.split([tensor.nbytes for tensor in tensors]), strict=True):
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 class ReplicasDiffer(RuntimeError):

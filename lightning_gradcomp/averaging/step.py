@@ -81,7 +81,7 @@ def average_compressed(
     exchange.finish()
 
     stats.now("decompress")
-    good, anywhere, flags = exchange.agreed(mean)
+    good, anywhere, flags = _agreed(memory.ranks, *extras.read(mean.finite()), gradients.device)
     if not good or flags.void:
         return _without_effect(gradients, anywhere, flags)
     memory.subtract(sent, extras.sent, extras.mean)
@@ -106,7 +106,8 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
     stats.bytes_sent = stats.bytes_received = ranks.dense_traffic(sum(flat.nbytes for flat in flats))
 
     stats.now("decompress")
-    good, anywhere, flags = _agreed(ranks, all_finite(mean) & all_finite(dense_mean), found)
+    good = bool(all_finite(mean) & all_finite(dense_mean))
+    good, anywhere, flags = _agreed(ranks, good, found, gradients.device)
     if not good or flags.void:
         return _without_effect(gradients, anywhere, flags)
     gradients.assign_updates(Dense(mean), dense_mean, anywhere, memory.compressed)
@@ -123,8 +124,8 @@ def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flag
     else:
         [mean, dense_mean], found = all_reduce_mean(ranks, gradients.flats, present, wire, saturate)
     # Without shards all ranks have the same mean, finite or not, so they need not agree.
-    finite = all_finite(mean) & all_finite(dense_mean) if ranks.shards else None
-    good, anywhere, flags = _agreed(ranks, finite, found)
+    good = not ranks.shards or bool(all_finite(mean) & all_finite(dense_mean))
+    good, anywhere, flags = _agreed(ranks, good, found, gradients.device)
     if not good or flags.void:
         return _without_effect(gradients, anywhere, flags)
     gradients.assign(Dense(mean), dense_mean, anywhere, [1.0] * len(gradients.compressed), 1.0)
@@ -173,32 +174,21 @@ def _clip(flats: list[torch.Tensor], clip_norm: float, ranks: Ranks) -> None:
     The mean of N independent gradients has about 1/√N of the norm of one. Clipping locally at √N · clip_norm thus
     stands in for clipping the average at clip_norm.
     """
-    factor = torch.clamp(ranks.workers**0.5 * clip_norm / (_norm(flats, ranks) + 1e-6), max=1.0)
+    norms = torch.stack([flat.norm() for flat in flats])
+    norm = ranks.over_shards(norms.square().sum()).sqrt() if ranks.shards else torch.linalg.vector_norm(norms)
+    factor = torch.clamp(ranks.workers**0.5 * clip_norm / (norm + 1e-6), max=1.0)
     for flat in flats:
         flat.mul_(factor)
 
 
-def _norm(flats: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
-    """The norm (0-d) of a worker's whole gradient, of which this rank holds `flats`."""
-    norms = torch.stack([flat.norm() for flat in flats])
-    if not ranks.shards:
-        return torch.linalg.vector_norm(norms)
-    return ranks.over_shards(norms.square().sum()).sqrt()
+def _agreed(ranks: Ranks, good: bool, found: list[bool], device: torch.device) -> tuple[bool, list[bool], Flags]:
+    """What all ranks agree on after an exchange, in which each shard of a replica has a mean of its own.
 
-
-def _agreed(ranks: Ranks, finite: torch.Tensor | None, found: list[bool]) -> tuple[bool, list[bool], Flags]:
-    """What all ranks agree on after an all-reduce: True if the means are finite, present parameters, and flags.
-
-    Args:
-        ranks: the ranks that averaged. Shards of a replica have different means.
-        finite: True if the means are finite on this rank; 0-d bool. None: not checked.
-        found: True for each parameter that has a gradient on any rank; then the flags.
+    `good` is True if the mean is finite, and `found` is what `_compensate` returns, of all ranks. Returns both, with
+    the flags apart.
     """
-    anywhere, flags = found[:-CALLER_FLAGS], found[-CALLER_FLAGS:]
-    if finite is None:
-        return True, anywhere, Flags(*flags)
-    bad, *flags = ranks.any_shard([not finite, *flags], finite.device)
-    return not bad, anywhere, Flags(*flags)
+    bad, *flags = ranks.any_shard([not good, *found[-CALLER_FLAGS:]], device)
+    return not bad, found[:-CALLER_FLAGS], Flags(*flags)
 
 
 def _without_effect(gradients: Gradients, anywhere: list[bool], flags: Flags) -> Average:

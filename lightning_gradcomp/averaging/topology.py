@@ -91,7 +91,7 @@ def _listed(names: Iterable[str]) -> str:
 # Bytes
 
 
-def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> list[tuple[str, int]]:
+def messages(compressor: LossyCompressor, gradients: Layouts) -> list[tuple[str, int]]:
     """The messages of a step without partitions, in order: pairs of "gather", "mean" or "maximum", and bytes.
 
     The extras travel with the first gather or mean, or in a separate gather.
@@ -111,7 +111,7 @@ def messages(compressor: LossyCompressor, gradients: Gradients | Layouts) -> lis
     return found
 
 
-def dense_step_traffic(gradients: Gradients | Layouts, ranks: Ranks, wire: str) -> int:
+def dense_step_traffic(gradients: Layouts, ranks: Ranks, wire: str) -> int:
     """Bytes that a plain dense step sends between workers: those of a ring all-reduce, or of `mean_in_few_bits`."""
     if form := FORMATS.get(wire):
         return few_bits_traffic(form, gradients.layout.shapes, gradients.dense_layout.n, ranks)
@@ -123,7 +123,7 @@ def dense_topology(wire: str) -> str:
     return "two_phase" if wire in FORMATS else "all_reduce"
 
 
-def traffic(compressor: LossyCompressor, gradients: Gradients | Layouts, ranks: Ranks, topology: str) -> int:
+def traffic(compressor: LossyCompressor, gradients: Layouts, ranks: Ranks, topology: str) -> int:
     """Bytes that a step sends between workers, for the rank that sends the most."""
     if topology in PARTITIONED:
         return _partitioned_traffic(compressor, gradients, ranks, dense_pull=topology == "server")
@@ -138,9 +138,7 @@ def traffic(compressor: LossyCompressor, gradients: Gradients | Layouts, ranks: 
     return total
 
 
-def _partitioned_traffic(
-    compressor: LossyCompressor, gradients: Gradients | Layouts, ranks: Ranks, *, dense_pull: bool
-) -> int:
+def _partitioned_traffic(compressor: LossyCompressor, gradients: Layouts, ranks: Ranks, *, dense_pull: bool) -> int:
     push, pull, values = [], [], compressor.dense_values
     partitions = gradients.layout.slices(ranks.workers)
     for partition, dense in zip(partitions, split_dense(gradients.dense_layout.n, ranks.workers), strict=True):
@@ -154,9 +152,8 @@ def _partitioned_traffic(
     return before + ranks.scatter_traffic(push, push.index(min(push))) + ranks.gather_traffic(max(pull))
 
 
-def _flags(gradients: Gradients | Layouts) -> int:
-    """Number of flags: one for a finite gradient, one per parameter, and the averager's."""
-    return 1 + CALLER_FLAGS + len(gradients.layout.names) + len(gradients.dense_layout.names)
+def _flags(gradients: Layouts) -> int:
+    return 1 + CALLER_FLAGS + len(gradients.names)
 
 
 # Decisions

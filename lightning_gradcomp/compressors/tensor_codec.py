@@ -117,7 +117,7 @@ class TensorCodec(Codec):
         bounds: list[tuple[int, int]] = []
         pieces: list[tuple[Encoding, TensorCodec, tuple[int, int]]] = []
         for one in self._places(layout, payload.device)[0]:
-            size = None if one.many > 1 else one.codec.chunk
+            size = None if len(one.names) > 1 else one.codec.chunk
             cuts = chunks(0, one.n, payload.device, multiple=size) if size else [(0, one.n)]
             codec = self._prepared(one)
             bounds += [(one.start + start, one.start + stop) for start, stop in cuts]
@@ -285,10 +285,6 @@ class Encoding:
     def allowed(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Dtypes and shapes of the parts."""
         return [(part.dtype, tuple(part.shape)) for part in self.parts]
-
-    @property
-    def many(self) -> int:
-        return len(self.names)
 
     @property
     def stop(self) -> int:

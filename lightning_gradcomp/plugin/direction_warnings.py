@@ -89,7 +89,7 @@ class DirectionWarnings:
             self._compare(used / (self._averager.gradients.scale if unscales else 1.0))
 
     def _directions(self) -> list[torch.nn.Parameter]:
-        return [p for p in self._averager.gradients.averaged if self._averager.is_direction(p)]
+        return [p for p in self._averager.gradients.averaged if self._averager.direction_exponent(p) is not None]
 
     def _warn_of_hooks(self, times: float) -> None:
         if not math.isfinite(times):

@@ -98,7 +98,7 @@ def trained(rank, group, make_optimizer, compressor, topology, how, write, place
             hook()
         before, old = model.matrix.detach().clone(), model.small.detach().clone()
         optimizer.step()
-        direction = averager.is_direction(model.matrix)
+        direction = averager.direction_exponent(model.matrix) is not None
         grad = None if model.matrix.grad is None else model.matrix.grad.clone()
         seen.append((before, grad, model.matrix.detach().clone(), direction))
         assert not torch.equal(old, model.small)

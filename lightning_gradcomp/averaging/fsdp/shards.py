@@ -101,7 +101,7 @@ class Shards:
         self._shard_of = {id(whole): own for (_, whole), (_, own) in self._pairs()}
         self._whole_of = {id(own): whole for (_, whole), (_, own) in self._pairs()}
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """id of a DTensor that `enter` or `leave` used -> the DTensor and its local part."""
+        """id of a DTensor that `entered` used -> the DTensor and its local part."""
         self.use_optimizer(optimizer)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -134,13 +134,12 @@ class Shards:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, `named` and `optimizer` hold the model's gradients and optimizer state, which go back at the end."""
-        self.enter()
+        self._enter()
         yield
-        self.leave()
+        self._leave()
 
     @torch.no_grad()
-    def enter(self) -> None:
-        """Take weights, gradients and optimizer state from the model."""
+    def _enter(self) -> None:
         known, self._known = self._known, {}
         for (_, whole), (_, own) in self._pairs():
             own.data = whole.to_local()  # loading a state may have moved it
@@ -154,8 +153,7 @@ class Shards:
                 self.optimizer.state[own] = {key: self._local(value, known) for key, value in held.items()}
 
     @torch.no_grad()
-    def leave(self) -> None:
-        """Return gradients and optimizer state to the model."""
+    def _leave(self) -> None:
         entered = {id(own): (whole, own) for whole, own in self._known.values()}
         for (_, whole), (_, own) in self._pairs():
             whole.grad = None if own.grad is None else self._whole(own.grad, whole, entered)
@@ -240,11 +238,11 @@ class Shards:
     # The plain optimizer
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
-        groups = optimizer.param_groups
-        return [{**group, "params": [self._shard_of[i] for i in self._ids(group)]} for group in groups]
-
-    def _ids(self, group: Mapping[str, Any]) -> list[int]:
-        return [id(parameter) for parameter in group["params"] if id(parameter) in self._shard_of]
+        known = self._shard_of
+        return [
+            {**group, "params": [known[id(p)] for p in group["params"] if id(p) in known]}
+            for group in optimizer.param_groups
+        ]
 
 
 def _checked(name: str, parameter: torch.Tensor) -> DTensor:
