@@ -40,7 +40,6 @@ class TrialRound:
 
     @property
     def steps(self) -> int:
-        """Steps per candidate."""
         return self.uncounted + self.counted
 
 
@@ -54,7 +53,7 @@ density seldom changes which candidate is fastest."""
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Return the lower quartile: other load on a machine makes steps longer, never shorter."""
+    """Other load on a machine makes steps longer, never shorter."""
     return sorted(seconds)[len(seconds) // 4]
 
 
@@ -93,16 +92,14 @@ class Autotune:
 
     @property
     def compresses(self) -> bool:
-        """True if the latest trial chose a topology."""
         return self.choice not in (None, self.uncompressed)
 
     @property
     def measuring(self) -> bool:
-        """True while steps are timed."""
         return self.choice is None or bool(self._times)
 
     def choose(self, density: float, affordable: Sequence[str]) -> str:
-        """Return what the next step does: `uncompressed` or a topology. May start a trial.
+        """What the next step does: `uncompressed` or a topology. May start a trial.
 
         Args:
             density: fraction of all elements that the step would send.
@@ -162,24 +159,23 @@ class Autotune:
         return True
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """Return the slowest rank's time for each step."""
+        """The slowest rank's time for each step."""
         steps = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self._group)
         return steps.tolist()
 
     def describe(self) -> str:
-        """Return the outcome, or the candidates if the first trial has not ended."""
         return (
             self.outcome
             or f"The first steps will show what is quickest: {', '.join([self.uncompressed, *self._topologies])}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the latest trial's outcome. A run that resumes in the middle of a trial repeats it."""
+        """The latest trial's outcome. A run that resumes in the middle of a trial repeats it."""
         kept = {"tried_at": self._tried_at, "choice": self.choice, "outcome": self.outcome}
         return {"uncompressed": self.uncompressed, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the outcome of another run's trial. The trial that is under way here, if any, starts again."""
+        """Continue with another run's outcome. A trial that is under way here starts again."""
         self._round, self._known, self._times, self._dense, self._ended = 0, {}, {}, [], None
         self._tried_at, self.choice, self.outcome = state["tried_at"], state["choice"], state["outcome"]

@@ -176,8 +176,8 @@ class GradientAverager:
     def begin_step(self) -> Decision:
         """Decide what the next step does: the schedule gives the sparsity, and topology="auto" may choose.
 
-        `average` calls it too. It returns the same decision until the step is committed, `epoch` or `schedule` changes,
-        or the set of trainable parameters changes.
+        `average` calls it too. The decision stays the same until the step is committed, or `epoch`, `schedule` or the
+        set of trainable parameters changes.
         """
         decided_for = self.steps, self.epoch, self.schedule, self.gradients
         if self._decided_for != decided_for:
@@ -197,12 +197,12 @@ class GradientAverager:
 
     @property
     def has_unsent(self) -> bool:
-        """True if error feedback still holds something to send from compressed steps."""
+        """True if error feedback holds something to send."""
         return self._memory.has_unsent
 
     @property
     def names_with_unsent(self) -> set[str]:
-        """Names of the parameters for which error feedback holds something to send, including those left out now."""
+        """Names of the parameters for which it does, including those left out now."""
         return self._memory.names_with_unsent
 
     @property
@@ -215,7 +215,7 @@ class GradientAverager:
 
         Raises:
             ValueError: if there is no optimizer.
-            ExchangeFailed: if the other ranks can't be reached; names this rank, the step and the missing ranks.
+            ExchangeFailed: as `average`.
         """
         if self.optimizer is None:
             raise refusal(
@@ -300,13 +300,10 @@ class GradientAverager:
         """Restore this rank's own gradients if no optimizer step has used the latest average, made with `revocable`.
 
         A backward can then add to them, and `average` averages the sum. Dense averages stay, because a sum with them
-        can be averaged again.
+        can be averaged again. Raises ValueError if averages were changed, and neither discarded nor used.
 
         Returns:
             The parameters whose gradients were restored.
-
-        Raises:
-            ValueError: if averages were changed, and neither discarded nor used.
         """
         if self._pending is None or not self._pending.is_revocable:
             return []
@@ -315,14 +312,9 @@ class GradientAverager:
         return restored
 
     def check_same_turn(self, optimizer: torch.optim.Optimizer, backwards: int) -> None:
-        """Check that all ranks are about to average the gradients of this optimizer at the same step. Collective.
+        """Raise ValueError on every rank unless all are about to average this optimizer's gradients. Collective.
 
-        Args:
-            optimizer: one of several.
-            backwards: backward passes so far.
-
-        Raises:
-            ValueError: on every rank, if they are not.
+        They must be at the same step, after the same number of `backwards` passes.
         """
         index = [*map(id, self.optimizers)].index(id(optimizer))
         if self.world > 1:
@@ -343,12 +335,9 @@ class GradientAverager:
     def after_dense_step(
         self, *, grad_scale: float = 1.0, seconds: float = 0.0, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Record a dense average that DDP computed.
+        """Record a dense average that DDP computed. Backward did not hide `seconds` of its exchange.
 
-        Args:
-            grad_scale: the loss scale in the gradients.
-            seconds: time of the exchange that backward did not hide.
-            optimizer: one of several, if only its parameters' gradients were averaged.
+        For `grad_scale` and `optimizer` see `average`.
         """
         self._check_average_was_used()
         self.begin_step()
@@ -364,7 +353,7 @@ class GradientAverager:
         return Stats(bytes_sent=sent, bytes_received=sent, dense_bytes=dense)
 
     def _record(self, pending: Pending, *, is_plain: bool = False) -> None:
-        """Record an average and its costs. It is pending until the optimizer steps."""
+        """Record an average, which is pending until the optimizer steps, and its costs."""
         self._pending = pending
         if is_plain or self.decision.is_plain:
             trained = [p for p in self.gradients.averaged if p.requires_grad]
@@ -403,7 +392,6 @@ class GradientAverager:
 
     @property
     def has_directions(self) -> bool:
-        """True if the latest average is of update directions."""
         return bool(self._directions)
 
     def direction_exponent(self, parameter: torch.Tensor) -> int | None:
@@ -416,7 +404,8 @@ class GradientAverager:
     @property
     def clip_norm(self) -> float | None:
         """The norm at which compressed steps clip each rank's gradient, times √N. Initially the compressor's; you may
-        replace it before an average, with the same value on all ranks."""
+        replace it before an average, with the same value on all ranks.
+        """
         return self._memory.clip_norm
 
     @clip_norm.setter
@@ -473,7 +462,6 @@ class GradientAverager:
 
     @property
     def in_local_weights(self) -> bool:
-        """True while the parameters hold local weights."""
         return self._local.in_use
 
     def use_local_weights(self) -> None:
@@ -486,11 +474,7 @@ class GradientAverager:
                 reshard(self.model)
 
     def use_shared_weights(self, *, check: bool = True) -> None:
-        """Return to the weights that all ranks share.
-
-        Args:
-            check: raise ValueError if a local weight was written to.
-        """
+        """Return to the shared weights. With `check`, raises ValueError if a local weight was written to."""
         if self._local.in_use:
             try:
                 self._local.restore(check=check)
@@ -503,13 +487,10 @@ class GradientAverager:
         return self._local.suspended()
 
     def compare_untrained(self) -> None:
-        """Compare, across ranks, parameters that are not averaged and have changed since the start. Collective.
+        """Raise ValueError on every rank if a parameter that is not averaged has come to differ by rank. Collective.
 
         `average` does it in some of its steps. A teacher's copy of local weights differs by rank, and so does a
         parameter that the module steps by its own gradient. Without either, nothing is compared.
-
-        Raises:
-            ValueError: on every rank, if a parameter differs between ranks; names it.
         """
         if self._local.were_used or self.gradients.trains_others:
             self._untrained.compare(self.gradients.left_out, self.ranks)
@@ -531,10 +512,9 @@ class GradientAverager:
             self._memory.lay_out(self.gradients)
 
     def check_same_parameters(self) -> None:
-        """Check that all ranks train the same parameters. Collective. The first `average` does it if you do not.
+        """Raise ValueError on every rank unless all train the same parameters. Collective.
 
-        Raises:
-            ValueError: on every rank, if they do not; names a parameter and what each rank does with it.
+        The first `average` does it if you do not.
         """
         self.gradients.check_same(self.ranks)
         self.parameters_agree = True
@@ -552,11 +532,7 @@ class GradientAverager:
     def use_optimizers(
         self, optimizer: torch.optim.Optimizer | None, optimizers: Sequence[torch.optim.Optimizer] = ()
     ) -> None:
-        """Replace the optimizers that step the parameters. Their moments and hyper-parameters apply from now on.
-
-        Args:
-            optimizer: as for the averager.
-            optimizers: as for the averager.
+        """Replace `optimizer` and `optimizers`, whose moments and hyper-parameters apply from now on.
 
         Raises:
             ValueError: if error feedback accumulates something different with this optimizer than with the last one.
@@ -617,10 +593,9 @@ class GradientAverager:
         return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
 
     def why_uncompressed(self, unit: str = "step") -> str:
-        """The reason why no step was compressed, apart from trial steps. Empty if one was, or for a baseline.
+        """The reason why no `unit` ("step" or "round") was compressed, apart from trial steps.
 
-        Args:
-            unit: the name of a step: "step" or "round".
+        Empty if one was, or for a baseline.
         """
         auto, compressed = self.autotune, self.spent.bytes_sent < self.spent.dense_bytes
         if self._choice is None or (auto.compresses if auto else compressed):

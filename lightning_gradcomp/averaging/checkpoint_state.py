@@ -35,7 +35,6 @@ def check_entries(state: Any, types: Mapping[str, Any], what: str, allowed: str)
 
 
 def check_state(state: Any, kinds: Iterable[str]) -> None:
-    """Raises ValueError unless `state` is a `GradientAverager.state_dict()` with these kinds of state."""
     what, allowed = "the state of GradientAverager", "what GradientAverager.state_dict() returned, unchanged"
     check_entries(state, TYPES, what, allowed)
     memory = state["memory"]

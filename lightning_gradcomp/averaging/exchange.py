@@ -52,7 +52,6 @@ class Flags(NamedTuple):
 
     @classmethod
     def at(cls, step: int, *, stop: bool, changed: bool) -> Flags:
-        """A rank's flags at this step."""
         odd, second_odd = bool(step & 1), bool(step & 2)
         return cls(stop, changed, odd, not odd, second_odd, not second_odd)
 
@@ -89,30 +88,26 @@ class Frame:
 
     @property
     def length(self) -> int:
-        """Bytes of the message."""
         return self._payload_at + padded(self.payload + (self.flags + 7) // 8)
 
     def pack(self, dense: torch.Tensor, payload: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-        """Return the message (uint8 [length]) made of `pack_dense`'s bytes, the payload and the packed flags."""
+        """The message (uint8 [length]) made of `pack_dense`'s bytes, the payload and the packed flags."""
         zeros = zero_bytes(payload.device)
         before = zeros[: self._payload_at - dense.numel()]
         after = zeros[: self.length - self._payload_at - self.payload - flags.numel()]
         return torch.cat([dense, before, payload, flags, after])
 
     def pack_dense(self, dense: torch.Tensor) -> torch.Tensor:
-        """Return the uncompressed gradients (fp32 [dense]) as bytes."""
+        """The uncompressed gradients (fp32 [dense]) as bytes."""
         return pack_values(dense, self.values)
 
     def read_dense(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the uncompressed gradients, fp32 [dense]."""
         return unpack_values(message[: value_bytes(self.dense, self.values)], self.dense, self.values)
 
     def read_payload(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the payload, uint8 [payload]."""
         return message[self._payload_at : self._payload_at + self.payload]
 
     def read_flags(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the packed flags."""
         start = self._payload_at + self.payload
         return message[start : start + (self.flags + 7) // 8]
 
@@ -135,13 +130,11 @@ class Extras:
         self.mean = self.sent = dense
         self.bad, self.present = bad.view(1), present
         self.carried = False
-        """True once a message has carried the extras."""
         self.combined: torch.Tensor | None = None
         """The flags of all workers: `packed`, or the sum of all workers' `numbers`."""
 
     @property
     def count(self) -> int:
-        """Number of flags."""
         return 1 + len(self.present)
 
     def packed(self) -> torch.Tensor:
@@ -156,7 +149,6 @@ class Extras:
         return [self.bad.float(), to_flags(self.present, self.bad.device, torch.float32)]
 
     def combine(self, rows: list[torch.Tensor]) -> None:
-        """Combine all workers' `packed` flags."""
         self.combined = reduce(torch.bitwise_or, rows)
 
     def read(self, finite: torch.Tensor) -> tuple[bool, list[bool]]:
@@ -176,8 +168,7 @@ class Extras:
 class Exchange:
     """A step's `Collectives` with topology="all_gather": every worker's payload goes to every worker.
 
-    Args:
-        buffer: returns an fp32 [n] buffer for the mean of the compressed gradients, the same in every step.
+    `buffer` returns that of `Collectives`.
     """
 
     def __init__(
@@ -189,10 +180,10 @@ class Exchange:
     def mean_of_payloads(
         self, codec: Payloads, flat: torch.Tensor, layout: Layout, *, over_senders: bool = False
     ) -> tuple[Decoded, Decoded]:
-        """Encode `flat`, gather the payloads, decode them and add them in worker order. Returns (mean, what was sent).
+        """If tensors are encoded one by one, a long payload is sent in parts.
 
-        If tensors are encoded one by one, a long payload is sent in parts. Each part travels while the next one is
-        encoded and the previous one is decoded. A GPU encodes all tensors at once, which takes few launches.
+        Each part travels while the next one is encoded and the previous one is decoded. A GPU encodes all tensors at
+        once, which takes few launches.
         """
         parts = [Slice(0, layout)]
         if codec.tensor_by_tensor and not flat.is_cuda:
@@ -214,14 +205,10 @@ class Exchange:
         return Dense(self.buffer()), concatenate([sent for sent, _ in begun], [part.start for part in parts])
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """All workers' payloads (uint8 [p]) in worker order."""
         return self.start_gather(payload)()
 
     def start_gather(self, payload: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """Start a `gather`, and return a function that waits for the payloads. Call these in one order on all workers.
-
-        The first message carries the extras.
-        """
+        """Start a `gather`. Returns a function that waits for the payloads. Call both in one order on all workers."""
         extras, frame = self.extras, None
         if not extras.carried:
             extras.carried = True
@@ -247,7 +234,6 @@ class Exchange:
         return wait
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean of `flat` (fp32 [m]) over the workers. The first message carries the extras."""
         self.now("exchange")
         extras, rest = self.extras, []
         if not extras.carried:
@@ -262,7 +248,6 @@ class Exchange:
         return mean
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum of `values` (fp32 [m]) over the workers."""
         self.now("exchange")
         self._record(self.ranks.maximum_traffic(values.nbytes))
         return self.ranks.maximum(values)

@@ -87,7 +87,7 @@ def mean_in_few_bits(
 
 
 def part_sizes(form: FewBits, n: int, m: int, world: int) -> tuple[int, int]:
-    """Number of elements in a rank's part of n elements in whole blocks, and of m small elements."""
+    """Elements in a rank's part of n elements in whole blocks, and of m small elements."""
     return form.block * -(-n // (form.block * world)), -(-m // world)
 
 

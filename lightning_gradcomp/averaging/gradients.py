@@ -26,7 +26,7 @@ LARGEST = 1e16
 
 @dataclass(eq=False)
 class Layouts:
-    """The layouts of a rank's gradients, which determine the bytes of a step."""
+    """The layouts of a rank's compressed and dense gradients, which determine the bytes of a step."""
 
     layout: Layout
     dense_layout: Layout
@@ -38,7 +38,6 @@ class Layouts:
 
     @property
     def n(self) -> int:
-        """Number of elements of all parameters."""
         return self.layout.n + self.dense_layout.n
 
     @property
@@ -130,17 +129,14 @@ class Gradients(Layouts):
         return [parameter.requires_grad for _, parameter in self._every]
 
     def check_same(self, ranks: Ranks) -> None:
-        """Raise ValueError on every rank if the ranks train different parameters. Collective."""
         check_same_parameters(self._every, self._trainable, ranks, self.device)
 
     @property
     def flats(self) -> list[torch.Tensor]:
-        """Both buffers."""
         return [self.compressed_flat, self.dense_flat]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each of `parameters`."""
         return {name: tuple(p.shape) for name, p in zip(self.names, self.parameters, strict=True)}
 
     @property
@@ -164,26 +160,23 @@ class Gradients(Layouts):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The compressed parameters, then the dense ones."""
         return self.compressed + self.dense
 
     def local(self) -> dict[str, torch.Tensor]:
-        """Name -> fp32 copy of `p.grad`, for parameters that have one."""
+        """Name -> fp32 copy of `p.grad` if there is one."""
         return {name: p.grad.detach().float().clone() for name, p in self._every if p.grad is not None}
 
     def put_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Restore the `p.grad` that `local` returned."""
+        """Restore what `local` returned."""
         for name, parameter in self._every:
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter)
 
     @property
     def present(self) -> list[bool]:
-        """True for each of `parameters` that has a gradient."""
         return [parameter.grad is not None for parameter in self.parameters]
 
     def marked(self, marks: list[bool]) -> frozenset[str]:
-        """Names of the parameters whose mark is True."""
         return frozenset(name for name, mark in zip(self.names, marks, strict=True) if mark)
 
     def collect(self, *, unscale: bool = True) -> None:
@@ -206,7 +199,7 @@ class Gradients(Layouts):
                 flat.div_(self.scale)
 
     def mean_buffer(self) -> torch.Tensor:
-        """A buffer for a mean that is not sparse, fp32 [n]. It is reused, which is faster than a new one per step."""
+        """Fp32 [n], reused for a mean that is not sparse, which is faster than a new one per step."""
         if self._mean_buffer.numel() != self.layout.n:
             self._mean_buffer = torch.empty_like(self.compressed_flat)
         return self._mean_buffer
@@ -268,7 +261,6 @@ class Gradients(Layouts):
         ]
 
     def fill(self, value: float, present: list[bool]) -> None:
-        """Set `p.grad` to `value` for every parameter that is `present`."""
         for parameter, wanted in zip(self.parameters, present, strict=True):
             if wanted:
                 parameter.grad = torch.full_like(parameter, value)
@@ -291,9 +283,7 @@ def _ids(optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int] | None:
 def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ValueError if a replica's last rank has nothing to compress, or shards that `compressor` can't compress.
 
-    Args:
-        names: names of the compressed tensors.
-        smallest: parameter name -> shape of its shard on the last rank.
+    `names` are those of the compressed tensors; `smallest` has the shape of each shard on the last rank.
     """
     taken = {name: shape for name, shape in smallest.items() if name in names}
     if taken and not any(prod(shape) for shape in taken.values()):

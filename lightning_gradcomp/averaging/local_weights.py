@@ -87,7 +87,6 @@ class LocalWeights:
 
     @property
     def in_use(self) -> bool:
-        """True while the parameters hold local weights."""
         return bool(self._shared)
 
     @torch.no_grad()
@@ -113,7 +112,6 @@ class LocalWeights:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the parameters hold the shared weights."""
         if not self._shared or self._in_place:
             yield
             return
@@ -176,7 +174,7 @@ class Untrained:
     def compare(self, names: Set[str], ranks: Ranks) -> None:
         """Compare the parameters `names` that have changed since the start. Sends 8 bytes for each. Collective.
 
-        Raises ValueError on every rank if one differs between ranks.
+        Raises ValueError on every rank if one differs.
         """
         named = self._named(names)
         if not named or ranks.world == 1:

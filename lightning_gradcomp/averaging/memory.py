@@ -26,8 +26,6 @@ class Memory:
 
     Args:
         compressor: decides what is accumulated.
-        gradients: the model's gradients, laid out flat.
-        ranks: the ranks that exchange gradients.
         topology: how payloads travel. With "auto", `use_topology` decides.
         optimizer: the only optimizer, if it is known.
         by_servers: True for dist_async, where servers step the parameters, so the optimizer's state does not hold the
@@ -86,7 +84,6 @@ class Memory:
 
     @property
     def has_unsent(self) -> bool:
-        """True if there is state, so that compressed steps may have left something to send."""
         return not (self.compressed.empty and self.dense.empty) or self._partition_in_use is not None
 
     @property
@@ -102,11 +99,7 @@ class Memory:
     # A step
 
     def compensate(self) -> torch.Tensor:
-        """Replace the gradients in the buffers by what to send: gradients plus residuals.
-
-        Returns:
-            True if all gradients are finite; 0-d bool.
-        """
+        """Replace the gradients in the buffers by gradients plus residuals. True if all are finite: 0-d bool."""
         finite = self.compressed.compensate(self.gradients.compressed_flat)
         return finite & self.dense.compensate(self.gradients.dense_flat)
 
@@ -143,9 +136,7 @@ class Memory:
     def commit_all_sent(self, moments: Mapping[str, torch.Tensor], stepped: Set[str]) -> None:
         """Clear the state of the parameters that the optimizer stepped, after everything was sent.
 
-        Args:
-            moments: torch's name -> mean over the ranks, fp32 [n]. The optimizer continues with them.
-            stepped: names of the parameters.
+        The optimizer continues with `moments`: torch's name -> mean over the ranks, fp32 [n].
         """
         self.compressed.hand_over(moments, stepped)
         stepped = stepped - self.compressed.withheld
@@ -164,7 +155,7 @@ class Memory:
     # Changes between steps
 
     def use_topology(self, topology: str) -> None:
-        """Switch to this topology. The workers take over the residuals of partitions."""
+        """Switch the topology. The workers take over the residuals of partitions."""
         if topology != self.topology:
             self._dissolve_partitions()
             self.topology = topology
@@ -176,7 +167,6 @@ class Memory:
             partition.clear(set(self.gradients.layout.names))
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Switch to another optimizer."""
         self._optimizer = optimizer
         self.compressed.attach(optimizer, self.gradients.compressed)
 
@@ -222,15 +212,14 @@ class Memory:
     ) -> None:
         """Replace all state. The state of a parameter that is left out is kept until it is averaged again.
 
+        Raises ValueError if a tensor's shape is not its parameter's.
+
         Args:
             state: kind -> parameter name -> tensor.
             workers: number of owners that share the kind `PARTITION`. If it has changed, or there are no owners, the
                 workers take over the owners' residuals. Without error feedback, this kind is ignored.
             trained: names of the parameters that were partitioned.
             shared_by: number of consecutive ranks with the same state.
-
-        Raises:
-            ValueError: if a tensor's shape is not its parameter's.
         """
         if shared_by != self.ranks.per_worker:
             state = {kind: parts for kind, parts in state.items() if all_floating(parts)}

@@ -30,11 +30,11 @@ class Steps(Protocol):
     """What `OptimizerStep` needs from an averager."""
 
     def direction_exponent(self, parameter: torch.Tensor) -> int | None:
-        """k if 2^k · `parameter.grad` is an update direction. None if the optimizer steps the parameter itself."""
+        """As `GradientAverager.direction_exponent`."""
         ...
 
     def commit(self, optimizer: torch.optim.Optimizer) -> None:
-        """Commit error feedback after the optimizer's step."""
+        """As `GradientAverager.commit`."""
         ...
 
 
@@ -58,7 +58,6 @@ class OptimizerStep:
             vars(optimizer)["_init_group"] = self._init_group
 
     def detach(self) -> None:
-        """Restore the optimizer to its original state."""
         if self._hook is not None:
             self._hook.remove()
         if vars(self.optimizer).get("_init_group") == self._init_group:

@@ -154,7 +154,7 @@ class Ranks:
         return largest
 
     def share(self, length: int) -> int:
-        """The part of its worker's message of `length` bytes that this rank sends, in bytes."""
+        """The bytes that this rank sends of its worker's message of `length` bytes."""
         return length
 
     def gather_traffic(self, length: int) -> int:
@@ -162,18 +162,18 @@ class Ranks:
         return (self.workers - 1) * self.share(length)
 
     def scatter_traffic(self, lengths: list[int], worker: int) -> int:
-        """Bytes that a rank of `worker` sends to other workers in `scatter`."""
+        """The same for a rank of `worker` in `scatter`."""
         return sum(self.share(length) for length in lengths) - self.share(lengths[worker])
 
     def add_traffic(self, num_bytes: int, device: torch.device) -> int:
-        """Bytes that this rank sends to other workers in `add`, for fp32 on `device`."""
+        """The same in `add`, for fp32 on `device`."""
         share = self.share(num_bytes)
         if self.workers > 2 and in_short_messages(share, device):
             return 2 * (self.workers - 1) * 4 * -(-share // (4 * self.workers))
         return dense_traffic(share, self.workers)
 
     def maximum_traffic(self, num_bytes: int) -> int:
-        """Bytes that this rank sends to other workers in `maximum`."""
+        """The same in `maximum`."""
         return dense_traffic(self.share(num_bytes), self.workers)
 
     def dense_traffic(self, num_bytes: int) -> int:
@@ -210,7 +210,6 @@ def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
 
 
 def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fill `out` [N · m] with all ranks' `own` [m]."""
     getattr(dist, ALL_GATHER)(out, own, group=group)
 
 
@@ -275,7 +274,6 @@ class Nodes(Ranks):
         return -(-length // (4 * self.per_worker)) * 4  # fp32 stay aligned
 
     def _part(self, message: torch.Tensor) -> torch.Tensor:
-        """This rank's part of its node's message."""
         share = self.share(message.numel())
         padded = torch.nn.functional.pad(message, (0, self.per_worker * share - message.numel()))
         return padded.view(-1, share)[self._place].clone()

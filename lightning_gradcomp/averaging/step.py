@@ -60,13 +60,7 @@ def average_compressed(
 
     If a gradient is not finite on any rank, `p.grad` becomes NaN on all ranks, and all state stays as it was.
 
-    Args:
-        memory: this rank's error feedback.
-        compressor: the compressor at this step's sparsity.
-        topology: how the payloads travel.
-        step: number of steps so far.
-        flags: this rank's flags.
-        stats: records bytes and seconds.
+    `compressor` is the one at this step's sparsity, and `step` the number of steps so far.
     """
     gradients = memory.gradients
     memory.use_topology(topology)
@@ -135,7 +129,7 @@ def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flag
 def _mean_in_few_bits(
     form: FewBits, gradients: Gradients, ranks: Ranks, present: list[bool], step: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """The means of both buffers over the ranks, and True for each of `present` that any rank set."""
+    """Like `all_reduce_mean` of both buffers."""
     layout, flat, dense = gradients.layout, gradients.compressed_flat, gradients.dense_flat
     first, views = first_blocks(form, gradients.chosen), layout.views(flat)
     large = [(first[name], view) for name, view in zip(layout.names, views, strict=True)]
@@ -199,7 +193,6 @@ def _without_effect(gradients: Gradients, anywhere: list[bool], flags: Flags) ->
 
 
 def _fill_if(bad: torch.Tensor, flat: torch.Tensor, value: float) -> None:
-    """Fill `flat` with `value` if `bad` (0-d bool)."""
     if flat.is_cuda:  # reading `bad` would wait for the GPU
         flat.masked_fill_(bad, value)
     elif bad:
@@ -207,10 +200,9 @@ def _fill_if(bad: torch.Tensor, flat: torch.Tensor, value: float) -> None:
 
 
 class Pending:
-    """An average that no optimizer step has used yet, between `GradientAverager.average` and the optimizer's step.
+    """An average that no optimizer step has used yet.
 
     Args:
-        average: the average's outcome.
         named: name and parameter of everything that was averaged, as in the model.
         optimizers: the optimizers whose steps use it.
         own: parameters and this rank's gradients before the average, if it may be revoked.
@@ -229,7 +221,6 @@ class Pending:
         self._written = {id(p): (p.grad, _versions(p.grad)) for _, p in self._named if p.grad is not None}
 
     def belongs_to(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """True if this optimizer's step uses it."""
         return optimizer is None or any(optimizer is each for each in self._optimizers)
 
     def _is_untouched(self, parameter: nn.Parameter) -> bool:
@@ -249,14 +240,7 @@ class Pending:
         return self.average.commit is not None and self._own is not None
 
     def revoke(self) -> list[nn.Parameter]:
-        """Restore this rank's own gradients, except where the average was set to None or zeros.
-
-        Returns:
-            The parameters whose gradients were restored.
-
-        Raises:
-            ValueError: if the average was changed in another way.
-        """
+        """Restore this rank's own gradients, as `GradientAverager.revoke` says. Returns the parameters."""
         own = {id(p): grad for p, grad in self._own or ()}
         untouched = [p for _, p in self._named if self._is_untouched(p) or self._was_moved(p)]
         restored = {id(p) for p in untouched}

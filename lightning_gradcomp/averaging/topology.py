@@ -29,17 +29,7 @@ FALLBACKS = ("none", *FORMATS)
 
 @dataclass(frozen=True)
 class Topology:
-    """How payloads travel.
-
-    Args:
-        name: "all_gather": every worker's payload goes to every worker. "two_phase": the gradient is divided into
-            partitions; payloads go to the owners, which send the means back, compressed again. "server": the same with
-            dense means. "auto": a trial over the first steps chooses the fastest of dense steps and the first two.
-        inside: "compressed": each rank is a worker. "dense": the ranks of a node average densely and form one worker.
-            None: "dense" if several nodes have several ranks each, else "compressed".
-        fallback: the format of the steps that "auto" does not compress after the warm-up: "none" (fp32) or one of few
-            bits.
-    """
+    """How payloads travel; for the options see `GradientAverager`."""
 
     name: str = "all_gather"
     inside: str | None = "compressed"
@@ -119,7 +109,6 @@ def dense_step_traffic(gradients: Layouts, ranks: Ranks, wire: str) -> int:
 
 
 def dense_topology(wire: str) -> str:
-    """How plain dense steps travel."""
     return "two_phase" if wire in FORMATS else "all_reduce"
 
 
@@ -214,7 +203,7 @@ class Choice:
                 self.autotune = Autotune(group, gradients.device, self.topologies, uncompressed=uncompressed)
 
     def decide(self, sparsity: float | None, gradients: Gradients, dense: Decision) -> Decision:
-        """Return the decision for a step at this scheduled sparsity: `dense` unless compression sends fewer bytes."""
+        """The decision for a step at this scheduled sparsity: `dense` unless compression sends fewer bytes."""
         compressor = self._compressor.with_sparsity(sparsity)
         asked = compressor.final_sparsity  # None without one
         budget = self._ranks.dense_traffic(gradients.largest.nbytes)
@@ -228,7 +217,7 @@ class Choice:
         return Decision(asked, compressor, topology, is_plain=False)
 
     def describe(self, gradients: Gradients) -> str:
-        """Describe what is compressed, and the bytes that a step sends at the final sparsity."""
+        """What is compressed, and the bytes that a step sends at the final sparsity."""
         sparsity, between = self._compressor.final_sparsity, "" if self._ranks.per_worker == 1 else " between nodes"
         final = self._compressor.with_sparsity(sparsity)
         sent = {name: traffic(final, gradients.largest, self._ranks, name) for name in self.topologies}

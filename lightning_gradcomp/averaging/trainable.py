@@ -19,7 +19,6 @@ from lightning_gradcomp.errors import refusal
 
 
 def has_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    """True if one of the optimizers has a parameter of the model in its groups."""
     stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     return any(id(p) in stepped for p in model.parameters())
 

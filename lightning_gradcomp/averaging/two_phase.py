@@ -32,7 +32,7 @@ from lightning_gradcomp.errors import refusal
 
 
 def split_dense(n: int, workers: int) -> list[int]:
-    """The number of the n uncompressed elements that each worker averages."""
+    """How many of the n uncompressed elements each worker averages."""
     whole, more = divmod(n, workers)
     return [whole + (worker < more) for worker in range(workers)]
 
@@ -55,7 +55,6 @@ class PartitionResidual:
         """True if owners may hold a residual; the same on all ranks."""
 
     def add_to(self, mean: torch.Tensor) -> None:
-        """Add the residual to `mean` (fp32) of this worker's partition, in place."""
         mean.add_(self.residual)
 
     def subtract(self, mean: torch.Tensor, sent: Decoded) -> None:
@@ -73,9 +72,9 @@ class PartitionResidual:
             sent.subtract_from(self._next)
 
     def commit(self, stepped: Set[str]) -> bool:
-        """Make the new residual current for the parameters that the optimizer stepped.
+        """Make the new residual current for the parameters that the optimizer stepped. True if the step used it.
 
-        Returns True if the step used the residual. A compressor without error feedback does not.
+        A compressor without error feedback does not.
         """
         if self._next is None:
             return False
@@ -108,10 +107,7 @@ class PartitionResidual:
 class TwoPhaseExchange(Exchange):
     """A step's `Collectives` with partitions. The uncompressed gradients are divided among the workers too.
 
-    Args:
-        residual: the residual that this worker keeps as an owner.
-        dense_pull: True for topology="server".
-        exchange: as for `Exchange`.
+    `residual` is this worker's as an owner; `dense_pull` is True for topology="server".
     """
 
     def __init__(self, residual: PartitionResidual, dense_pull: bool, *exchange: Any) -> None:

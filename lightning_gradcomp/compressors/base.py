@@ -89,11 +89,7 @@ class Collectives(Protocol):
     ) -> tuple[Decoded, Decoded]:
         """Packs `flat`, exchanges payloads over the topology, and adds the unpacked payloads in worker order.
 
-        Args:
-            codec: writes and reads payloads.
-            flat: fp32 [n].
-            layout: where each parameter is in `flat`.
-            over_senders: divide an element's sum by the number of workers that sent it, instead of by N.
+        With `over_senders`, an element's sum is divided by the number of workers that sent it, instead of by N.
 
         Returns:
             The mean, and what this worker sent.
@@ -213,12 +209,11 @@ class LossyCompressor(Compressor, ABC):
         return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """The parameters that `compresses` selects."""
         return {name for name, shape in shapes.items() if self.compresses(name, shape)}
 
     @property
     def final_sparsity(self) -> float | None:
-        """The sparsity after the warm-up; None for a method without a sparsity."""
+        """The sparsity after the warm-up; None for a method without one."""
         return None
 
     def with_sparsity(self, sparsity: float | None) -> Self:
@@ -243,7 +238,6 @@ class LossyCompressor(Compressor, ABC):
         return AdamStep() if is_adam(optimizer) else Gradient()
 
     def clip_average(self, parameters: Sequence[torch.Tensor], grad_scale: float) -> None:
-        """Ordinary clipping at clip_norm."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm * grad_scale)
 
@@ -252,7 +246,7 @@ class LossyCompressor(Compressor, ABC):
         """The messages of a step without partitions, in order: ("gather", "mean" or "maximum", bytes)."""
 
     def partition_bytes(self, partition: Layout, dense_pull: bool) -> tuple[int, int]:
-        """Bytes that a worker sends to the owner of a partition, and bytes that the owner sends to every worker.
+        """Bytes that a worker sends to the owner of a partition, and that the owner sends to every worker.
 
         Each is one payload; with `dense_pull` the owner's answer is uncompressed.
         """
@@ -288,13 +282,11 @@ class Codec(LossyCompressor, Payloads):
         return self
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
-        """One gather of payloads."""
         return [("gather", self.payload_bytes(layout))]
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
     ) -> tuple[Decoded, Decoded]:
-        """Pack, exchange, unpack and add."""
         return collectives.mean_of_payloads(self.for_step(collectives.worker, collectives.step), flat, layout)
 
 
@@ -320,7 +312,6 @@ class SparseCodec(Codec):
 
     @property
     def final_sparsity(self) -> float:
-        """`sparsity`."""
         return self.sparsity
 
     def with_sparsity(self, sparsity: float | None) -> Self:

@@ -20,19 +20,16 @@ class Sparse:
     values: torch.Tensor
 
     def add_to(self, flat: torch.Tensor) -> None:
-        """flat[indices] += values. Indices are distinct, so the order of additions does not matter."""
+        """Indices are distinct, so the order of additions does not matter."""
         flat.index_add_(0, self.indices, self.values)
 
     def subtract_from(self, flat: torch.Tensor) -> None:
-        """flat[indices] -= values."""
         flat.index_add_(0, self.indices, self.values, alpha=-1)
 
     def zero(self, flat: torch.Tensor) -> None:
-        """flat[indices] = 0."""
         flat.index_fill_(0, self.indices, 0)
 
     def finite(self) -> torch.Tensor:
-        """True if all values are finite: 0-d bool."""
         return all_finite(self.values)
 
     def only(self, keep: torch.Tensor) -> KeptSparse:
@@ -47,7 +44,6 @@ class KeptSparse(Sparse):
     keep: torch.Tensor
 
     def zero(self, flat: torch.Tensor) -> None:
-        """flat[indices] = 0 for the marked entries."""
         flat[self.indices] = torch.where(self.keep, 0, flat[self.indices])
 
 
@@ -58,19 +54,15 @@ class Dense:
     values: torch.Tensor
 
     def add_to(self, flat: torch.Tensor) -> None:
-        """flat += values."""
         flat.add_(self.values)
 
     def subtract_from(self, flat: torch.Tensor) -> None:
-        """flat -= values."""
         flat.sub_(self.values)
 
     def zero(self, flat: torch.Tensor) -> None:
-        """flat = 0."""
         flat.zero_()
 
     def finite(self) -> torch.Tensor:
-        """True if all values are finite: 0-d bool."""
         return all_finite(self.values)
 
 
@@ -92,21 +84,17 @@ class Chunked:
     is_finite: torch.Tensor | None = None
 
     def add_to(self, flat: torch.Tensor) -> None:
-        """flat += values."""
         for number, (start, stop) in enumerate(self.chunks):
             flat[start:stop].add_(self.values(number))
 
     def subtract_from(self, flat: torch.Tensor) -> None:
-        """flat -= values."""
         for number, (start, stop) in enumerate(self.chunks):
             flat[start:stop].sub_(self.values(number))
 
     def zero(self, flat: torch.Tensor) -> None:
-        """flat = 0."""
         flat.zero_()
 
     def finite(self) -> torch.Tensor:
-        """True if all values are finite: 0-d bool."""
         assert self.is_finite is not None
         return self.is_finite
 

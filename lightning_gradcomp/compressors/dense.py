@@ -71,7 +71,6 @@ class FewBitAverage(Compressor):
             raise refusal(f"{type(self).__name__}.min_elements", self.min_elements, "a whole number from 1")
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """The parameters that travel in few bits."""
         return {name for name, shape in shapes.items() if len(shape) > 1 and prod(shape) >= self.min_elements}
 
 

@@ -94,16 +94,13 @@ class DGC(SparseCodec):
 
     @property
     def final_sparsity(self) -> float:
-        """`sparsity`; its default is that of SGD."""
         return SGD_SPARSITY if self.sparsity is None else self.sparsity
 
     @property
     def _by_epoch(self) -> bool:
-        """True if the warm-up counts epochs."""
         return bool(self.dense_epochs or self.warmup_epochs)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raises ValueError unless this is `torch.optim.SGD`, `Adam` or `AdamW`, whose momentum can be corrected."""
         others = ", ".join(entry.strategy for entry in entries() if not entry.cls.needs_optimizer)
         allowed = f"torch.optim.SGD, Adam or AdamW itself, whose momentum is corrected; for other optimizers: {others}"
         if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
@@ -112,7 +109,6 @@ class DGC(SparseCodec):
             check_sgd("the optimizer of DGC", optimizer, allowed)
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer | None) -> DGC:
-        """Returns the compressor with the default sparsities for the optimizer."""
         if not is_adam(optimizer):
             return self.with_sparsity(self.final_sparsity)
         sparsity = ADAM_SPARSITY if self.sparsity is None else self.sparsity
@@ -136,5 +132,4 @@ class DGC(SparseCodec):
         return count_each(Rows.of(layout.sizes), 1 - self.final_sparsity)
 
     def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The k largest entries of each tensor."""
         return topk_each(flat, Rows.of(layout.sizes), 1 - self.final_sparsity)

@@ -46,7 +46,7 @@ class ErrorFeedback:
     """Parameters to which the current average applies nothing."""
 
     def start(self, layout: Layout, device: torch.device) -> ErrorFeedback:
-        """Start with empty state for these parameters, in buffers on `device`. Returns self."""
+        """Start with empty state for these parameters. Returns self."""
         self.layout, self.device = layout, device
         self.unsent: torch.Tensor | None = None
         """The residual, fp32 [n]; None if nothing accumulates."""
@@ -74,7 +74,6 @@ class ErrorFeedback:
 
     @property
     def empty(self) -> bool:
-        """True if there is no state."""
         return not self.started
 
     # What accumulates
@@ -92,8 +91,7 @@ class ErrorFeedback:
 
         Args:
             flat: the gradients, fp32 [n].
-            place: elements of parameters with the same rule.
-            rule: one of `rules`.
+            place: elements of parameters with the same rule, one of `rules`.
             unsent: the residual, fp32 [n]. It is not changed.
         """
 
@@ -101,11 +99,7 @@ class ErrorFeedback:
         """Update `moments.next` for the values that were sent."""
 
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """Record the norms of the uncompressed gradient in a committed step.
-
-        Args:
-            own, mean: squared norms of this worker's gradient and of the mean of all workers, 0-d.
-        """
+        """Record the squared norms of this worker's uncompressed gradient and of all workers' mean, 0-d."""
 
     def learning_rates(self) -> list[float] | None:
         """The learning rate in each parameter's steps; None unless `accumulates_steps`."""
@@ -123,10 +117,7 @@ class ErrorFeedback:
     def compensate(self, flat: torch.Tensor) -> torch.Tensor:
         """Replace this step's gradient in `flat` (fp32 [n]) by the compensated update to send.
 
-        A CPU works on one chunk at a time, which stays in its cache.
-
-        Returns:
-            True if the gradient is finite: 0-d bool.
+        A CPU works on one chunk at a time, which stays in its cache. Returns True if the gradient is finite: 0-d bool.
         """
         if self.unsent is None:
             return all_finite(flat)
@@ -138,20 +129,14 @@ class ErrorFeedback:
         return reduce(torch.logical_and, finite) if finite else all_finite(flat)
 
     def subtract(self, decoded: Decoded) -> None:
-        """Remove what was sent, as receivers decode it."""
         if self.unsent is not None:
             decoded.subtract_from(self._out)
             self.after_sending(decoded)
 
     def commit(self, stepped: Set[str], out: torch.Tensor) -> torch.Tensor:
-        """Make the new state current after the optimizer's step.
+        """Make the new state current after the optimizer's step. The state of parameters not in `stepped` stays.
 
-        Args:
-            stepped: parameters that the optimizer has stepped. The state of the others does not change.
-            out: the buffer that `compensate` has changed.
-
-        Returns:
-            The buffer for the next step's gradient, fp32 [n].
+        `out` is the buffer that `compensate` has changed. Returns the buffer for the next step's gradient, fp32 [n].
         """
         if self.unsent is None:
             return out
@@ -198,7 +183,6 @@ class ErrorFeedback:
 
     @property
     def next_optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Their values after the current step."""
         return dict(zip(self.moment_kinds.values(), self.moments.next, strict=True))
 
     def hand_over(self, optimizer_state: Mapping[str, torch.Tensor], stepped: Set[str]) -> None:
@@ -208,7 +192,7 @@ class ErrorFeedback:
         self.moments.hand_over(self.sharing(stepped))
 
     def release(self) -> None:
-        """Give the optimizer its moments back, and end this state."""
+        """Give the optimizer its moments back, at the end."""
         self.moments.hand_over(self.sharing(self.started))
 
     # Checkpoints
@@ -252,5 +236,4 @@ class Gradient(ErrorFeedback):
     kind = "residual"
 
     def accumulate(self, flat: torch.Tensor, place: slice, rule: None, unsent: torch.Tensor) -> None:
-        """gradient ← residual + gradient."""
         flat[place].add_(unsent[place])

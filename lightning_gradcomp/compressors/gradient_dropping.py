@@ -70,20 +70,17 @@ class GradientDropping(SparseCodec):
 
     @property
     def not_partitioned_because(self) -> str | None:  # type: ignore[override]
-        """A mean over senders can't be partitioned."""
         return "the owner of a partition does not pass on who sent an element" if self.mean == "senders" else None
 
     def count(self, layout: Layout) -> int:
         return count_each(SCOPES[self.scope](layout), 1 - self.sparsity)
 
     def select(self, flat: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The largest entries of residual + gradient."""
         return topk_each(flat, SCOPES[self.scope](layout), 1 - self.sparsity)
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
     ) -> tuple[Decoded, Decoded]:
-        """Pack, exchange, unpack and add."""
         return collectives.mean_of_payloads(self, flat, layout, over_senders=self.mean == "senders")
 
 

@@ -40,7 +40,6 @@ class Slice:
     layout: Layout
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This slice of `flat`, sharing its memory."""
         return flat[self.start : self.start + self.layout.n]
 
     def tensors(self) -> list[Slice]:
@@ -58,18 +57,15 @@ class Layout:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, torch.Tensor]]) -> Layout:
-        """The layout of these (name, parameter) pairs."""
         pairs = [(name, tuple(parameter.shape)) for name, parameter in parameters]
         return cls(tuple(name for name, _ in pairs), tuple(shape for _, shape in pairs))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of each parameter."""
         return [torch.Size(shape).numel() for shape in self.shapes]
 
     @cached_property
     def n(self) -> int:
-        """Elements of all parameters."""
         return sum(self.sizes)
 
     @cached_property
@@ -111,7 +107,6 @@ class Layout:
         return {}
 
     def _row_near(self, place: int) -> int:
-        """The start of a parameter's row closest to `place`."""
         for (start, stop), shape in zip(self.bounds, self.shapes, strict=True):
             if place < stop:
                 row = (stop - start) // shape[0]

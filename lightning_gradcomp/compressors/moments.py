@@ -120,7 +120,6 @@ class Moments:
         self.count(stepped)
 
     def count(self, stepped: Set[str]) -> None:
-        """Count a step of these parameters."""
         self.steps = {name: t + (name in stepped) for name, t in self.steps.items()}
 
     def _look(self, held: Mapping[str, Any]) -> Seen:

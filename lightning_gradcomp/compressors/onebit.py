@@ -117,7 +117,6 @@ class OneBit(TensorCodec):
         return super().compresses(name, shape) and (self.groups != "column" or row_size(shape) > 2)
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> OneBit:
-        """Returns the codec with this tensor's group size."""
         n, row = math.prod(shape), row_size(shape)
         size = min({"block": self.group_size, "column": row, "tensor": n}[self.groups], n)
         codec: Any = replace(self, groups="block", group_size=size)
@@ -157,7 +156,6 @@ class OneBit(TensorCodec):
         return parts
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-        """The mean that each element's bit selects; 0 in a row of zeros."""
         means, packed, *rows = parts
         bits = look_up(bit_table(packed.device), packed)
         if self._many:

@@ -102,18 +102,11 @@ class Factors:
         return self._rows.pad(packed, self._longest).view(self._rows.many, -1, self._r)
 
     def packed(self, padded: torch.Tensor) -> torch.Tensor:
-        """The reverse of `padded`."""
         return self._rows.unpad(padded.reshape(-1), self._longest)
 
 
 class Piece(NamedTuple):
-    """Matrices that are averaged at once.
-
-    Args:
-        start, stop: where they are in the flat buffer.
-        batches: the matrices by shape.
-        p, q: their factors.
-    """
+    """Matrices that are averaged at once, from `start` to `stop` of the flat buffer, by shape, and their factors."""
 
     start: int
     stop: int
@@ -233,7 +226,6 @@ class PowerSGD(LossyCompressor):
             raise refusal("PowerSGD.min_compression", self.min_compression, "a finite number from 1")
 
     def compresses(self, name: str, shape: tuple[int, ...]) -> bool:
-        """True if the base class compresses it and its factors are more than `min_compression` times smaller."""
         if not super().compresses(name, shape):
             return False
         out, rest = shape[0], prod(shape[1:])
@@ -241,7 +233,6 @@ class PowerSGD(LossyCompressor):
         return small and self.rank <= min(out, rest)
 
     def check_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ValueError if a shard has fewer rows or columns than its factors have columns."""
         for name, shape in shapes.items():
             if (least := min(shape[0], prod(shape[1:]))) < self.rank:
                 got = f"a shard of {name!r} with {least}"
@@ -249,11 +240,9 @@ class PowerSGD(LossyCompressor):
                 raise refusal(f"rows or columns with PowerSGD(rank={self.rank})", got, allowed)
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> ErrorFeedback:
-        """The gradient accumulates; with Adam and AdamW, their step."""
         return AdamStepAndQueries(self.rank) if is_adam(optimizer) else GradientAndQueries(self.rank)
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
-        """One all-reduce of all P's and one of all Q's."""
         out = sum(shape[0] for shape in layout.shapes)
         rest = sum(prod(shape[1:]) for shape in layout.shapes)
         return [("mean", 4 * self.rank * out), ("mean", 4 * self.rank * rest)]
@@ -319,6 +308,5 @@ class PowerSGD(LossyCompressor):
         return [found[number] for number in range(len(found))]
 
     def _new_queries(self, layout: Layout, state: Queries, step: int) -> list[torch.Tensor]:
-        """Random queries for this step."""
         named = zip(layout.names, state.queries, strict=True)
         return [query(name, len(q), self.rank, q.device, step) for name, q in named]

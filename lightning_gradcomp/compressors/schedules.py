@@ -103,7 +103,6 @@ class Ramp:
 
     @property
     def counts_epochs(self) -> bool:
-        """True if the sparsity depends on the epoch."""
         return self.by == "epoch" and bool(self.dense or self.levels)
 
 

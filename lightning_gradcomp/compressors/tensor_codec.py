@@ -72,7 +72,6 @@ class TensorCodec(Codec):
         return None
 
     def state_for(self, optimizer: torch.optim.Optimizer | None) -> ErrorFeedback:
-        """Nothing accumulates without `error_feedback`."""
         return super().state_for(optimizer) if self.error_feedback else ErrorFeedback()
 
     # Packing: the parts of all tensors, end to end, each at a multiple of 4 bytes
@@ -81,7 +80,6 @@ class TensorCodec(Codec):
     """Set by `for_step` if `random`."""
 
     def for_step(self, worker: int, step: int) -> TensorCodec:
-        """Returns the codec with the draws of this worker's step."""
         if not self.random:
             return self
         _ = self._known  # the copy shares it
@@ -90,7 +88,6 @@ class TensorCodec(Codec):
         return drawing
 
     def payload_bytes(self, layout: Layout) -> int:
-        """Bytes of the parts of all tensors."""
         return self._places(layout, torch.device("cpu"))[1]
 
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Chunked]:
@@ -203,13 +200,11 @@ class ScaledLevels(TensorCodec):
         """What the codes in each byte stand for, as multiples of the scale: fp32 [bytes, codes]."""
 
     def for_tensors(self, layout: Layout) -> TensorCodec:
-        """Returns a codec for all tensors."""
         codec: Any = replace(self)
         codec._rows = Rows.of(layout.sizes)
         return codec
 
     def decode(self, parts: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-        """The scale times each element's level."""
         scale, packed = parts
         levels = self.levels(packed.device)
         if not self._rows:
@@ -283,7 +278,6 @@ class Encoding:
 
     @cached_property
     def allowed(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtypes and shapes of the parts."""
         return [(part.dtype, tuple(part.shape)) for part in self.parts]
 
     @property
@@ -291,7 +285,6 @@ class Encoding:
         return self.start + self.n
 
     def write(self, payload: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Write the parts of all tensors."""
         found = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
         if len(self.names) == 1:
             for place, part in zip(self.parts, found, strict=True):

@@ -54,7 +54,6 @@ def scaler_of(g: torch.Tensor, c: float, rows: Rows | None = None) -> torch.Tens
 
 
 def clip(g: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """g clamped to ±bound."""
     if g.is_cuda or bound.numel() > 1:
         return g.clamp(-bound, bound)
     limit = float(bound)  # on a CPU, clamping by Python numbers is five times as fast
@@ -142,14 +141,12 @@ class TernGrad(ScaledLevels):
         return set(chosen[:-1] if self.dense_last_layer else chosen)
 
     def messages(self, layout: Layout) -> list[tuple[str, int]]:
-        """The scalers if they are shared, then the payload."""
         scalers = [("maximum", 4 * len(layout.sizes))] if self.share_scaler else []
         return [*scalers, *super().messages(layout)]
 
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
     ) -> tuple[Decoded, Decoded]:
-        """Agree on the scalers, then clip, ternarise, exchange and add."""
         codec: Any = self.for_step(collectives.worker, collectives.step)
         if self.share_scaler:
             pieces = layout.pieces(flat.device)
@@ -176,7 +173,6 @@ class TernGrad(ScaledLevels):
         return _digit_values(device)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scaler, and the digits."""
         rows = self._rows or row_of(len(x))
         if self._scalers:
             first, *agreed = self._scalers

@@ -101,7 +101,6 @@ class TwoBit(ScaledLevels):
         return _code_values(device)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The threshold, and the codes."""
         rows = self._rows or row_of(len(x))
         t = best_threshold(x, rows) if self.threshold == "auto" else x.new_full((rows.many,), float(self.threshold))
         return (t if self._rows else t.squeeze(0)), pack(x, t, rows)

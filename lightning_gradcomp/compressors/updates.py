@@ -98,7 +98,6 @@ class SGDVelocity(ErrorFeedback):
         self.masking = masking
 
     def _options(self) -> list[SGDRule]:
-        """Each parameter's current options."""
         options = [field.name for field in fields(SGDRule)]
         groups = _groups(self.optimizer, self.parameters)
         return [SGDRule(**{key: group[key] for key in options}) if group else SGDRule() for group in groups]
@@ -109,7 +108,7 @@ class SGDVelocity(ErrorFeedback):
         return with_momentum & set(names)
 
     def rules(self) -> list[tuple[SGDRule, bool]]:
-        """Each parameter's options, and True if this is its first step."""
+        """Each parameter's options, and True in its first step."""
         return [(o, not self.moments.steps[name]) for o, name in zip(self._options(), self.layout.names, strict=True)]
 
     def accumulate(self, flat: torch.Tensor, place: slice, rule: tuple[SGDRule, bool], unsent: torch.Tensor) -> None:
@@ -136,13 +135,7 @@ class SGDVelocity(ErrorFeedback):
 
 
 def check_sgd(what: str, optimizer: Any, allowed: str) -> None:
-    """Raises ValueError unless this is `torch.optim.SGD` itself without `maximize` or `differentiable`.
-
-    Args:
-        what: names the optimizer in the message.
-        optimizer: any optimizer, or None.
-        allowed: what the message says is allowed.
-    """
+    """Raises ValueError unless this is `torch.optim.SGD` itself without `maximize` or `differentiable`."""
     if type(optimizer) is not torch.optim.SGD:
         cls = type(optimizer)
         raise refusal(what, None if optimizer is None else f"{cls.__module__}.{cls.__qualname__}", allowed)
@@ -223,7 +216,6 @@ class AdamStep(ErrorFeedback):
         return torch.where(own > 0, mean / own, 1.0).sqrt()
 
     def local_scales(self, workers: int) -> list[torch.Tensor]:
-        """√ρ for every parameter."""
         return [self.local_scale] * len(self.parameters)
 
     def rules(self) -> list[tuple[AdamRule | None, int]]:
@@ -238,7 +230,6 @@ class AdamStep(ErrorFeedback):
     def accumulate(
         self, flat: torch.Tensor, place: slice, rule: tuple[AdamRule | None, int], unsent: torch.Tensor
     ) -> None:
-        """gradient ← unsent steps plus the new step."""
         (options, t), g = rule, flat[place]
         if options is not None:
             if options.weight_decay and not options.decoupled:
@@ -288,13 +279,7 @@ def is_adam(optimizer: Any) -> bool:
 
 
 def check_adam(what: str, optimizer: Any, allowed: str) -> None:
-    """Raises ValueError unless `is_adam(optimizer)`.
-
-    Args:
-        what: names the optimizer in the message.
-        optimizer: an instance of Adam or AdamW, or of a subclass.
-        allowed: what the message says is allowed.
-    """
+    """Raises ValueError unless `is_adam(optimizer)`, an instance of Adam or AdamW, or of a subclass."""
     if is_adam(optimizer):
         return
     got = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -312,6 +297,5 @@ def _groups(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[dict[str
 
 
 def _decay(state: ErrorFeedback, flat: torch.Tensor, place: slice, weight_decay: float) -> None:
-    """Add weight decay to the gradient at `place`."""
     weights = state.layout.cut(state.parameters, place)
     torch._foreach_add_(flat[place].split([len(each) for each in weights]), weights, alpha=weight_decay)

@@ -68,7 +68,7 @@ class Sharding:
     number: int
 
     def shape(self, whole: Shape, shard: int) -> Shape:
-        """The shape of shard number `shard` of a tensor of shape `whole`."""
+        """The shape of shard number `shard`."""
         size = whole[self.dim]
         part = -(-size // self.number)
         own = max(0, min(size, (shard + 1) * part) - shard * part)
@@ -105,7 +105,6 @@ class Shards:
         self.use_optimizer(optimizer)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Switch to another optimizer of the model's parameters."""
         self._real = optimizer
         self.optimizer: torch.optim.Optimizer | None = None
         """An optimizer of the plain parameters with the user's options."""
@@ -117,7 +116,6 @@ class Shards:
         return zip(self._wholes, self.named, strict=True)
 
     def whole_of(self, own: torch.Tensor) -> nn.Parameter:
-        """The model's parameter whose shard is `own`."""
         return self._whole_of[id(own)]
 
     @property
@@ -185,7 +183,6 @@ class Shards:
         return whole
 
     def whole(self, own: torch.Tensor, like: DTensor) -> DTensor:
-        """A DTensor sharded like `like`, with `own` as this rank's part."""
         shape, stride = like.shape, like.stride()
         return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
@@ -212,11 +209,10 @@ class Shards:
 
     @property
     def here(self) -> dict[str, Shape]:
-        """Name and shape of this rank's shards."""
+        """Name -> shape of this rank's shard."""
         return {name: tuple(own.shape) for name, own in self.named}
 
     def has_shape(self, name: str, part: torch.Tensor) -> bool:
-        """True if `part` has the shape of this rank's shard of the parameter."""
         return self.here.get(name) == tuple(part.shape)
 
     def divided(self, name: str, part: torch.Tensor) -> DTensor:

@@ -65,7 +65,6 @@ def unpack_indices(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
 
 
 def _powers(bits: int, device: torch.device) -> torch.Tensor:
-    """1, 2, 4, ...: int32 [bits]."""
     return 1 << torch.arange(bits, dtype=torch.int32, device=device)
 
 

@@ -103,7 +103,7 @@ def row_seeds(rows: torch.Tensor, *key: int) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """int64 x, read as unsigned numbers and shifted to the right."""
+    """int64 x as an unsigned number, shifted to the right."""
     return (x >> by) & (2 ** (64 - by) - 1)
 
 

@@ -30,7 +30,6 @@ class Rows:
 
     @classmethod
     def of(cls, sizes: Iterable[int]) -> Rows:
-        """Rows of these lengths."""
         return cls.join((1, size) for size in sizes)
 
     @classmethod
@@ -45,17 +44,14 @@ class Rows:
 
     @cached_property
     def many(self) -> int:
-        """The number of rows, m."""
         return sum(many for many, _ in self.runs)
 
     @cached_property
     def n(self) -> int:
-        """Elements of all rows."""
         return sum(many * size for many, size in self.runs)
 
     @property
     def equal(self) -> bool:
-        """True if all rows have one length."""
         return len(self.runs) == 1
 
     def view(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +131,6 @@ class Rows:
         return torch.cat([part for row in rows for part in (row, zeros[: -len(row) % multiple])])
 
     def unpad(self, x: torch.Tensor, multiple: int) -> torch.Tensor:
-        """The n elements that were padded."""
         if all(size % multiple == 0 for _, size in self.runs):
             return x
         if self.equal:
@@ -157,7 +152,6 @@ class Rows:
 
 @cache
 def row_of(n: int) -> Rows:
-    """A single row of n elements."""
     return Rows(((1, n),))
 
 

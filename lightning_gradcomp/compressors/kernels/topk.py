@@ -31,7 +31,6 @@ def count(n: int, density: float) -> int:
 
 
 def count_each(rows: Rows, density: float) -> int:
-    """Number of indices that `topk_each` returns."""
     return sum(many * count(size, density) for many, size in rows.runs)
 
 
@@ -69,7 +68,6 @@ def _topk_of_equal_sizes(flat: torch.Tensor, rows: Rows, density: float) -> torc
 
 @cache
 def on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The numbers, int64 [m], copied once."""
     return torch.tensor(numbers).to(device, non_blocking=True)
 
 
