@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import report, summaries
 from benchmarks.many_ranks import untrained
-from lightning_gradcomp.compressors.few_bits import FORMATS
+from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.compressors.kernels.eden import BLOCK
 
 CSV = report.DATA / "rotation.csv"

@@ -34,7 +34,7 @@ from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology, dense_step_traffic, messages, traffic
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.few_bits import FORMATS
+from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.errors import Refused, refusal
 from lightning_gradcomp.registry import entries
 

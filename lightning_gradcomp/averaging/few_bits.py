@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks
-from lightning_gradcomp.compressors.few_bits import FewBits
+from lightning_gradcomp.compressors.blocks import FewBits
 from lightning_gradcomp.compressors.kernels.rng import row_seeds
 
 PIECES = 4

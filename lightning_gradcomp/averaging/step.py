@@ -30,8 +30,8 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.two_phase import TwoPhaseExchange
 from lightning_gradcomp.compressors.base import LossyCompressor
+from lightning_gradcomp.compressors.blocks import FORMATS, FewBits
 from lightning_gradcomp.compressors.decoded import Dense, all_finite
-from lightning_gradcomp.compressors.few_bits import FORMATS, FewBits
 from lightning_gradcomp.errors import refusal
 
 

@@ -17,7 +17,7 @@ from lightning_gradcomp.averaging.gradients import Gradients, Layouts
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.two_phase import split_dense
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.few_bits import FORMATS
+from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.compressors.kernels.formats import BITS
 from lightning_gradcomp.errors import refusal
 

@@ -112,7 +112,7 @@ class Compressor(CompressorBase):
 
     @property
     def wire(self) -> str:
-        """The format of gradients in dense steps: "fp32", "bf16", "fp16", or one of few bits (few_bits.py), in which
+        """The format of gradients in dense steps: "fp32", "bf16", "fp16", or one of few bits (blocks.py), in which
         the parameters that `choose` leaves out travel in fp32."""
         return "fp32"
 

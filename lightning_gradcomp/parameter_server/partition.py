@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.compressors.base import Codec, Compressor, LossyCompressor
+from lightning_gradcomp.compressors.blocks import FORMATS, FewBitPayloads
 from lightning_gradcomp.compressors.decoded import Decoded, by_tensor, locate
-from lightning_gradcomp.compressors.few_bits import FORMATS, FewBitPayloads
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads, Uncompressed, slice_bytes

@@ -25,7 +25,7 @@ from lightning_gradcomp.averaging.exchange import to_wire
 from lightning_gradcomp.averaging.few_bits import first_blocks
 from lightning_gradcomp.averaging.replicas import identical, ignored_by_ddp
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.few_bits import FORMATS
+from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.plugin.few_bit_buckets import FewBitBuckets

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging.few_bits import mean_in_few_bits
 from lightning_gradcomp.averaging.ranks import Ranks, subgroup
-from lightning_gradcomp.compressors.few_bits import FewBits
+from lightning_gradcomp.compressors.blocks import FewBits
 
 
 class Bucket(NamedTuple):

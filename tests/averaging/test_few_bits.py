@@ -15,7 +15,7 @@ from lightning_gradcomp.averaging.gradients import Layouts
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import dense_step_traffic
 from lightning_gradcomp.compressors import EDEN, Int8
-from lightning_gradcomp.compressors.few_bits import FORMATS
+from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.compressors.kernels import eden
 from lightning_gradcomp.compressors.kernels.int8 import int8_bytes, pack_int8, unpack_int8
 from lightning_gradcomp.compressors.kernels.rng import fill_uniform, row_seeds
