@@ -402,3 +402,14 @@ def test_what_the_monitor_writes_over_two_fits_and_a_validation(tmp_path):
     steps = [row for run in written for row in run if "comm/sparsity" in row]
     assert [row["comm/sparsity"] for row in steps] == pytest.approx([0] * 5 + [0.9] * 5)
     assert [row.get("memory/residual_to_gradient", 0) > 0 for row in steps] == [False] * 5 + [True] * 5
+
+
+@on_ranks(2)
+def test_residuals_of_several_optimizers_are_sent_when_the_schedule_turns_dense():
+    """The averager is laid out for one of them when the first dense step begins; the other sends its residual too."""
+    sparse = forced(compressor=lgc.GradientDropping(sparsity=0.9, min_elements=32, warmup_epochs=0), **UNUSED)
+    schedule = lgc.SparsityWarmup(lambda epoch, step: 0.9 if step < 6 else 0.0)
+    trainer, after = fit(sparse, Adversaries, callbacks=[schedule])
+    memory = trainer.strategy.averager.state_dict()["memory"]
+    assert not any(memory.values()), memory
+    assert spread(after) == 0
