@@ -7,6 +7,9 @@ Each run adds a line to docs/data/text.csv, as one of `gradcomp` with the same w
 average with the package's `GradientAverager` over gloo. Processes would spend most of their time on imports and on
 waiting for one another. Weights are usually bit-identical to those of such a run; in one of six comparisons EDEN's were
 not.
+
+With `--always`, steps are compressed even if dense steps send fewer bytes: the limit of a method as its density goes
+to 1. Private: `Choice`, which decides.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from benchmarks import language_models, summaries
 from lightning_gradcomp import GradientAverager
 from lightning_gradcomp.app import compose
 from lightning_gradcomp.app.summary import processor
+from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.topology import Choice, Decision
 from tests.threads import run_ranks
 
 
@@ -99,6 +104,12 @@ def result(config: dict[str, Any], ranks: int, loss: float, averager: GradientAv
     )
 
 
+def compressed(choice: Choice, sparsity: float | None, gradients: Gradients, dense: Decision) -> Decision:
+    """`Choice.decide` with `--always`."""
+    compressor = choice._compressor.with_sparsity(sparsity)
+    return Decision(compressor.final_sparsity, compressor, choice.topologies[0], is_plain=False)
+
+
 def main() -> None:
     """Run every combination of the words' values."""
     torch.set_num_threads(1)
@@ -106,7 +117,10 @@ def main() -> None:
     parser.add_argument("ranks", type=int)
     parser.add_argument("words", nargs="*", help="as for gradcomp; values with commas between them are combined")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--always", action="store_true", help="compress even where dense steps send fewer bytes")
     arguments = parser.parse_args()
+    if arguments.always:
+        Choice.decide = compressed
     several = [
         [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
         if each.is_sweep_override()
