@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 import time
@@ -211,9 +212,18 @@ def main(words: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the task logs, and there is no Trainer
         workload = composed(options.run, options.ranks, device)
+        warn_of_load()
         plan = measured(workload, device, options.step_ms)
     print(text(options, plan, device))
     return 0
+
+
+def warn_of_load() -> None:
+    """Tell the user if other programs keep this machine busy."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        told = f"gradcomp plan: this machine is busy (load {load:.1f}, {cores} cores): times will be too long"
+        print(f"{told}. Wait until it is idle.", file=sys.stderr)
 
 
 def text(options: argparse.Namespace, plan: Plan, device: torch.device) -> str:

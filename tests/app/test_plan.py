@@ -1,5 +1,6 @@
 """`gradcomp plan`: what it prints, what it refuses, and that the bytes and the model behind it are right."""
 
+import os
 import re
 
 import pytest
@@ -21,7 +22,8 @@ def row(printed, method):
     return line.removeprefix("none (dense)").split()
 
 
-def test_it_prints_a_table_and_a_verdict(command, tmp_path):
+def test_it_prints_a_table_and_a_verdict(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     code, text, _ = command("plan", *TINY, "--rate-mbit", "10", "--ranks", "3")
     assert code == 0 and not list(tmp_path.iterdir())
     out, progress = text.split("measuring a step\n")
@@ -41,6 +43,14 @@ def test_by_default_the_link_has_1_gbit(command):
     out = text.partition("measuring ")[0]
     assert "A step computes for 1000 ms (given).\nModelled for N=2 ranks over 1 Gbit/s, 0.1 ms delay.\n" in out
     assert "\ndon't compress: no method is modelled at 1.1x or better\n" in out
+
+
+def test_a_busy_machine_is_told_of(command, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.3, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(plan, "measured", lambda *_: planned())
+    _, text, _ = command("plan", *TINY)
+    assert "gradcomp plan: this machine is busy (load 7.3, 2 cores): times will be too long." in text
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
