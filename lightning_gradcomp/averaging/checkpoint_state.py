@@ -110,10 +110,8 @@ def warn_of_lost_kinds(
 ) -> None:
     """Warn about kinds of state that the compressor does not keep with its current options.
 
-    Args:
-        saved: the state in the checkpoint: kind -> parameter name -> tensor.
-        loaded: the state after loading.
-        accumulates: True if the compressor has error feedback.
+    `saved` and `loaded` are kind -> parameter name -> tensor, before and after loading. `accumulates` is True if the
+    compressor has error feedback.
     """
     known = {*gradients.chosen, *gradients.left_dense}
     # If partitions have changed, the workers take over the owners' residuals.

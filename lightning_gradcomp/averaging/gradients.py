@@ -244,7 +244,7 @@ class Gradients(Layouts):
         self.assign(compressed, dense, present, factors, self.scale)
 
     def _exponents(self, compressed: Decoded, rates: Sequence[float]) -> list[int]:
-        """The `exponents` of update directions. Finds the largest element where an overflow is possible."""
+        """Finds the largest element only where an overflow is possible."""
         limits = [min(LARGEST, torch.finfo(p.dtype).max / 16) for p in self.compressed]
         narrow = [rate and (limit < LARGEST or rate < 1e-15) for limit, rate in zip(limits, rates, strict=True)]
         if not any(narrow):
@@ -266,7 +266,7 @@ class Gradients(Layouts):
                 parameter.grad = torch.full_like(parameter, value)
 
     def values(self, compressed: Decoded, dense: torch.Tensor, name: str) -> torch.Tensor:
-        """A parameter's part of the averages that `assign` takes; 1-D, some or all elements."""
+        """A parameter's part of the averages that `assign` takes: 1-D, some or all elements."""
         if name in self.dense_layout.names:
             start, stop = self.dense_layout.bounds[self.dense_layout.names.index(name)]
             return dense[start:stop]

@@ -145,8 +145,7 @@ def _mean_in_few_bits(
 def _compensate(memory: Memory, flags: Flags, stats: Stats) -> tuple[torch.Tensor, list[bool]]:
     """Fill the buffers with this worker's gradients plus residuals.
 
-    Returns:
-        True if a gradient is not finite (0-d bool); for each parameter, True if this worker has a gradient; then flags.
+    Returns True if a gradient is not finite (0-d bool), and `Extras.present`.
     """
     gradients, ranks = memory.gradients, memory.ranks
     present = [*gradients.present, *flags]

@@ -71,10 +71,8 @@ def check_same_step(
 ) -> None:
     """Raises ValueError on every rank if ranks do not average the same gradients. Collective.
 
-    Args:
-        optimizer: index of the optimizer whose gradients are averaged.
-        backwards: backward passes so far.
-        differ: True if it is known that the ranks' steps differ.
+    They may differ by step, by the index of the optimizer, or by the number of backward passes so far. `differ` is True
+    if it is known that the steps do.
     """
     everyones = _everyones([step, optimizer, backwards], ranks, device)
     if differ or (everyones != everyones[0]).any():

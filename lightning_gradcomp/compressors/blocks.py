@@ -146,12 +146,7 @@ FORMATS: dict[str, FewBits] = {"int8": Int8Blocks(), **{f"eden{bits}": RotatedBl
 
 @dataclass(frozen=True)
 class FewBitPayloads(Payloads):
-    """Payloads of unbiased estimates in few bits, for pushes to a parameter server.
-
-    Args:
-        form: the format.
-        key: worker and step.
-    """
+    """Payloads of unbiased estimates in few bits, for pushes to a parameter server. The key is worker and step."""
 
     form: FewBits
     key: Key

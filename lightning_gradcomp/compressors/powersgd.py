@@ -55,12 +55,11 @@ def query(name: str, rows: int, rank: int, device: torch.device, step: int = 0) 
 
 
 class Batch(NamedTuple):
-    """Matrices of one shape, which one call multiplies.
+    """Matrices of one shape (rows, columns), which one call multiplies.
 
     Args:
         numbers: the tensors' indices in the layout.
         bounds: where each is in the flat buffer.
-        shape: (rows, columns).
     """
 
     numbers: tuple[int, ...]
@@ -76,13 +75,7 @@ class Batch(NamedTuple):
 
 
 class Factors:
-    """Factors with r columns of the matrices of a piece, batch after batch.
-
-    Args:
-        batches: the matrices.
-        side: 0 for P, with a matrix's rows, 1 for Q, with its columns.
-        r: the number of columns.
-    """
+    """Factors with r columns of the matrices of a piece, batch after batch: P (`side` 0) or Q (1)."""
 
     def __init__(self, batches: Sequence[Batch], side: int, r: int) -> None:
         self._shapes = [(len(batch.numbers), batch.shape[side], r) for batch in batches]
@@ -115,7 +108,6 @@ class Piece(NamedTuple):
     q: Factors
 
     def numbers(self) -> list[int]:
-        """The tensors' indices, batch after batch."""
         return [number for batch in self.batches for number in batch.numbers]
 
     def products(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,6 @@ def correct_momentum(
 
     Args:
         g, u, v: gradient with weight decay, momentum, velocity; fp32 [n].
-        rule: the parameter's options.
         first: True for a parameter's first gradient, which torch does not dampen.
         out: receives the new u and v. The new v may share g's memory.
     """
@@ -174,7 +173,6 @@ def add_adam_step(
 
     Args:
         g, m, v, e: gradient (with weight decay unless it is decoupled), moments, and unsent steps; fp32 [n].
-        rule: the parameter's options.
         t: the number of this step, from 1.
         scale: √ρ, 0-d.
         out: receives the new m, v and e. The new e may share g's memory.

@@ -33,9 +33,7 @@ REST = "state.json"
 def save_sharded_state(averager: GradientAverager, folder: str | Path) -> None:
     """Write all ranks' states into `folder`, which all ranks must see. Collective.
 
-    Args:
-        averager: the averager of a sharded model.
-        folder: a folder for this state only; created if it does not exist.
+    The folder is for this state only, and is created if it does not exist.
     """
     shards, replica = _shards(averager), averager.ranks.rank
     state = averager.state_dict()

@@ -190,11 +190,9 @@ class Shards:
     def whole_state(
         self, kept: Mapping[nn.Parameter, Mapping[str, torch.Tensor]], chosen: Container[str]
     ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Convert state of the plain parameters to state of the model's parameters.
+        """Convert state of the plain parameters, torch's name -> tensor, to state of the model's parameters.
 
-        Args:
-            kept: parameter of `named` -> torch's name -> tensor.
-            chosen: names of the compressed parameters. Their empty shards get the same keys.
+        Empty shards of the parameters in `chosen` get the same keys.
         """
         found, keys = {}, next(iter(kept.values()), {})
         for name, like in self._empty:

@@ -95,16 +95,11 @@ def _tables(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def pack_eden(y: torch.Tensor, out: torch.Tensor, bits: int, seeds: torch.Tensor) -> torch.Tensor:
-    """Fill `out` with the scales and codes of rotated values.
+    """Fill `out`, uint8 [..., eden_bytes(n, bits)], with the scales and codes of rotated values. Returns it.
 
     Args:
         y: rotated blocks, fp32 [..., n], where rows are contiguous; n is a multiple of `BLOCK`.
-        out: uint8 [..., eden_bytes(n, bits)].
-        bits: 1 to 4.
         seeds: random numbers, int32 [..., n / BLOCK], for stochastic rounding of the scales to bf16.
-
-    Returns:
-        `out`.
     """
     of_pairs = _tables(bits, y.device)[0]
     for place, values, scales, codes in _chunks(y, out, bits):

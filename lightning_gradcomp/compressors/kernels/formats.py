@@ -70,14 +70,11 @@ def unpack_values(packed: torch.Tensor, k: int, values: str) -> torch.Tensor:
 
 
 def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two magnitudes that replace a group's values in "int2", and which values get the upper one.
+    """The two magnitudes that replace a group's values in "int2", and which values of v (fp32 [k]) get the upper one.
 
     A group's mean magnitude splits it in two. Each part is written as its own mean magnitude, which leaves the smallest
     squared error. Signs are exact, and so is a group's sum of magnitudes but for rounding of the two means. In a group
     that holds a 0, the lower magnitude is 0: a 0 stays exactly 0, and the small values stay in the residual.
-
-    Args:
-        v: fp32 [k], finite.
 
     Returns:
         bfloat16 [groups, 2], the lower and upper magnitude, 0 for an empty part. bool [k], True for the upper one.

@@ -34,10 +34,8 @@ def int8_bytes(k: int) -> int:
 def pack_int8(v: torch.Tensor, out: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
     """Fill `out`, uint8 [int8_bytes(k)], with the scales and integers of v, fp32 [k], both contiguous. Returns it.
 
-    Args:
-        v: the values. With leading dimensions, their rows are contiguous, and k is a multiple of 256.
-        out: receives them; has the same leading dimensions.
-        seeds: for stochastic rounding, the groups' `row_seeds`: int32 [..., g]. k is then a multiple of 256.
+    With leading dimensions, the same in both, rows are contiguous and k is a multiple of 256. So it is with `seeds`
+    for stochastic rounding, the groups' `row_seeds`: int32 [..., g].
     """
     for place, values, scales, integers in _groups(v, out):
         work = values.abs()

@@ -22,14 +22,7 @@ def seed_of(*numbers: int) -> int:
 
 
 class Draws:
-    """One worker's random draws in one step.
-
-    Args:
-        seed: the user's seed.
-        worker: the worker that draws.
-        step: the number of the step.
-        tensor: the tensor's name, for draws that all workers share.
-    """
+    """One worker's random draws in one step. `tensor` is a tensor's name, for draws that all workers share."""
 
     def __init__(self, seed: int, worker: int, step: int, tensor: str = "") -> None:
         self._seed, self._worker, self._step, self._tensor = seed, worker, step, tensor
@@ -62,12 +55,7 @@ class Draws:
 
 
 class Uniform:
-    """A stream of uniform numbers that is a function of its key.
-
-    Args:
-        device: the numbers' device. On a CPU they are the middles of 65,536 equal intervals.
-        key: seed, worker, step.
-    """
+    """A stream of uniform numbers that follows from its key. On a CPU: the middles of 65,536 equal intervals."""
 
     def __init__(self, device: torch.device, *key: int) -> None:
         self._device, seed = device, seed_of(*key)
@@ -88,13 +76,9 @@ class Uniform:
 
 
 def row_seeds(rows: torch.Tensor, *key: int) -> torch.Tensor:
-    """A seed for each row, for `fill_uniform`: int32, in the shape of `rows`.
+    """A seed for each of the `rows` (their numbers, int64), for `fill_uniform`: int32, in the same shape.
 
     The hash is SplitMix64's (Steele, Lea and Flood 2014).
-
-    Args:
-        rows: the rows' numbers, int64.
-        key: e.g. step and worker.
     """
     mixed = rows * (0x9E3779B97F4A7C15 - 2**64) + seed_of(*key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
@@ -110,9 +94,7 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 def fill_uniform(x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     """Fill x with numbers uniform in (0, 1), the middles of 256 equal intervals. Returns it.
 
-    Args:
-        x: fp32 [..., w], where w is a multiple of 4.
-        seeds: of the rows, int32 [...].
+    x is fp32 [..., w], where w is a multiple of 4; `seeds`, int32 [...], are those of its rows.
     """
     words = seeds.unsqueeze(-1) + _columns(x.size(-1) // 4, x.device)
     work = words >> 15
