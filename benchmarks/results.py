@@ -164,7 +164,6 @@ SHOWN = {
 
 
 ROUNDS = {
-    "`dga`, K = 8, no delay": "dga K=8 D=0",
     "`dga`, K = 8, 8 steps late": "dga K=8 D=8",
     "`sparseloco`, K = 8, no delay": "sparseloco K=8 D=0",
     "`sparseloco`, K = 15, no delay (its default)": "sparseloco K=15 D=0",
