@@ -268,6 +268,7 @@ def loss_by_steps(axes: Axes) -> None:
         for name, method, color in (
             ("dgc_int8", "dgc", BLUE),
             ("onebit", "onebit", GREEN),
+            ("eden", "eden", ORANGE),
             ("eden, 2 bits", "eden bits=2", VIOLET),
         ):
             steps, losses = zip(*language_models.by_length(method, ranks).items(), strict=True)

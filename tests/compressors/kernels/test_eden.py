@@ -87,6 +87,10 @@ def test_zero_blocks_are_exact_and_blocks_that_are_not_finite_become_nan(bits):
     assert not decoded[0].any()
     assert decoded[1:3].isnan().all()
     assert decoded[3].isfinite().all()
+    rotated = torch.zeros(BLOCK)
+    rotated[9] = -torch.inf  # an overflow in the rotation
+    add_eden(packed(rotated, bits, 4), total := torch.zeros(BLOCK), bits)
+    assert total.isnan().all()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
