@@ -70,11 +70,11 @@ class Launches(TorchDispatchMode):
         return result
 
 
-def reading(extras: Extras, finite: torch.Tensor) -> tuple[bool, list[bool], list[bool]]:
+def reading(extras: Extras, finite: torch.Tensor) -> tuple[bool, list[bool]]:
     """`Extras.read` without data: all is finite, and every parameter has a gradient."""
     assert extras.combined is not None
     torch.cat([extras.combined, finite.view(1)])
-    return True, [True] * (extras.count - 1 - CALLER_FLAGS), [False] * CALLER_FLAGS
+    return True, [True] * (extras.count - 1 - CALLER_FLAGS) + [False] * CALLER_FLAGS
 
 
 def launches_nothing(op: Any) -> bool:
