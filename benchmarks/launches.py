@@ -35,7 +35,7 @@ from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors import terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits, formats, rng, rows, topk
+from lightning_gradcomp.compressors.kernels import bits, rng, rows, topk
 
 ATEN = torch.ops.aten
 NOTHING = {ATEN.empty, ATEN.empty_like, ATEN.new_empty, ATEN.empty_strided, ATEN._unsafe_view}
@@ -89,7 +89,7 @@ def counting() -> Iterator[Launches]:
     """Inside, tensors hold no data, and launches are counted. Tables without data are forgotten at the end."""
     launches, encode_zeros = Launches(), lgc.TensorCodec._encode_zeros
     tables = [
-        each for module in (bits, formats, rows, terngrad, twobit, topk) for each in vars(module).values()
+        each for module in (bits, rows, terngrad, twobit, topk) for each in vars(module).values()
         if hasattr(each, "cache_clear")
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ import torch
 from lightning_gradcomp.averaging.ranks import SHORT, Ranks, add
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, concatenate, mean_of
-from lightning_gradcomp.compressors.kernels.bits import padded, zero_bytes
+from lightning_gradcomp.compressors.kernels.bits import padded, zeros
 from lightning_gradcomp.compressors.kernels.formats import DTYPES, pack_values, unpack_values, value_bytes
 from lightning_gradcomp.compressors.layout import Layout, Slice
 from lightning_gradcomp.compressors.payloads import Payloads
@@ -92,9 +92,9 @@ class Frame:
 
     def pack(self, dense: torch.Tensor, payload: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
         """The message (uint8 [length]) made of `pack_dense`'s bytes, the payload and the packed flags."""
-        zeros = zero_bytes(payload.device)
-        before = zeros[: self._payload_at - dense.numel()]
-        after = zeros[: self.length - self._payload_at - self.payload - flags.numel()]
+        padding = zeros(3, torch.uint8, payload.device)
+        before = padding[: self._payload_at - dense.numel()]
+        after = padding[: self.length - self._payload_at - self.payload - flags.numel()]
         return torch.cat([dense, before, payload, flags, after])
 
     def pack_dense(self, dense: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from lightning_gradcomp.compressors.base import Codec
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
-from lightning_gradcomp.compressors.kernels.bits import look_up, padded, zero_bytes
+from lightning_gradcomp.compressors.kernels.bits import look_up, padded, zeros
 from lightning_gradcomp.compressors.kernels.rng import Draws
 from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.layout import Layout, Slice, chunks
@@ -298,10 +298,10 @@ class Encoding:
             part.split([each.stop - each.start for each in place.places])
             for place, part in zip(self.parts, found, strict=True)
         ]
-        zeros, rows = zero_bytes(payload.device), []
+        padding, rows = zeros(3, torch.uint8, payload.device), []
         for of_tensor in zip(*by_part, strict=True):
             for row in of_tensor:
-                rows += [row, zeros[: -len(row) % 4]] if len(row) % 4 else [row]
+                rows += [row, padding[: -len(row) % 4]] if len(row) % 4 else [row]
         torch.cat(rows, out=payload[self.parts[0].places[0].start : self.end])
 
 

@@ -18,7 +18,7 @@ from lightning_gradcomp.averaging import exchange
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.topology import PARTITIONED, Topology
 from lightning_gradcomp.compressors import terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits, formats, rows, topk
+from lightning_gradcomp.compressors.kernels import bits, rows, topk
 from tests.gpu.worlds import CASES, Model, Steps, draw_on_the_cpu, no_sum
 
 PARAMETERS = 5
@@ -79,7 +79,7 @@ def data_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(lgc.TensorCodec, "_encode_zeros", with_data)
     tables = [
-        each for module in (bits, formats, rows, terngrad, topk, twobit) for each in vars(module).values()
+        each for module in (bits, rows, terngrad, topk, twobit) for each in vars(module).values()
         if hasattr(each, "cache_clear")
     ]  # fmt: skip
     for table in tables:

@@ -44,9 +44,9 @@ def padded(length: int) -> int:
 
 
 @cache
-def zero_bytes(device: torch.device) -> torch.Tensor:
-    """Three zeros that pad bytes to a multiple of 4: uint8 [3]."""
-    return torch.zeros(3, dtype=torch.uint8, device=device)
+def zeros(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros to pad with, [n]. Do not write into them."""
+    return torch.zeros(n, dtype=dtype, device=device)
 
 
 def greater_equal(x: torch.Tensor, bound: torch.Tensor | float) -> torch.Tensor:

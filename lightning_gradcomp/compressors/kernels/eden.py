@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from lightning_gradcomp.compressors.kernels.rng import seed_of
+from lightning_gradcomp.compressors.kernels.rows import places
 
 BLOCK = 64
 """Number of values in a block: they are rotated together and share a scale."""
@@ -182,13 +183,8 @@ def _chunks(
     """
     n = y.size(-1)
     start = SCALE_BYTES * (n // BLOCK)
-    values, codes = y.unflatten(-1, (-1, BLOCK)), packed[..., start:]
+    values = y.unflatten(-1, (-1, BLOCK))
+    codes = packed[..., start : start + n * bits // 8].unflatten(-1, (-1, BLOCK * bits // 8))  # without the padding
     scales = packed[..., :start].view(torch.int16).unsqueeze(-1)
-    if y.is_cuda:
-        yield ..., values, scales, codes
-        return
-    for row in np.ndindex(y.shape[:-1]):
-        for begin in range(0, n, CHUNK):
-            end = min(begin + CHUNK, n)
-            place = *row, slice(begin // BLOCK, end // BLOCK)
-            yield place, values[place], scales[place], codes[row][begin * bits // 8 : end * bits // 8]
+    for place in places(values, CHUNK // BLOCK):
+        yield place, values[place], scales[place], codes[place]

@@ -6,12 +6,11 @@ values that receivers decode.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.compressors.kernels.int8 import GROUP, int8_bytes, pack_int8, unpack_int8
+from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.errors import refusal
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,7 +78,9 @@ def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         bfloat16 [groups, 2], the lower and upper magnitude, 0 for an empty part. bool [k], True for the upper one.
     """
-    grouped, sizes = _groups(v.abs()), _sizes_of_groups(v.numel(), v.device)
+    grouped, sizes = _groups(v.abs()), Rows.cut(v.numel(), GROUP).sizes(v.device)
+    if isinstance(sizes, torch.Tensor):  # the last group is shorter
+        sizes = sizes.unsqueeze(1)
     # Divide before adding: the sum of large numbers would overflow.
     mean = (grouped / sizes).sum(1, keepdim=True)
     above = grouped > mean
@@ -90,13 +91,6 @@ def two_levels(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     levels[:, :1].masked_fill_((grouped > 0).sum(1, keepdim=True) < sizes, 0)
     largest = torch.finfo(torch.bfloat16).max
     return levels.clamp_(max=largest).to(torch.bfloat16), above.view(-1)[: v.numel()]
-
-
-@cache
-def _sizes_of_groups(k: int, device: torch.device) -> torch.Tensor:
-    """Values in each group of k: int64 [groups, 1]."""
-    sizes = [[GROUP]] * (k // GROUP) + ([[k % GROUP]] if k % GROUP else [])
-    return torch.tensor(sizes).to(device, non_blocking=True)
 
 
 def _groups(v: torch.Tensor) -> torch.Tensor:

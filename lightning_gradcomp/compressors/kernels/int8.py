@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_gradcomp.compressors.kernels.rng import fill_uniform
+from lightning_gradcomp.compressors.kernels.rows import places
 
 GROUP = 256
 """Number of values that share a scale."""
@@ -80,12 +80,8 @@ def _groups(v: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[Any, torch.
     values, integers = (
         each[..., :whole].unflatten(-1, (-1, GROUP)) for each in (v, packed[..., start:].view(torch.int8))
     )
-    if v.is_cuda and whole:
-        yield ..., values, scales[..., : whole // GROUP, :], integers
-    elif whole:
-        for row in np.ndindex(v.shape[:-1]):
-            for begin in range(0, whole // GROUP, CHUNK // GROUP):
-                place = *row, slice(begin, min(begin + CHUNK // GROUP, whole // GROUP))
-                yield place, values[place], scales[place], integers[place]
+    scales_of_whole = scales[..., : whole // GROUP, :]
+    for place in places(values, CHUNK // GROUP):
+        yield place, values[place], scales_of_whole[place], integers[place]
     if whole < k:
         yield slice(-1, None), v[whole:].view(1, -1), scales[-1:], packed[start + whole :].view(torch.int8).view(1, -1)

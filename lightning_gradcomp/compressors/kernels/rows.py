@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
+import numpy as np
 import torch
 
+from lightning_gradcomp.compressors.kernels.bits import zeros
 from lightning_gradcomp.compressors.layout import chunks
 
 
@@ -126,9 +129,9 @@ class Rows:
             return x
         if self.equal:
             return torch.nn.functional.pad(self.view(x), (0, -self.runs[0][1] % multiple)).view(-1)
-        zeros = _zeros(multiple, x.dtype, x.device)
+        padding = zeros(multiple, x.dtype, x.device)
         rows = x.split([size for many, size in self.runs for _ in range(many)])
-        return torch.cat([part for row in rows for part in (row, zeros[: -len(row) % multiple])])
+        return torch.cat([part for row in rows for part in (row, padding[: -len(row) % multiple])])
 
     def unpad(self, x: torch.Tensor, multiple: int) -> torch.Tensor:
         if all(size % multiple == 0 for _, size in self.runs):
@@ -150,14 +153,21 @@ class Rows:
         return found
 
 
+def places(blocks: torch.Tensor, at_once: int) -> Iterator[Any]:
+    """Indices of `blocks` [..., m, size] that together cover it: all blocks on a GPU, `at_once` of a row on a CPU."""
+    if blocks.is_cuda:
+        if blocks.numel():
+            yield ...
+        return
+    *leading, m, _ = blocks.shape
+    for row in np.ndindex(*leading):
+        for begin in range(0, m, at_once):
+            yield *row, slice(begin, min(begin + at_once, m))
+
+
 @cache
 def row_of(n: int) -> Rows:
     return Rows(((1, n),))
-
-
-@cache
-def _zeros(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(n, dtype=dtype, device=device)
 
 
 @cache
