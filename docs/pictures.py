@@ -219,7 +219,6 @@ ON_GPT_SMALL = {
 }
 """Method in gpt_small_steps.csv -> its label in text.csv; None: as dense."""
 
-TEXT_STEPS = 600
 """Of the runs of language models in the pictures."""
 
 
@@ -251,7 +250,7 @@ CURVES = (
 def loss_by_bytes(axes: Axes) -> None:
     """Validation loss of a small GPT against bytes sent, two ranks, means over seeds: those methods that have runs."""
     for each in CURVES:
-        if points := language_models.curve(each.method, each.optimizer, TEXT_STEPS):
+        if points := language_models.curve(each.method, each.optimizer, language_models.STEPS):
             sent, losses = zip(*points, strict=True)
             axes.plot(sent, losses, color=each.color, linestyle="--" if each.optimizer == "Muon" else "-")
             style = {"textcoords": "offset points", "ha": "center", "va": "center", "color": each.color}
@@ -284,7 +283,7 @@ def gpt_small(axes: Axes) -> None:
     """What a step of GPT-2 small takes over 100 Mbit/s, and what the method costs a small GPT on two ranks."""
     steps = pd.read_csv(report.DATA / "gpt_small_steps.csv").set_index("method")["100 Mbit/s"]
     for method, label in ON_GPT_SMALL.items():
-        loss = language_models.by_length(label, 2)[TEXT_STEPS] if label else 0.0
+        loss = language_models.by_length(label, 2)[language_models.STEPS] if label else 0.0
         color = BLUE if label else GREY
         axes.plot(steps[method], loss, "o", color=color)
         place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
