@@ -219,8 +219,6 @@ ON_GPT_SMALL = {
 }
 """Method in gpt_small_steps.csv -> its label in text.csv; None: as dense."""
 
-"""Of the runs of language models in the pictures."""
-
 
 class Curve(NamedTuple):
     """How a method is drawn."""
