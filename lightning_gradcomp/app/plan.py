@@ -33,7 +33,7 @@ from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import SHORT, SHORT_SUM, Ranks, dense_traffic
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.step import average_compressed
-from lightning_gradcomp.averaging.topology import Topology, dense_step_traffic, messages, traffic
+from lightning_gradcomp.averaging.topology import Topology, dense_step_traffic, dense_topology, messages, traffic
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.errors import Refused, refusal
@@ -97,9 +97,10 @@ class Plan(NamedTuple):
         compressor, layouts, encode, decode, _ = self.methods[name]
         if not isinstance(compressor, LossyCompressor):
             sent = dense_step_traffic(layouts, Ranks(None, n), compressor.wire)
-            exchange = 2 * (n - 1) * link.latency + sent / link.bandwidth
-            exposed = max(0.0, exchange - HIDES * self.backward)
-            how = "two_phase" if compressor.wire in FORMATS else "ring"
+            few_bits = compressor.wire in FORMATS
+            waits = min(n - 1, 2) if few_bits else 2 * (n - 1)
+            exposed = max(0.0, waits * link.latency + sent / link.bandwidth - HIDES * self.backward)
+            how = dense_topology(compressor.wire, Ranks(None, n)) if few_bits else "ring"
             return Step(how, sent, encode, self.computation + encode + exposed)
         final = compressor.with_sparsity(compressor.final_sparsity)
         parts, sent = messages(final, layouts), traffic(final, layouts, Ranks(None, n), topology)

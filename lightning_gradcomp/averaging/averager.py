@@ -588,7 +588,7 @@ class GradientAverager:
 
     def summary(self) -> dict[str, Any]:
         """What CommunicationMonitor's summary reports besides costs: topology, outcome of "auto", number of shards."""
-        topology = dense_topology(self.decision.wire) if self.decision.is_plain else self._memory.topology
+        topology = dense_topology(self.decision.wire, self.ranks) if self.decision.is_plain else self._memory.topology
         shards = {"shards": self.shards.number} if self.shards else {}
         return {"topology": topology, "auto": self.autotune.outcome if self.autotune else "", **shards}
 
@@ -625,7 +625,8 @@ class GradientAverager:
         where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
         if self._choice is None:
             sent = dense_step_traffic(self.gradients, ranks, self.compressor.wire)
-            return f"{name}: {sent:,} bytes sent a step by {dense_topology(self.compressor.wire)} ({where})."
+            topology = dense_topology(self.compressor.wire, ranks)
+            return f"{name}: {sent:,} bytes sent a step by {topology} ({where})."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
         reason = UNKNOWN if self.gradients.are_unknown else "no tensor is large enough to compress"
         message = f"{reason}; all are sent dense"

@@ -1,8 +1,10 @@
-"""A dense average in few bits, in two phases.
+"""A dense average in few bits: large tensors rounded to blocks, small ones in fp32.
 
-The blocks of the tensors are divided among the ranks, which own a part each. Every rank sends each owner its share of
-the sum: large tensors in few bits, small ones in fp32. The owner adds the shares in rank order in fp32, rounds the mean
-of the large tensors once more, and sends it to all. Every rank, the owner too, uses what it decodes from that message.
+Two ranks send each other everything, decode both messages and add them. Of three ranks or more, each owns a part of the
+blocks. Every rank sends each owner its share of the sum. The owner adds the shares in rank order in fp32, rounds the
+mean of the large tensors once more, and sends it to all. Every rank, the owner too, uses what it decodes from that
+message. Either way a rank sends 2 (N-1)/N of a whole message; between two ranks, owners would only add a second
+rounding and a second wait.
 
 The mean of a tensor does not depend on the tensors that are averaged with it, on their order, or on the owners.
 """
@@ -49,52 +51,66 @@ def mean_in_few_bits(
     Returns:
         The mean of each of `large`, fp32 in its shape, and the means of `small`, concatenated: fp32 [m].
     """
-    world, rank, device = ranks.world, ranks.rank, small[0].device
+    world, owners, device = ranks.world, _owners(ranks.world), small[0].device
     shapes, m = [tuple(tensor.shape) for _, tensor in large], sum(tensor.numel() for tensor in small)
     lengths = [form.length(shape) for shape in shapes]
     if not any(lengths) and not m:  # a bucket of parameters without elements
         return [tensor.float() for _, tensor in large], small[0].float()
     n = sum(lengths)
-    part, small_part = part_sizes(form, n, m, world)
-    flat = torch.empty(world * part, dtype=torch.float32, device=device)
+    part, small_part = part_sizes(form, n, m, owners)
+    flat = torch.empty(owners * part, dtype=torch.float32, device=device)
     rows = flat[:n].split(lengths)
     if large:  # else torch._foreach_copy_ raises an error
         form.put([tensor for _, tensor in large], rows, key)
     flat[:n].div_(world)
     flat[n:].zero_()
-    places = _places(form, [first for first, _ in large], lengths, world * part, device).view(world, -1)
-    parts, small_parts = flat.view(world, part), _divided(small, world, small_part)
-    pieces = _pieces(form, parts, small_parts)
-    to_owners, to_all = row_seeds(places, *key, 0, rank), row_seeds(places[rank], *key, 1)
+    places = _places(form, [first for first, _ in large], lengths, len(flat), device).view(owners, -1)
+    parts, small_parts = flat.view(owners, part), _padded(small, owners * small_part).div_(world).view(owners, -1)
+    pieces, seeds = _pieces(form, parts, small_parts), row_seeds(places, *key, 0, ranks.rank)
 
     # A piece travels while the next one is rounded and the previous one is decoded.
-    there = [
-        ranks.start_swap(_messages(form, own, small_own, to_owners[:, blocks])) for own, small_own, blocks in pieces
+    waits = [
+        ranks.start_swap(_messages(form, own, small_own, seeds[:, blocks]).expand(world, -1))
+        for own, small_own, blocks in pieces
     ]
-    back = []
-    for shares, (own, small_own, blocks) in zip(there, pieces, strict=True):
-        mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
-        for values, small_values in zip(*_cut(form, shares(), mean.numel()), strict=True):
-            form.add(values, mean)
-            small_mean += small_values
-        message = _messages(form, mean[None], small_mean[None], to_all[None, blocks])
-        back.append(ranks.start_swap(message.expand(world, -1)))
-    for means, (own, small_own, _) in zip(back, pieces, strict=True):
-        values, small_values = _cut(form, means(), own.size(1))
-        form.unpack(values, own, key)
-        small_own.copy_(small_values)
+    if owners > 1:
+        seeds = row_seeds(places[ranks.rank], *key, 1)
+        for place, (own, small_own, blocks) in enumerate(pieces):
+            mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
+            for values, small_values in zip(*_cut(form, waits[place](), mean.numel()), strict=True):
+                form.add(values, mean)
+                small_mean += small_values
+            message = _messages(form, mean[None], small_mean[None], seeds[None, blocks])
+            waits[place] = ranks.start_swap(message.expand(world, -1))
+    for wait, (own, small_own, _) in zip(waits, pieces, strict=True):
+        values, small_values = _cut(form, wait(), own.size(1))
+        if owners > 1:
+            form.unpack(values, own, key)
+            small_own.copy_(small_values)
+        else:
+            decoded = own.new_empty(world, own.size(1))
+            form.unpack(values, decoded, key)
+            torch.sum(decoded, 0, keepdim=True, out=own)
+            torch.sum(small_values, 0, keepdim=True, out=small_own)
     return [form.take(row, shape) for row, shape in zip(rows, shapes, strict=True)], small_parts.view(-1)[:m]
 
 
-def part_sizes(form: FewBits, n: int, m: int, world: int) -> tuple[int, int]:
-    """Elements in a rank's part of n elements in whole blocks, and of m small elements."""
-    return form.block * -(-n // (form.block * world)), -(-m // world)
+def _owners(world: int) -> int:
+    """Number of parts: one if the ranks send each other everything."""
+    return world if world > 2 else 1
+
+
+def part_sizes(form: FewBits, n: int, m: int, owners: int) -> tuple[int, int]:
+    """Elements in an owner's part of n elements in whole blocks, and of m small elements."""
+    return form.block * -(-n // (form.block * owners)), -(-m // owners)
 
 
 def few_bits_traffic(form: FewBits, shapes: Sequence[tuple[int, ...]], m: int, ranks: Ranks) -> int:
     """Bytes that a rank sends to other workers in `mean_in_few_bits` of large tensors and m small elements."""
-    part, small_part = part_sizes(form, sum(form.length(shape) for shape in shapes), m, ranks.world)
-    return 2 * (ranks.world - ranks.per_worker) * (form.nbytes(part) + 4 * small_part)
+    owners = _owners(ranks.world)
+    part, small_part = part_sizes(form, sum(form.length(shape) for shape in shapes), m, owners)
+    messages = (ranks.world - ranks.per_worker) * (2 if owners > 1 else 1)
+    return messages * (form.nbytes(part) + 4 * small_part)
 
 
 def _places(
@@ -110,11 +126,10 @@ def _places(
     return places.to(device, non_blocking=True)
 
 
-def _divided(tensors: Sequence[torch.Tensor], world: int, part: int) -> torch.Tensor:
-    """The elements of `tensors` divided by `world`, then zeros: fp32 [world, part]."""
-    rest = world * part - sum(tensor.numel() for tensor in tensors)
-    flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), tensors[0].new_zeros(rest)])
-    return flat.float().div_(world).view(world, part)
+def _padded(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """The elements of `tensors`, then zeros: fp32 [length]."""
+    rest = length - sum(tensor.numel() for tensor in tensors)
+    return torch.cat([*(tensor.reshape(-1) for tensor in tensors), tensors[0].new_zeros(rest)]).float()
 
 
 def _messages(form: FewBits, large: torch.Tensor, small: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:

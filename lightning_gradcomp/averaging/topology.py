@@ -108,8 +108,10 @@ def dense_step_traffic(gradients: Layouts, ranks: Ranks, wire: str) -> int:
     return ranks.dense_traffic(gradients.nbytes) * BITS[wire] // 32
 
 
-def dense_topology(wire: str) -> str:
-    return "two_phase" if wire in FORMATS else "all_reduce"
+def dense_topology(wire: str, ranks: Ranks) -> str:
+    """How a plain dense step travels."""
+    few = "two_phase" if ranks.world > 2 else "all_gather"
+    return few if wire in FORMATS else "all_reduce"
 
 
 def traffic(compressor: LossyCompressor, gradients: Layouts, ranks: Ranks, topology: str) -> int:

@@ -110,9 +110,10 @@ def trimmed(blocks, shape):
 
 
 @pytest.mark.parametrize("wire", ["int8", "eden2"])
-def test_a_mean_does_not_depend_on_what_is_averaged_with_it_or_on_owners(wire):
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_mean_does_not_depend_on_what_is_averaged_with_it_or_on_owners(world, wire):
     """DDP changes its buckets after the first step, and a resumed run begins with the first ones again."""
-    sizes, world = {"a": (700,), "b": (300, 4), "c": (5000,)}, 3
+    sizes = {"a": (700,), "b": (300, 4), "c": (5000,)}
     form = FORMATS[wire]
     first = first_blocks(form, sizes)
 
@@ -155,14 +156,14 @@ def test_a_long_part_travels_in_pieces(groups, monkeypatch):
     assert torch.equal(first, second)
     assert torch.equal(first_small, second_small)
     torch.testing.assert_close(
-        first, sum(large) / 2, rtol=0, atol=2.0 / 127 * float(max(each.abs().max() for each in large))
+        first, sum(large) / 2, rtol=0, atol=1.0 / 127 * float(max(each.abs().max() for each in large))
     )
     torch.testing.assert_close(first_small, sum(small) / 2)
 
 
 @pytest.mark.parametrize("compressor", [Int8(**QUICK), EDEN(bits=3, **QUICK)], ids=["int8", "eden"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_step_sends_one_message_to_each_owner_and_one_mean_back_and_reports_them(world, compressor):
+def test_a_step_sends_one_message_to_each_rank_and_of_three_or_more_one_mean_back(world, compressor):
     def work(rank, group):
         model = Table()
         optimizer, averager = averaged(model, group, compressor)
@@ -174,8 +175,10 @@ def test_a_step_sends_one_message_to_each_owner_and_one_mean_back_and_reports_th
 
     with checked_collectives(world) as log:
         for stats, exchanged in run_ranks(world, work):
-            flags = 4 * math.ceil((19 + 4 + CALLER_FLAGS) / world) - 4 * math.ceil(19 / world)
-            assert exchanged == [("isend", stats.bytes_sent // (2 * (world - 1)) + flags)] * 2 * (world - 1)
+            parts, phases = (1, 1) if world == 2 else (world, 2)
+            flags = 4 * math.ceil((19 + 4 + CALLER_FLAGS) / parts) - 4 * math.ceil(19 / parts)
+            number = phases * (world - 1)
+            assert exchanged == [("isend", stats.bytes_sent // number + flags)] * number
             assert stats.bytes_sent == stats.bytes_received
 
 
@@ -258,12 +261,12 @@ def test_large_numbers_do_not_overflow():
     assert gradients(Int8(**QUICK), 2, fill).isfinite().all()
 
 
-def test_small_tensors_are_exact_and_the_others_within_half_a_step():
+def test_small_tensors_are_exact_and_the_others_within_two_steps():
     exact, got = (gradients(compressor, 2, lambda model: None) for compressor in ("none", Int8(**QUICK)))
     large, small = exact[:660].split(256), exact[660:]
     assert torch.equal(small, got[660:])
     errors = [(a - b).abs().max() / a.abs().max() for a, b in zip(large, got[:660].split(256), strict=True)]
-    assert 0 < max(errors) < 3 * 0.5 / 127 * 2  # rounded three times, and a rank's largest may be twice the mean's
+    assert 0 < max(errors) < 2 / 127  # two messages, rounded by less than a step each
 
 
 def test_an_option_out_of_range_is_an_error():

@@ -64,16 +64,22 @@ def blocks_of(tensor: np.ndarray) -> np.ndarray:
 def mean(tensors: list[np.ndarray], bits: int, turn: np.ndarray, first: int, seeds) -> np.ndarray:
     """The mean over ranks of whole numbers, as blocks, fp32 [blocks, 64].
 
-    `seeds(phase, block)` is the draw of a block for the way to its owner, phase (0, rank), or back, phase (1,).
+    `seeds(phase, block)` is the draw of a block for the way to its owner, phase (0, rank), or back, phase (1,). Of two
+    ranks, each decodes both messages.
     """
+
+    def decoded(levels, scale, seed):
+        return (levels @ turn.T).astype(np.float32) * (to_bf16(scale, seed) / np.float32(BLOCK**3))
+
     result = []
     for number, shares in enumerate(zip(*map(blocks_of, tensors), strict=True)):
+        rotated = [(share.astype(np.int64) @ turn).astype(np.float32) / np.float32(len(tensors)) for share in shares]
+        sent = [(*quantise(block, bits), seeds((0, rank), first + number)) for rank, block in enumerate(rotated)]
+        if len(tensors) == 2:
+            result.append(sum(decoded(*each) for each in sent))
+            continue
         total = np.zeros(BLOCK, np.float32)
-        for rank, share in enumerate(shares):
-            rotated = (share.astype(np.int64) @ turn).astype(np.float32) / np.float32(len(tensors))
-            levels, scale = quantise(rotated, bits)
-            total += levels.astype(np.float32) * to_bf16(scale, seeds((0, rank), first + number))
-        levels, scale = quantise(total, bits)
-        back = (levels @ turn.T).astype(np.float32)
-        result.append(back * (to_bf16(scale, seeds((1,), first + number)) / np.float32(BLOCK**3)))
+        for levels, scale, seed in sent:
+            total += levels.astype(np.float32) * to_bf16(scale, seed)
+        result.append(decoded(*quantise(total, bits), seeds((1,), first + number)))
     return np.array(result)

@@ -1,4 +1,4 @@
-"""An average in 8 bits by two phases, of all ranks in one process, element by element as one would write it by hand."""
+"""An average in 8 bits, of all ranks in one process, element by element as one would write it by hand."""
 
 import numpy as np
 
@@ -22,11 +22,11 @@ def mean(tensors, first, uniform):
     """The mean of a tensor that travels in 8 bits; one flat array for each rank.
 
     `first` is the number of its first group. `uniform(phase, begin, n)` are the numbers in [0, 1) of n elements, from
-    the group `begin` on; `phase` is (0, rank) on the way to an owner, and (1,) on the way back.
+    the group `begin` on; `phase` is (0, rank) on the way to an owner, and (1,) on the way back. Two ranks have no owner.
     """
     ranks, n = len(tensors), len(tensors[0])
     total = np.zeros(-(-n // GROUP) * GROUP, np.float32)
     for rank, tensor in enumerate(tensors):
         padded = np.pad(tensor / np.float32(ranks), (0, len(total) - n))
         total += rounded(padded, uniform((0, rank), first, n))
-    return rounded(total, uniform((1,), first, n))[:n]
+    return (total if ranks == 2 else rounded(total, uniform((1,), first, n)))[:n]
