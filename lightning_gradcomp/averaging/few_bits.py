@@ -84,14 +84,11 @@ def mean_in_few_bits(
             waits[place] = ranks.start_swap(message.expand(world, -1))
     for wait, (own, small_own, _) in zip(waits, pieces, strict=True):
         values, small_values = _cut(form, wait(), own.size(1))
-        if owners > 1:
-            form.unpack(values, own, key)
-            small_own.copy_(small_values)
-        else:
-            decoded = own.new_empty(world, own.size(1))
-            form.unpack(values, decoded, key)
-            torch.sum(decoded, 0, keepdim=True, out=own)
-            torch.sum(small_values, 0, keepdim=True, out=small_own)
+        form.unpack(values[:owners], own, key)
+        small_own.copy_(small_values[:owners])
+        for rank in range(owners, world):  # one owner: the sum of all ranks' values
+            form.unpack(values[rank:], own, key, add=True)
+            small_own += small_values[rank]
     return [form.take(row, shape) for row, shape in zip(rows, shapes, strict=True)], small_parts.view(-1)[:m]
 
 

@@ -56,8 +56,11 @@ class FewBits(ABC):
         """Add packed blocks to `total`, fp32 [n], contiguous."""
 
     @abstractmethod
-    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key) -> None:
-        """Fill `out`, fp32 [..., n], with the values of packed blocks, uint8 [..., nbytes(n)]. Rows are contiguous."""
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key, *, add: bool = False) -> None:
+        """Fill `out`, fp32 [..., n], with the values of packed blocks, uint8 [..., nbytes(n)]. Rows are contiguous.
+
+        With `add`, add them to it.
+        """
 
     @abstractmethod
     def take(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -88,8 +91,8 @@ class Int8Blocks(FewBits):
     def add(self, packed: torch.Tensor, total: torch.Tensor) -> None:
         add_int8(packed, total)
 
-    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key) -> None:
-        unpack_int8(packed, out)
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key, *, add: bool = False) -> None:
+        (add_int8 if add else unpack_int8)(packed, out)
 
     def take(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return values[: prod(shape)].view(shape)
@@ -133,8 +136,8 @@ class RotatedBlocks(FewBits):
     def add(self, packed: torch.Tensor, total: torch.Tensor) -> None:
         eden.add_eden(packed, total, self.bits)
 
-    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key) -> None:
-        eden.unpack_eden(packed, eden.rotation(out.device, *key), out, self.bits)
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor, key: Key, *, add: bool = False) -> None:
+        eden.unpack_eden(packed, eden.rotation(out.device, *key), out, self.bits, add=add)
 
     def take(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return values.view(shape[0], -1)[:, : prod(shape[1:])].reshape(shape)

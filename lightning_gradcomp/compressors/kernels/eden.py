@@ -125,15 +125,20 @@ def add_eden(packed: torch.Tensor, total: torch.Tensor, bits: int) -> None:
         values += _levels(codes, bits) * _from_bf16(scales)
 
 
-def unpack_eden(packed: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack_eden(
+    packed: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor, bits: int, *, add: bool = False
+) -> torch.Tensor:
     """Fill `out`, fp32 [..., n], with the values that `pack_eden` wrote, rotated back. Returns it.
 
-    Rows are contiguous, and on a GPU all of `out`.
+    Rows are contiguous, and on a GPU all of `out`. With `add`, the values are added to it.
     """
     back = rotation.T.contiguous()
     for _, values, scales, codes in _chunks(out, packed, bits):
-        torch.mm(_levels(codes, bits).float(), back, out=values.view(-1, BLOCK))
-        values *= _from_bf16(scales) / GAIN
+        decoded = torch.empty_like(values) if add else values
+        torch.mm(_levels(codes, bits).float(), back, out=decoded.view(-1, BLOCK))
+        decoded *= _from_bf16(scales) / GAIN
+        if add:
+            values += decoded
     return out
 
 

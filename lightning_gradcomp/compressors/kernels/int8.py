@@ -61,7 +61,7 @@ def unpack_int8(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def add_int8(packed: torch.Tensor, total: torch.Tensor) -> None:
-    """Add the values that `pack_int8` wrote to `total`, fp32 [k], contiguous."""
+    """Add the values that `pack_int8` wrote to `total`, fp32 [..., k]. Rows are contiguous."""
     for _, values, scales, integers in _groups(total, packed):
         values += integers * scales
 
