@@ -79,8 +79,8 @@ class FewBitAverage(Compressor):
 class Int8(FewBitAverage):
     """Gradients travel in 8 bits, with a scale for each 256 elements, and are added in fp32.
 
-    Each rank averages a part and sends the mean on, rounded once more. Rounding is stochastic, so its expectation is
-    exact, and there is no residual.
+    On more than two ranks, each averages a part and sends the mean on, rounded once more. Rounding is stochastic, so
+    its expectation is exact, and there is no residual.
     """
 
     card: ClassVar[Card] = Card(

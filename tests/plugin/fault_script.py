@@ -92,7 +92,7 @@ if __name__ == "__main__":
     if STRATEGY == "dga":  # at step 8 the second round has just been sent
         strategy = lgc.DelayedStrategy(period=4, delay=3, timeout=patience)
     else:
-        compressors = {"ddp_dense": lgc.NoCompression(), "ddp_int8": lgc.Int8(), "dgc": lgc.DGC()}
+        compressors = {"ddp_dense": lgc.NoCompression(), "ddp_int8": lgc.Int8(), "eden": lgc.EDEN(), "dgc": lgc.DGC()}
         strategy = forced(
             compressors[STRATEGY], timeout=patience, checkpoint_state="sidecar" if PLACE == "sidecar" else "gather"
         )

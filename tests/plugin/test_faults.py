@@ -34,6 +34,7 @@ CASES = {  # those that wait first; last the one whose second rank has to import
     "kill, dga": ("outside", "kill", "dga"),
     "restart": ("torchrun", "kill", "dgc"),
     "kill, int8": ("outside", "kill", "ddp_int8"),
+    "kill, eden": ("outside", "kill", "eden"),
     "kill": ("outside", "kill", "dgc"),
     "stop": ("Lightning", "stop", "dgc"),
 }
@@ -102,8 +103,9 @@ def test_a_killed_rank_is_noticed_at_once(outcomes):
     assert "rank 0 of 2, step 8, averaging gradients: lost the other ranks" in output
 
 
-def test_a_rank_killed_while_a_thread_exchanges_is_named(outcomes):
-    _, output = outcomes["kill, int8"]
+@pytest.mark.parametrize("method", ["int8", "eden"])
+def test_a_rank_killed_while_a_thread_exchanges_is_named(outcomes, method):
+    _, output = outcomes[f"kill, {method}"]
     assert "rank 0 of 2, step 8, backward: the exchange failed; rank 1 does not respond" in output
 
 
