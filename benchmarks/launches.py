@@ -4,7 +4,7 @@
 
 Tensors hold no data (FakeTensorMode). An operation of torch counts once,
 even if it runs several kernels, as topk and sort do. The step is the third of one of two ranks, from the local
-gradients to the averages in `p.grad`, without the exchange.
+gradients to the averages in `p.grad`, without the exchange. In few bits, DDP's first bucket is averaged.
 
 Private: `average_compressed` and what it needs; the names that are replaced.
 """
@@ -15,6 +15,7 @@ import argparse
 import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -28,18 +29,23 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_gradcomp as lgc
 from benchmarks import report
+from lightning_gradcomp.app.plan import EchoRanks
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS, Extras, Flags
+from lightning_gradcomp.averaging.few_bits import mean_in_few_bits
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.step import average_compressed
 from lightning_gradcomp.averaging.topology import Topology
 from lightning_gradcomp.compressors import terngrad, twobit
-from lightning_gradcomp.compressors.kernels import bits, rng, rows, topk
+from lightning_gradcomp.compressors.blocks import FORMATS
+from lightning_gradcomp.compressors.kernels import bits, eden, rng, rows, topk
 
 ATEN = torch.ops.aten
 NOTHING = {ATEN.empty, ATEN.empty_like, ATEN.new_empty, ATEN.empty_strided, ATEN._unsafe_view}
 """Allocations, and a view that its schema does not call one."""
+BUCKET = 25 * 2**20
+"""Bytes in a DDP bucket."""
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 
 
@@ -89,7 +95,7 @@ def counting() -> Iterator[Launches]:
     """Inside, tensors hold no data, and launches are counted. Tables without data are forgotten at the end."""
     launches, encode_zeros = Launches(), lgc.TensorCodec._encode_zeros
     tables = [
-        each for module in (bits, rows, terngrad, twobit, topk) for each in vars(module).values()
+        each for module in (bits, eden, rng, rows, terngrad, twobit, topk) for each in vars(module).values()
         if hasattr(each, "cache_clear")
     ]  # fmt: skip
 
@@ -138,6 +144,25 @@ def of_a_step(compressor: lgc.LossyCompressor, optimizer: str) -> int:
         return launches.count
 
 
+def of_a_bucket(compressor: lgc.EDEN | lgc.Int8, world: int) -> int:
+    """Launches in an average in few bits of the first bucket of ResNet-50, 25 MB or more, on one of `world` ranks."""
+    form = FORMATS[compressor.wire]
+    with counting() as launches:
+        with torch.device("cuda"):
+            model = torchvision.models.resnet50()
+        chosen = compressor.choose({name: tuple(p.shape) for name, p in model.named_parameters()})
+        ends = accumulate(p.numel() for p in reversed(list(model.parameters())))
+        number = 1 + sum(4 * end < BUCKET for end in ends)
+        bucket = list(model.named_parameters())[-number:]
+        large = [(0, p) for name, p in bucket if name in chosen]
+        small = [p for name, p in bucket if name not in chosen]
+        for key in range(2):
+            launches.count = 0
+            with launches, torch.no_grad():
+                mean_in_few_bits(EchoRanks(None, world), form, large, small, key)
+        return launches.count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="the file to write")
@@ -146,6 +171,12 @@ def main() -> None:
     lossy = [entry for entry in lgc.entries() if issubclass(entry.cls, lgc.LossyCompressor)]
     cases = [(entry, optimizer) for entry in lossy for optimizer in (OPTIMIZERS if entry.name == "dgc" else ["SGD"])]
     rows = [[f"`{entry.name}`", optimizer, of_a_step(entry.cls(), optimizer)] for entry, optimizer in cases]
+    few_bits = [("int8", lgc.Int8()), *((f"eden bits={bits}", lgc.EDEN(bits=bits)) for bits in (2, 4))]
+    rows += [
+        [f"`{name}`, a bucket of {world} ranks", "any", of_a_bucket(compressor, world)]
+        for name, compressor in few_bits
+        for world in (2, 4)
+    ]
     print(report.table(head, [list(map(str, row)) for row in rows]))
     if arguments.csv:
         with open(arguments.csv, "w", newline="") as file:

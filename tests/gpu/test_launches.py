@@ -26,6 +26,14 @@ def test_a_step_of_resnet50(compressor, optimizer, most):
     assert 20 < launches.of_a_step(compressor, optimizer) <= most
 
 
+@pytest.mark.parametrize(
+    ("compressor", "world", "most"),
+    [(lgc.Int8(), 2, 48), (lgc.Int8(), 4, 95), (lgc.EDEN(), 2, 83), (lgc.EDEN(), 4, 148), (lgc.EDEN(bits=2), 2, 85)],
+)
+def test_a_bucket_in_few_bits(compressor, world, most):
+    assert 20 < launches.of_a_bucket(compressor, world) <= most
+
+
 def test_an_operation_of_torch_counts_once():
     with launches.counting() as counted, counted:
         x = torch.zeros(8, device="cuda")  # one
