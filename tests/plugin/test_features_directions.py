@@ -15,6 +15,7 @@ from features_kit import (
     dgc,
     examples,
     fit,
+    forced,
     loader,
     nothing_dropped,
     on_every_rank,
@@ -26,6 +27,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
+import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging.replicas import ReplicasDiffer
 from tests.processes import on_ranks
 
@@ -53,7 +55,11 @@ def test_a_loss_scale_is_as_under_ddp():
     assert apart(fit("ddp", **clip, **scaled())[1], fit(nothing_dropped(), **clip, **scaled())[1]) <= 1e-5
 
 
-@pytest.mark.parametrize("make", [dense, dgc])
+def eden():
+    return forced(lgc.EDEN(min_elements=32))
+
+
+@pytest.mark.parametrize("make", [dense, eden, dgc])
 @on_ranks(2)
 def test_training_recovers_from_an_overflow_on_one_rank(make):
     (x, y), losses = examples(20).tensors, []
