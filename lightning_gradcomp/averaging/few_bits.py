@@ -86,9 +86,9 @@ def mean_in_few_bits(
         values, small_values = _cut(form, wait(), own.size(1))
         form.unpack(values[:owners], own, key)
         small_own.copy_(small_values[:owners])
-        for rank in range(owners, world):  # one owner: the sum of all ranks' values
-            form.unpack(values[rank:], own, key, add=True)
-            small_own += small_values[rank]
+        if owners < world:  # two ranks' messages, to add
+            form.unpack(values[1:], own, key, add=True)
+            small_own += small_values[1]
     return [form.take(row, shape) for row, shape in zip(rows, shapes, strict=True)], small_parts.view(-1)[:m]
 
 
