@@ -156,9 +156,9 @@ SETTINGS = (
 """The cross-validations in docs/results.md."""
 
 SHOWN = {
-    "resnet18": ("dgc", "powersgd"),
+    "resnet18": ("eden", "dgc", "powersgd"),
     "resnet50": ("dgc", "powersgd"),
-    "swin_mini": ("dgc", "powersgd", "sparseloco K=8 D=0"),
+    "swin_mini": ("eden", "dgc", "powersgd", "sparseloco K=8 D=0"),
 }
 """Network -> the methods in the table. The picture shows all methods."""
 
