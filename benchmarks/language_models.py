@@ -140,6 +140,29 @@ def table() -> str:
     return report.table(HEAD, rows)
 
 
+TWICE = " optimizer.lr=0.008"
+"""What a method's name ends with in text_variants.csv at twice the recipe's learning rate."""
+TWICE_RUNS = {(2, 600): "2 ranks, 600 steps", (8, 600): "8 ranks, 600 steps", (2, 2400): "2 ranks, 2,400 steps"}
+"""(ranks, steps) of these runs -> head of a column."""
+
+
+def at_twice_the_rate() -> str:
+    """The page's table at twice the recipe's learning rate: a row per method, compared with dense runs there."""
+    found: dict[str, list[Result]] = defaultdict(list)
+    for each in report.read(report.DATA / "text_variants.csv", Result):
+        if each.method.endswith(TWICE):
+            found[each.method.removesuffix(TWICE)].append(each)
+    rows = []
+    for method in sorted({*found} - {"none"}, key=summaries.place):
+        cells = []
+        for ranks, steps in TWICE_RUNS:
+            runs = [each for each in found[method] if (each.ranks, each.steps) == (ranks, steps)]
+            dense = of_ranks([each for each in found["none"] if each.steps == steps], ranks)
+            cells.append(summaries.compared(runs, dense, 3).difference)
+        rows.append([summaries.code(method, "stdlib_gpt"), *cells])
+    return report.table(["method", *TWICE_RUNS.values()], rows)
+
+
 def difference(method: str, ranks: int, steps: int = STEPS) -> str:
     """Loss of AdamW with a method minus dense; a dash if there is no run."""
     return summaries.compared(*with_dense(method, ranks).get(steps, ([], [])), 3).difference or "—"
