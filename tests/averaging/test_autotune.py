@@ -253,7 +253,7 @@ def test_with_a_fallback_steps_that_are_not_compressed_travel_in_8_bits(seconds,
 
     first, second = run_ranks(2, work)
     assert first[0] == [DENSE] * 3 + ["int8"] * EACH + [GATHER] * EACH + [after] * 3
-    assert first[1] > 1.5 and first[2] == (GATHER if after == GATHER else PHASES)
+    assert first[1] > 1.5 and first[2] == GATHER  # two ranks send each other everything, in 8 bits too
     assert first[:3] == second[:3] and torch.equal(first[3], second[3])
 
 
