@@ -12,10 +12,10 @@ Private: `EchoRanks`, the formats, and the thread.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from timeit import repeat
 from typing import Any
@@ -31,6 +31,7 @@ import lightning_gradcomp as lgc
 from benchmarks import report
 from lightning_gradcomp.app.plan import EchoRanks
 from lightning_gradcomp.averaging.few_bits import first_blocks
+from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.plugin import few_bit_buckets
 
@@ -93,19 +94,17 @@ def ddp() -> DistributedDataParallel:
 
 def hook(model: torch.nn.Module, compressor: lgc.EDEN | lgc.Int8) -> tuple[Any, Callable[..., Any]]:
     """The state and hook that average a model's buckets in few bits."""
-    chosen = compressor.choose({name: tuple(p.shape) for name, p in model.named_parameters()})
-    large = {name: p for name, p in model.named_parameters() if name in chosen}
     form = FORMATS[compressor.wire]
-    first = first_blocks(form, {name: tuple(p.shape) for name, p in large.items()})
-    numbers = {id(p): first[name] for name, p in large.items()}
-    buckets = few_bit_buckets.FewBitBuckets(form, numbers, torch.device("cpu"))
+    first = first_blocks(form, Gradients(model, compressor).chosen)
+    large = {id(p): first[name] for name, p in model.named_parameters() if name in first}
+    buckets = few_bit_buckets.FewBitBuckets(form, large, torch.device("cpu"))
     return buckets, lambda state, bucket: state.average(bucket, 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--csv", help="the file to write")
+    parser.add_argument("--csv", type=Path, help="the file to write")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
@@ -119,8 +118,7 @@ def main() -> None:
     print(report.machine())
     print(report.table(head, rows))
     if arguments.csv:
-        with open(arguments.csv, "w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([head, *rows])
+        report.write(arguments.csv, [dict(zip(head, row, strict=True)) for row in rows])
 
 
 if __name__ == "__main__":

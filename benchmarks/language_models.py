@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -148,17 +148,12 @@ TWICE_RUNS = {(2, 600): "2 ranks, 600 steps", (8, 600): "8 ranks, 600 steps", (2
 
 def at_twice_the_rate() -> str:
     """The page's table at twice the recipe's learning rate: a row per method, compared with dense runs there."""
-    found: dict[str, list[Result]] = defaultdict(list)
-    for each in report.read(report.DATA / "text_variants.csv", Result):
-        if each.method.endswith(TWICE):
-            found[each.method.removesuffix(TWICE)].append(each)
+    variants = report.read(report.DATA / "text_variants.csv", Result)
+    runs = [replace(each, method=each.method.removesuffix(TWICE)) for each in variants if each.method.endswith(TWICE)]
     rows = []
-    for method in sorted({*found} - {"none"}, key=summaries.place):
-        cells = []
-        for ranks, steps in TWICE_RUNS:
-            runs = [each for each in found[method] if (each.ranks, each.steps) == (ranks, steps)]
-            dense = of_ranks([each for each in found["none"] if each.steps == steps], ranks)
-            cells.append(summaries.compared(runs, dense, 3).difference)
+    for method in sorted({each.method for each in runs} - {"none"}, key=summaries.place):
+        pairs = [with_dense(method, ranks, runs).get(steps, ([], [])) for ranks, steps in TWICE_RUNS]
+        cells = [summaries.compared(*each, 3).difference for each in pairs]
         rows.append([summaries.code(method, "stdlib_gpt"), *cells])
     return report.table(["method", *TWICE_RUNS.values()], rows)
 
@@ -173,11 +168,13 @@ def by_length(method: str, ranks: int) -> dict[int, float]:
     return {steps: mean(report.differences(*both)) for steps, both in sorted(with_dense(method, ranks).items())}
 
 
-def with_dense(method: str, ranks: int) -> dict[int, tuple[list[Result], list[Result]]]:
-    """Steps of a run -> runs of AdamW with a method, and the dense ones to pair them with."""
+def with_dense(
+    method: str, ranks: int, runs: Iterable[Result] | None = None
+) -> dict[int, tuple[list[Result], list[Result]]]:
+    """Steps of a run -> those of `runs` (text.csv's) of AdamW with a method, and the dense ones to pair them with."""
     own: dict[int, list[Result]] = defaultdict(list)
     dense: dict[int, list[Result]] = defaultdict(list)
-    for each in (each for each in read_csv() if each.optimizer == "AdamW"):
+    for each in (each for each in runs or read_csv() if each.optimizer == "AdamW"):
         if each.method == "none":
             dense[each.steps].append(each)
         elif (each.method, each.ranks) == (method, ranks):

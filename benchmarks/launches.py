@@ -12,10 +12,10 @@ Private: `average_compressed` and what it needs; the names that are replaced.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -150,7 +150,7 @@ def of_a_bucket(compressor: lgc.EDEN | lgc.Int8, world: int) -> int:
     with counting() as launches:
         with torch.device("cuda"):
             model = torchvision.models.resnet50()
-        chosen = compressor.choose({name: tuple(p.shape) for name, p in model.named_parameters()})
+        chosen = Gradients(model, compressor).chosen
         ends = accumulate(p.numel() for p in reversed(list(model.parameters())))
         number = 1 + sum(4 * end < BUCKET for end in ends)
         bucket = list(model.named_parameters())[-number:]
@@ -165,7 +165,7 @@ def of_a_bucket(compressor: lgc.EDEN | lgc.Int8, world: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="the file to write")
+    parser.add_argument("--csv", type=Path, help="the file to write")
     arguments = parser.parse_args()
     head = ["method", "optimizer", "launches"]
     lossy = [entry for entry in lgc.entries() if issubclass(entry.cls, lgc.LossyCompressor)]
@@ -179,8 +179,7 @@ def main() -> None:
     ]
     print(report.table(head, [list(map(str, row)) for row in rows]))
     if arguments.csv:
-        with open(arguments.csv, "w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([head, *rows])
+        report.write(arguments.csv, [dict(zip(head, row, strict=True)) for row in rows])
 
 
 if __name__ == "__main__":

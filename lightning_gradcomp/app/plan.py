@@ -96,11 +96,11 @@ class Plan(NamedTuple):
         """A step of `n` ranks with method `name`. Uncompressed methods accept any topology, but use their own."""
         compressor, layouts, encode, decode, _ = self.methods[name]
         if not isinstance(compressor, LossyCompressor):
-            sent = dense_step_traffic(layouts, Ranks(None, n), compressor.wire)
-            few_bits = compressor.wire in FORMATS
-            waits = min(n - 1, 2) if few_bits else 2 * (n - 1)
+            ranks = Ranks(None, n)
+            sent, how, waits = dense_step_traffic(layouts, ranks, compressor.wire), "ring", 2 * (n - 1)
+            if compressor.wire in FORMATS:
+                how, waits = dense_topology(compressor.wire, ranks), min(n - 1, 2)
             exposed = max(0.0, waits * link.latency + sent / link.bandwidth - HIDES * self.backward)
-            how = dense_topology(compressor.wire, Ranks(None, n)) if few_bits else "ring"
             return Step(how, sent, encode, self.computation + encode + exposed)
         final = compressor.with_sparsity(compressor.final_sparsity)
         parts, sent = messages(final, layouts), traffic(final, layouts, Ranks(None, n), topology)

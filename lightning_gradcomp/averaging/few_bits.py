@@ -51,7 +51,7 @@ def mean_in_few_bits(
     Returns:
         The mean of each of `large`, fp32 in its shape, and the means of `small`, concatenated: fp32 [m].
     """
-    world, owners, device = ranks.world, _owners(ranks.world), small[0].device
+    world, owners, device = ranks.world, number_of_owners(ranks.world), small[0].device
     shapes, m = [tuple(tensor.shape) for _, tensor in large], sum(tensor.numel() for tensor in small)
     lengths = [form.length(shape) for shape in shapes]
     if not any(lengths) and not m:  # a bucket of parameters without elements
@@ -92,8 +92,8 @@ def mean_in_few_bits(
     return [form.take(row, shape) for row, shape in zip(rows, shapes, strict=True)], small_parts.view(-1)[:m]
 
 
-def _owners(world: int) -> int:
-    """Number of parts: one if the ranks send each other everything."""
+def number_of_owners(world: int) -> int:
+    """How many ranks average a part each; 1 if the ranks send each other everything."""
     return world if world > 2 else 1
 
 
@@ -104,7 +104,7 @@ def part_sizes(form: FewBits, n: int, m: int, owners: int) -> tuple[int, int]:
 
 def few_bits_traffic(form: FewBits, shapes: Sequence[tuple[int, ...]], m: int, ranks: Ranks) -> int:
     """Bytes that a rank sends to other workers in `mean_in_few_bits` of large tensors and m small elements."""
-    owners = _owners(ranks.world)
+    owners = number_of_owners(ranks.world)
     part, small_part = part_sizes(form, sum(form.length(shape) for shape in shapes), m, owners)
     messages = (ranks.world - ranks.per_worker) * (2 if owners > 1 else 1)
     return messages * (form.nbytes(part) + 4 * small_part)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging.autotune import CANDIDATES, DENSE, Autotune
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS, Frame
-from lightning_gradcomp.averaging.few_bits import few_bits_traffic
+from lightning_gradcomp.averaging.few_bits import few_bits_traffic, number_of_owners
 from lightning_gradcomp.averaging.gradients import Gradients, Layouts
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.two_phase import split_dense
@@ -110,8 +110,9 @@ def dense_step_traffic(gradients: Layouts, ranks: Ranks, wire: str) -> int:
 
 def dense_topology(wire: str, ranks: Ranks) -> str:
     """How a plain dense step travels."""
-    few = "two_phase" if ranks.world > 2 else "all_gather"
-    return few if wire in FORMATS else "all_reduce"
+    if wire not in FORMATS:
+        return "all_reduce"
+    return "two_phase" if number_of_owners(ranks.world) > 1 else "all_gather"
 
 
 def traffic(compressor: LossyCompressor, gradients: Layouts, ranks: Ranks, topology: str) -> int:

@@ -22,8 +22,8 @@ def mean(tensors, first, uniform):
     """The mean of a tensor that travels in 8 bits; one flat array for each rank.
 
     `first` is the number of its first group. `uniform(phase, begin, n)` are the numbers in [0, 1) of n elements, from
-    the group `begin` on; `phase` is (0, rank) on the way to an owner, and (1,) on the way back. Two
-    ranks have no owner.
+    the group `begin` on; `phase` is (0, rank) on the way to an owner, and (1,) on the way back. Two ranks
+    have no owner.
     """
     ranks, n = len(tensors), len(tensors[0])
     total = np.zeros(-(-n // GROUP) * GROUP, np.float32)
