@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -140,24 +140,6 @@ def table() -> str:
     return report.table(HEAD, rows)
 
 
-TWICE = " optimizer.lr=0.008"
-"""What a method's name ends with in text_variants.csv at twice the recipe's learning rate."""
-TWICE_RUNS = {(2, 600): "2 ranks, 600 steps", (8, 600): "8 ranks, 600 steps", (2, 2400): "2 ranks, 2,400 steps"}
-"""(ranks, steps) of these runs -> head of a column."""
-
-
-def at_twice_the_rate() -> str:
-    """The page's table at twice the recipe's learning rate: a row per method, compared with dense runs there."""
-    variants = report.read(report.DATA / "text_variants.csv", Result)
-    runs = [replace(each, method=each.method.removesuffix(TWICE)) for each in variants if each.method.endswith(TWICE)]
-    rows = []
-    for method in sorted({each.method for each in runs} - {"none"}, key=summaries.place):
-        pairs = [with_dense(method, ranks, runs).get(steps, ([], [])) for ranks, steps in TWICE_RUNS]
-        cells = [summaries.compared(*each, 3).difference for each in pairs]
-        rows.append([summaries.code(method, "stdlib_gpt"), *cells])
-    return report.table(["method", *TWICE_RUNS.values()], rows)
-
-
 def difference(method: str, ranks: int, steps: int = STEPS) -> str:
     """Loss of AdamW with a method minus dense; a dash if there is no run."""
     return summaries.compared(*with_dense(method, ranks).get(steps, ([], [])), 3).difference or "—"
@@ -168,13 +150,11 @@ def by_length(method: str, ranks: int) -> dict[int, float]:
     return {steps: mean(report.differences(*both)) for steps, both in sorted(with_dense(method, ranks).items())}
 
 
-def with_dense(
-    method: str, ranks: int, runs: Iterable[Result] | None = None
-) -> dict[int, tuple[list[Result], list[Result]]]:
-    """Steps of a run -> those of `runs` (text.csv's) of AdamW with a method, and the dense ones to pair them with."""
+def with_dense(method: str, ranks: int) -> dict[int, tuple[list[Result], list[Result]]]:
+    """Steps of a run -> those of AdamW with a method, and the dense ones to pair them with."""
     own: dict[int, list[Result]] = defaultdict(list)
     dense: dict[int, list[Result]] = defaultdict(list)
-    for each in (each for each in runs or read_csv() if each.optimizer == "AdamW"):
+    for each in (each for each in read_csv() if each.optimizer == "AdamW"):
         if each.method == "none":
             dense[each.steps].append(each)
         elif (each.method, each.ranks) == (method, ranks):

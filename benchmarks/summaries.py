@@ -47,6 +47,8 @@ RECIPES = {
 """Network and data -> the recipe."""
 ROUNDS = {"sparseloco": "digits_sparseloco", "muloco": "stdlib_gpt_muloco"}
 """Method -> a recipe with its compressor, whose options are the same in all recipes of the method."""
+MUON = {"stdlib_gpt": "stdlib_gpt_muon"}
+"""Recipe -> the one with Muon and an exchange at every step, if it has another learning rate."""
 LABELLED = ("compressor", "optimizer")
 """Groups of the config whose options a method's label includes if they differ from the recipe's."""
 
@@ -77,10 +79,14 @@ def method(config: Summary) -> str:
     Rounds are separate methods: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0", "muloco K=30 D=0".
     """
     compressor, strategy = compressor_of(config), config["strategy"]
-    muon = ("optimizer=muon",) if optimizer(config) == "Muon" else ()  # the other options of optimizers are labelled
-    recipe = usual(RECIPES[ends(config)], compressor, *muon)
+    rounds = short(strategy["_target_"]) == "DelayedStrategy"
+    name, words = RECIPES[ends(config)], list[str]()
+    if optimizer(config) == "Muon":
+        words.append("optimizer=muon")  # its other options are labelled
+        name = name if rounds else MUON.get(name, name)
+    recipe = usual(name, compressor, *words)
     label = compressor
-    if short(strategy["_target_"]) == "DelayedStrategy":
+    if rounds:
         kind = "dga" if compressor == "none" else f"dga:{compressor}"
         if strategy["error_decay"] is not None:
             kind = "muloco" if strategy["outer"] else "sparseloco"

@@ -127,7 +127,6 @@ def recipes() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "accuracy": results.accuracy,
     "adamw": adamw,
-    "at_twice_the_rate": language_models.at_twice_the_rate,
     "by_link": by_link,
     "csv": of_csv,
     "finetuned": language_models.finetuned,

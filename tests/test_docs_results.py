@@ -19,6 +19,7 @@ RECIPES = {
 """Recipe -> of which runs it tells: method, of a cross-validation or of the fixed split, epochs and steps."""
 TEXTS = {
     "stdlib_gpt": ("dgc", "AdamW"),
+    "stdlib_gpt_muon": ("int8", "Muon"),
     "stdlib_gpt_muloco": ("muloco K=30 D=0", "Muon"),
     "stdlib_gpt_sparseloco": ("sparseloco K=8 D=0", "AdamW"),
 }
