@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 from lightning import Callback
 
@@ -12,8 +13,8 @@ class Send(Callback):
     Args:
         step: optimizer steps before it.
         name: such as "SIGINT".
-        to: "group" (as a Ctrl-C in a terminal) or "parent" (as `timeout` and batch systems), by rank 0; or "rank": to
-            itself, by rank 1.
+        to: "group" (as a Ctrl-C in a terminal) or "parent" (as `timeout` and batch systems), by rank 0, which then
+            waits a second; or "rank": to itself, by rank 1.
     """
 
     def __init__(self, step: int, name: str, to: str) -> None:
@@ -26,3 +27,5 @@ class Send(Callback):
             os.killpg(os.getpgrp(), self.number)
         else:
             os.kill(os.getpid() if self.to == "rank" else os.getppid(), self.number)
+        if self.to == "parent":
+            time.sleep(1)  # it passes the signal on, and may have to wait for a core
