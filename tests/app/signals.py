@@ -14,7 +14,7 @@ class Send(Callback):
         step: optimizer steps before it.
         name: such as "SIGINT".
         to: "group" (as a Ctrl-C in a terminal) or "parent" (as `timeout` and batch systems), by rank 0, which then
-            waits a second; or "rank": to itself, by rank 1.
+            waits until it receives it; or "rank": to itself, by rank 1.
     """
 
     def __init__(self, step: int, name: str, to: str) -> None:
@@ -25,7 +25,11 @@ class Send(Callback):
             return
         if self.to == "group":
             os.killpg(os.getpgrp(), self.number)
+        elif self.to == "rank":
+            os.kill(os.getpid(), self.number)
         else:
-            os.kill(os.getpid() if self.to == "rank" else os.getppid(), self.number)
-        if self.to == "parent":
-            time.sleep(1)  # it passes the signal on, and may have to wait for a core
+            received, handler = [], signal.getsignal(self.number)
+            signal.signal(self.number, lambda *given: (received.append(given), handler(*given)))
+            os.kill(os.getppid(), self.number)
+            while not received:
+                time.sleep(0.001)

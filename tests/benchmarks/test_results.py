@@ -103,6 +103,7 @@ def test_runs_with_images_of_their_own_are_not_beside_others():
         ("recipe=swin_fashion_mnist", "dgc"),
         ("recipe=stdlib_gpt compressor=dgc_int8 trainer.max_epochs=50", "dgc"),  # the recipe's compressor
         ("recipe=stdlib_gpt_muon compressor=none", "none"),  # the optimizer is a column of its own
+        ("recipe=stdlib_gpt compressor=none optimizer=muon", "none optimizer.lr=0.008"),
         ("recipe=stdlib_gpt_sparseloco strategy.period=8", "sparseloco K=8 D=0"),
         ("recipe=stdlib_gpt_muloco", "muloco K=30 D=0"),
     ],
