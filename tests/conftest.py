@@ -1,6 +1,7 @@
 """Settings for tests with several ranks, which share few cores."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from tests.processes import end_worlds
 
 torch.set_num_threads(1)  # ranks would otherwise fight for the cores, and sums stay in one order
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes too; and Lightning's launchers, which set both, leave them alone
 sys.setswitchinterval(5e-4)  # one that comes back from an exchange then soon gets its turn, where ranks are threads
 
 
