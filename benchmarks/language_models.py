@@ -134,7 +134,7 @@ def table() -> str:
             for ranks in RANKS:
                 runs = [each for each in methods[method] if each.ranks == ranks]
                 compared.append(summaries.compared(runs, of_ranks(methods["none"], ranks), 3))
-            words = [summaries.code(method, "stdlib_gpt") + (" (Muon)" if optimizer == "Muon" else "")]
+            words = [summaries.code(method) + (" (Muon)" if optimizer == "Muon" else "")]
             words += [each.difference for each in compared]
             rows.append([*words, summaries.joined(each.fewer for each in compared)])
     return report.table(HEAD, rows)
@@ -172,10 +172,10 @@ def finetuned() -> str:
     for file in FINETUNED:
         by_method: dict[str, list[Result]] = defaultdict(list)
         for each in report.read(report.DATA / f"{file}.csv", Result):
-            by_method[each.method.split()[0]].append(each)
+            by_method[each.method].append(each)
         for method in sorted({*by_method} - {"none"}, key=summaries.place):
             cells = summaries.compared(by_method[method], by_method["none"], 3)
-            rows[summaries.code(method, "stdlib_gpt")] += [cells.difference, cells.fewer]
+            rows[summaries.code(method)] += [cells.difference, cells.fewer]
     head = [word for trained in FINETUNED.values() for word in (trained, "fewer bytes")]
     return report.table(["method", *head], [[method, *cells] for method, cells in rows.items()])
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, Protocol
 
-import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -45,8 +44,6 @@ RECIPES = {
     ("gpt_mini", "Text"): "stdlib_gpt",
 }
 """Network and data -> the recipe."""
-ROUNDS = {"sparseloco": "digits_sparseloco", "muloco": "stdlib_gpt_muloco"}
-"""Method -> a recipe with its compressor, whose options are the same in all recipes of the method."""
 MUON = {"stdlib_gpt": "stdlib_gpt_muon"}
 """Recipe -> the one with Muon and an exchange at every step, if it has another learning rate."""
 LABELLED = ("compressor", "optimizer")
@@ -74,7 +71,7 @@ def ends(config: Summary) -> tuple[str, str]:
 
 
 def method(config: Summary) -> str:
-    """The label of a method: its name, its rounds, and the options that are not the recipe's.
+    """The label of a method: its name, its rounds, and the options that differ from the recipe's with this method.
 
     Rounds are separate methods: "dga K=8 D=8", "dga:onebit K=8 D=8", "sparseloco K=15 D=0", "muloco K=30 D=0".
     """
@@ -84,15 +81,13 @@ def method(config: Summary) -> str:
     if optimizer(config) == "Muon":
         words.append("optimizer=muon")  # its other options are labelled
         name = name if rounds else MUON.get(name, name)
-    recipe = usual(name, compressor, *words)
     label = compressor
     if rounds:
         kind = "dga" if compressor == "none" else f"dga:{compressor}"
         if strategy["error_decay"] is not None:
-            kind = "muloco" if strategy["outer"] else "sparseloco"
-            recipe = recipe | {"compressor": usual(ROUNDS[kind], compressor)["compressor"]}
+            kind = compressor = "muloco" if strategy["outer"] else "sparseloco"  # choices of both groups
         label = f"{kind} K={strategy['period']} D={strategy['delay']}"
-    return " ".join([label, *differing(config, recipe)])
+    return " ".join([label, *differing(config, usual(name, compressor, *words))])
 
 
 def optimizer(config: Summary) -> str:
@@ -108,10 +103,7 @@ def compressor_of(config: Summary) -> str:
 
 @cache
 def usual(recipe: str, compressor: str, *words: str) -> Summary:
-    """The config of a recipe as it appears in a run's summary; with this compressor, unless the recipe has it."""
-    config = composed(f"recipe={recipe}", *words)
-    if compressor_of(config) == compressor:
-        return config
+    """The config of a recipe with this compressor and its defaults, as it appears in a run's summary."""
     return composed(f"recipe={recipe}", f"compressor={compressor}", *words)
 
 
@@ -139,18 +131,9 @@ def place(method: str) -> tuple[int, int, str]:
     return ORDER.index(method.partition(" ")[0].partition(":")[0]), len(method), method
 
 
-@cache
-def choice(recipe: str) -> str:
-    """The compressor that a recipe chooses on the command line, such as "dgc_int8"."""
-    entries = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())["defaults"]
-    return next(each["override /compressor"] for each in entries if "override /compressor" in each)
-
-
-def code(method: str, recipe: str) -> str:
-    """A method of a recipe as it stands in a table: `sparseloco` K=30 D=0, or `dgc_int8` if the recipe chooses it."""
+def code(method: str) -> str:
+    """A method as it stands in a table: `sparseloco` K=30 D=0, or `dgc` dense_values=int8."""
     name, _, options = method.partition(" ")
-    if choice(recipe).startswith(f"{name}_"):
-        name = choice(recipe)
     return f"`{name}` {options}".strip()
 
 

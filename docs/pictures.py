@@ -185,7 +185,7 @@ def accuracy(axes: Axes) -> None:
     for model, title in results.TITLES.items():
         ticks += ["", title] if ticks else [title]
         settings = [setting for setting in results.SETTINGS if setting.model == model]
-        for method in ("dgc", "powersgd", "onebit", "sparseloco K=8 D=0"):
+        for method in ("dgc", "dgc dense_values=int8", "powersgd", "onebit", "sparseloco K=8 D=0"):
             if not any(method in found[setting] for setting in settings):
                 continue
             for setting, color, beside in zip(settings, (BLUE, ORANGE), (-0.17, 0.17), strict=True):
@@ -196,7 +196,7 @@ def accuracy(axes: Axes) -> None:
                     axes.plot(middle, place, "o", color=color, markersize=4)
                     if middle - half < left:
                         axes.plot(left, place, "<", color=color, markersize=4, clip_on=False)
-            ticks.append(summaries.code(method, summaries.RECIPES[model, "Digits"]).split("`")[1])
+            ticks.append(method.partition(" ")[0])
     for ranks, color in ((2, BLUE), (8, ORANGE)):
         axes.plot([], [], "o-", color=color, markersize=4, label=f"{ranks} ranks")
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
@@ -215,7 +215,7 @@ ON_GPT_SMALL = {
     "`ddp_int8`": "int8",
     "`eden`": "eden",
     "`eden` in 2 bits": "eden bits=2",
-    "`dgc`": "dgc",
+    "`dgc`": "dgc dense_values=int8",
 }
 """Method in gpt_small_steps.csv -> its label in text.csv; None: as dense."""
 
@@ -237,7 +237,7 @@ CURVES = (
     Curve("dense", "none", "AdamW", ORANGE, (22, 0)),
     Curve("onebit", "onebit", "AdamW", GREEN),
     Curve("eden", "eden", "AdamW", VIOLET, (0, 9), 0),
-    Curve("dgc_int8", "dgc", "AdamW", BLUE),
+    Curve("dgc", "dgc dense_values=int8", "AdamW", BLUE),
     Curve("sparseloco", "sparseloco K=8 D=0", "AdamW", GREY),
     Curve("dense, Muon", "none", "Muon", ORANGE),
     Curve("muloco, Muon", "muloco K=30 D=0", "Muon", GREY),
@@ -263,7 +263,7 @@ def loss_by_steps(axes: Axes) -> None:
     """What methods lose against dense training of the same length, by that length."""
     for ranks, line in ((2, "--"), (8, "-")):
         for name, method, color in (
-            ("dgc_int8", "dgc", BLUE),
+            ("dgc", "dgc dense_values=int8", BLUE),
             ("onebit", "onebit", GREEN),
             ("eden", "eden", ORANGE),
             ("eden, 2 bits", "eden bits=2", VIOLET),

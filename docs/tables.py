@@ -86,7 +86,7 @@ FOR_ADAMW = {
     "int8": (lgc.Int8(), 1),
     "eden": (lgc.EDEN(), 1),
     "eden bits=2": (lgc.EDEN(bits=2), 1),
-    "dgc": (lgc.DGC(sparsity=0.97, dense_values="int8"), 1),
+    "dgc dense_values=int8": (lgc.DGC(sparsity=0.97, dense_values="int8"), 1),
     "sparseloco K=8 D=0": (lgc.SPARSELOCO["compressor"], 8),
     "sparseloco K=30 D=0": (lgc.SPARSELOCO["compressor"], 30),
 }
@@ -103,7 +103,7 @@ def adamw() -> str:
         fewer = ratio(compressor, model) * steps
         losses = [language_models.difference(label, ranks) for ranks in (2, 8)]
         seconds = f"{dense / fewer / (100e6 / 8):.2g} s"
-        rows.append([summaries.code(label, "stdlib_gpt"), times(fewer), seconds, *losses])
+        rows.append([summaries.code(label), times(fewer), seconds, *losses])
     return report.table(["method", "fewer bytes", "a step sends for", "loss, 2 ranks", "loss, 8 ranks"], rows)
 
 

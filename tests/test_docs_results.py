@@ -14,11 +14,11 @@ RECIPES = {
     "digits_dga": ("dga K=8 D=8", "seeds", 10, 220),
     "digits_resnet50": ("dgc", "folds", 10, 220),
     "digits_sparseloco": ("sparseloco K=8 D=0", "folds", 30, 1320),
-    "digits_swin": ("dgc", "folds", 30, 1320),
+    "digits_swin": ("eden", "folds", 30, 1320),
 }
 """Recipe -> of which runs it tells: method, of a cross-validation or of the fixed split, epochs and steps."""
 TEXTS = {
-    "stdlib_gpt": ("dgc", "AdamW"),
+    "stdlib_gpt": ("eden", "AdamW"),
     "stdlib_gpt_muon": ("int8", "Muon"),
     "stdlib_gpt_muloco": ("muloco K=30 D=0", "Muon"),
     "stdlib_gpt_sparseloco": ("sparseloco K=8 D=0", "AdamW"),

@@ -42,8 +42,8 @@ def test_curves_are_means_over_seeds(tmp_path):
     finished(tmp_path / "runs" / "1", loss=2.5, seed=1)
     for _ in range(2):
         record(found(tmp_path / "runs"))
-    assert curve("dgc", "AdamW", 20) == [(1000, 3.25), (2000, 2.25)]
-    assert curve("dgc", "Muon", 20) == []
+    assert curve("eden", "AdamW", 20) == [(1000, 3.25), (2000, 2.25)]
+    assert curve("eden", "Muon", 20) == []
     assert [each.val_loss for each in language_models.read_csv()] == [2.0, 2.5]
 
 
@@ -54,7 +54,7 @@ def test_a_method_is_paired_with_dense_runs_of_its_optimizer_steps_and_seed(monk
     lossy += [result(1.02, method="muloco K=30 D=0", optimizer="Muon")]
     monkeypatch.setattr(language_models, "read_csv", lambda: [*lossy, *dense])
     assert table().splitlines()[2:] == [
-        "| `dgc_int8` | +0.020 ± 0.127 |  | 10x |",
+        "| `dgc` | +0.020 ± 0.127 |  | 10x |",
         "| `muloco` K=30 D=0 (Muon) | +0.020 |  | 10x |",
     ]
 
@@ -71,10 +71,10 @@ def test_eight_ranks_are_paired_with_dense_runs_of_two_where_there_are_none_of_e
     lossy = [result(2.6, ranks=8), result(2.2, ranks=8, seed=1)]
     monkeypatch.setattr(language_models, "read_csv", lambda: [*lossy, *dense])
     *_, row = table().splitlines()
-    assert row == "| `dgc_int8` |  | +0.100 ± 0.000 | 10x |"
+    assert row == "| `dgc` |  | +0.100 ± 0.000 | 10x |"
 
 
 def test_a_method_without_a_dense_run_has_its_bytes_alone(monkeypatch):
     monkeypatch.setattr(language_models, "read_csv", lambda: [result(2.0), result(2.2, seed=1)])
     *_, row = table().splitlines()
-    assert row == "| `dgc_int8` | — |  | 10x |"
+    assert row == "| `dgc` | — |  | 10x |"

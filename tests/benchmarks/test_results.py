@@ -87,8 +87,7 @@ def test_runs_with_images_of_their_own_are_not_beside_others():
     [
         ("recipe=digits", "dgc"),
         ("recipe=digits_resnet50 compressor=twobit data.fold=1 trainer.devices=8", "twobit"),
-        ("recipe=digits_swin", "dgc"),  # dense_values=int8, which is the recipe's
-        ("recipe=digits_swin compressor.dense_values=fp32", "dgc dense_values=fp32"),
+        ("recipe=digits_swin compressor=dgc_int8", "dgc dense_values=int8"),
         ("recipe=digits compressor=twobit compressor.warmup_epochs=3", "twobit warmup_epochs=3"),
         ("recipe=digits_resnet50 optimizer.lr=0.005", "dgc optimizer.lr=0.005"),
         (
@@ -100,8 +99,8 @@ def test_runs_with_images_of_their_own_are_not_beside_others():
         ("recipe=digits strategy=dga compressor=onebit strategy.period=15 strategy.delay=0", "dga:onebit K=15 D=0"),
         ("recipe=digits_sparseloco", "sparseloco K=8 D=0"),
         ("recipe=digits_sparseloco compressor.values=fp32", "sparseloco K=8 D=0 values=fp32"),
-        ("recipe=swin_fashion_mnist", "dgc"),
-        ("recipe=stdlib_gpt compressor=dgc_int8 trainer.max_epochs=50", "dgc"),  # the recipe's compressor
+        ("recipe=swin_fashion_mnist", "eden"),
+        ("recipe=stdlib_gpt trainer.max_epochs=50 compressor.bits=2", "eden bits=2"),
         ("recipe=stdlib_gpt_muon compressor=none", "none"),  # the optimizer is a column of its own
         ("recipe=stdlib_gpt compressor=none optimizer=muon", "none optimizer.lr=0.008"),
         ("recipe=stdlib_gpt_sparseloco strategy.period=8", "sparseloco K=8 D=0"),
@@ -122,10 +121,10 @@ def test_the_page_s_table_has_dense_runs_of_the_same_pairs(monkeypatch):
     setting = {"steps": 660, "ranks": 8}
     dense = [run(80 + fold, method="none", fold=fold, **setting) for fold in (0, 1)]
     other = [run(10, method="none", fold=fold, machine="other", **setting) for fold in (0, 1)]
-    lossy = [run(79 + fold, fold=fold, **setting) for fold in (0, 1)]
+    lossy = [run(79 + fold, method="dgc dense_values=int8", fold=fold, **setting) for fold in (0, 1)]
     monkeypatch.setattr(results, "read_csv", lambda: [*dense, *other, *lossy])
-    row = next(line for line in results.accuracy().splitlines() if "dgc_int8" in line)
-    assert row == "| `dgc_int8` |  | -1.0 ± 0.0 | 10x | small Swin, AdamW | 80.5 |"
+    row = next(line for line in results.accuracy().splitlines() if "`dgc` dense_values" in line)
+    assert row == "| `dgc` dense_values=int8 |  | -1.0 ± 0.0 | 10x | small Swin, AdamW | 80.5 |"
 
 
 def test_fashion_mnist_has_a_table_of_its_own_with_whatever_seeds_exist(monkeypatch):
@@ -135,6 +134,6 @@ def test_fashion_mnist_has_a_table_of_its_own_with_whatever_seeds_exist(monkeypa
     single = [run(88, method="powersgd", data="FashionMNIST")]
     monkeypatch.setattr(results, "read_csv", lambda: [*digits, *dense, *lossy, *single])
     assert results.fashion().splitlines()[2:] == [
-        "| `dgc_int8` | -0.50 ± 6.35 | 10x | small Swin, AdamW | 2 |",
+        "| `dgc` | -0.50 ± 6.35 | 10x | small Swin, AdamW | 2 |",
         "| `powersgd` | -2.00 | 10x | small Swin, AdamW | 1 |",
     ]
