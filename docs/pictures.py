@@ -23,7 +23,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
-from benchmarks import language_models, report, results, summaries, time_to_accuracy
+from benchmarks import language_models, report, results, time_to_accuracy
 from benchmarks import rotation as rotation_of_a_gradient
 from benchmarks import step_time as step_times
 from docs.tables import ratio
