@@ -1,4 +1,4 @@
-"""AdamW: a small GPT on the bytes of a text, two processes, DGC.
+"""AdamW: a small GPT on the bytes of a text, two processes, EDEN.
 
 python docs/examples/transformer_text.py [epochs]
 """
@@ -41,10 +41,9 @@ if __name__ == "__main__":
     L.seed_everything(0, verbose=False)
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()))  # a text that every Python has
     windows = text.unfold(0, CONTEXT + 1, CONTEXT)
-    compressor = lgc.DGC(dense_values="int8")  # norms and biases in 8 bits; AdamW's density is 3 %, without a warm-up
     monitor = lgc.CommunicationMonitor()
     trainer = L.Trainer(
-        strategy=lgc.CompressedDDPStrategy(compressor, topology="all_gather"),
+        strategy=lgc.CompressedDDPStrategy(lgc.EDEN()),  # all gradients in 4 bits, while backward computes
         accelerator="cpu", devices=2, max_epochs=int(sys.argv[1]) if len(sys.argv) > 1 else 8, callbacks=[monitor],
         gradient_clip_val=1.0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip

@@ -6,6 +6,9 @@ mean of the large tensors once more, and sends it to all. Every rank, the owner 
 message. Either way a rank sends 2 (N-1)/N of a whole message; between two ranks, owners would only add a second
 rounding and a second wait.
 
+If a worker is a node of several ranks, these first add their gradients in fp32, a part each. With that part each takes
+the place of the node in an average over the nodes, as above. Then the ranks of a node send each other their parts.
+
 The mean of a tensor does not depend on the tensors that are averaged with it, on their order, or on the owners.
 """
 
@@ -51,62 +54,67 @@ def mean_in_few_bits(
     Returns:
         The mean of each of `large`, fp32 in its shape, and the means of `small`, concatenated: fp32 [m].
     """
-    world, owners, device = ranks.world, number_of_owners(ranks.world), small[0].device
+    workers, owners, device = ranks.workers, number_of_owners(ranks.workers), small[0].device
     shapes, m = [tuple(tensor.shape) for _, tensor in large], sum(tensor.numel() for tensor in small)
     lengths = [form.length(shape) for shape in shapes]
     if not any(lengths) and not m:  # a bucket of parameters without elements
         return [tensor.float() for _, tensor in large], small[0].float()
-    n = sum(lengths)
-    part, small_part = part_sizes(form, n, m, owners)
-    flat = torch.empty(owners * part, dtype=torch.float32, device=device)
-    rows = flat[:n].split(lengths)
+    n, number = sum(lengths), ranks.per_worker * owners
+    part, small_part = part_sizes(form, n, m, number)
+    flat = torch.empty(number * part, dtype=torch.float32, device=device)
     if large:  # else torch._foreach_copy_ raises an error
-        form.put([tensor for _, tensor in large], rows, key)
-    flat[:n].div_(world)
+        form.put([tensor for _, tensor in large], flat[:n].split(lengths), key)
+    flat[:n].div_(ranks.world)
     flat[n:].zero_()
-    places = _places(form, [first for first, _ in large], lengths, len(flat), device).view(owners, -1)
-    parts, small_parts = flat.view(owners, part), _padded(small, owners * small_part).div_(world).view(owners, -1)
-    pieces, seeds = _pieces(form, parts, small_parts), row_seeds(places, *key, 0, ranks.rank)
+    small_flat = _padded(small, number * small_part).div_(ranks.world)
+    places = _places(form, [first for first, _ in large], lengths, len(flat), device)
+    places = places.view(ranks.per_worker, owners, -1)[ranks.place]
+    parts, small_parts = (
+        ranks.sum_inside(each.view(ranks.per_worker, -1)).view(owners, -1) for each in (flat, small_flat)
+    )
+    pieces, seeds = _pieces(form, parts, small_parts), row_seeds(places, *key, 0, ranks.worker)
 
     # A piece travels while the next one is rounded and the previous one is decoded.
     waits = [
-        ranks.start_swap(_messages(form, own, small_own, seeds[:, blocks]).expand(world, -1))
+        ranks.start_swap(_messages(form, own, small_own, seeds[:, blocks]).expand(workers, -1))
         for own, small_own, blocks in pieces
     ]
     if owners > 1:
-        seeds = row_seeds(places[ranks.rank], *key, 1)
+        seeds = row_seeds(places[ranks.worker], *key, 1)
         for place, (own, small_own, blocks) in enumerate(pieces):
             mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
             for values, small_values in zip(*_cut(form, waits[place](), mean.numel()), strict=True):
                 form.add(values, mean)
                 small_mean += small_values
             message = _messages(form, mean[None], small_mean[None], seeds[None, blocks])
-            waits[place] = ranks.start_swap(message.expand(world, -1))
+            waits[place] = ranks.start_swap(message.expand(workers, -1))
     for wait, (own, small_own, _) in zip(waits, pieces, strict=True):
         values, small_values = _cut(form, wait(), own.size(1))
         form.unpack(values[:owners], own, key)
         small_own.copy_(small_values[:owners])
-        if owners < world:  # two ranks' messages, to add
+        if owners < workers:  # two workers' messages, to add
             form.unpack(values[1:], own, key, add=True)
             small_own += small_values[1]
-    return [form.take(row, shape) for row, shape in zip(rows, shapes, strict=True)], small_parts.view(-1)[:m]
+    flat, small_flat = (ranks.join_inside(each.reshape(-1)).view(-1) for each in (parts, small_parts))
+    return [form.take(row, shape) for row, shape in zip(flat[:n].split(lengths), shapes, strict=True)], small_flat[:m]
 
 
-def number_of_owners(world: int) -> int:
-    """How many ranks average a part each; 1 if the ranks send each other everything."""
-    return world if world > 2 else 1
+def number_of_owners(workers: int) -> int:
+    """How many workers average a part each; 1 if the workers send each other everything."""
+    return workers if workers > 2 else 1
 
 
-def part_sizes(form: FewBits, n: int, m: int, owners: int) -> tuple[int, int]:
-    """Elements in an owner's part of n elements in whole blocks, and of m small elements."""
-    return form.block * -(-n // (form.block * owners)), -(-m // owners)
+def part_sizes(form: FewBits, n: int, m: int, number: int) -> tuple[int, int]:
+    """Elements in one of `number` equal parts of n elements in whole blocks, and of m small elements."""
+    return form.block * -(-n // (form.block * number)), -(-m // number)
 
 
 def few_bits_traffic(form: FewBits, shapes: Sequence[tuple[int, ...]], m: int, ranks: Ranks) -> int:
     """Bytes that a rank sends to other workers in `mean_in_few_bits` of large tensors and m small elements."""
-    owners = number_of_owners(ranks.world)
-    part, small_part = part_sizes(form, sum(form.length(shape) for shape in shapes), m, owners)
-    messages = (ranks.world - ranks.per_worker) * (2 if owners > 1 else 1)
+    owners = number_of_owners(ranks.workers)
+    n = sum(form.length(shape) for shape in shapes)
+    part, small_part = part_sizes(form, n, m, ranks.per_worker * owners)
+    messages = (ranks.workers - 1) * (2 if owners > 1 else 1)
     return messages * (form.nbytes(part) + 4 * small_part)
 
 

@@ -68,14 +68,24 @@ class Ranks:
         self.group, self.shards = group, shards if shards and shards.size() > 1 else None
         self.world = group.size() if group else world
         self.rank = group.rank() if group else 0
-        self.workers, self.worker, self.per_worker = self.world, self.rank, 1
-        """Number of workers, index of this rank's worker, and ranks per worker."""
+        self.workers, self.worker, self.per_worker, self.place = self.world, self.rank, 1, 0
+        """Number of workers, index of this rank's worker, ranks per worker, and index of this rank in its worker."""
+        self.groups = [group]
+        """All groups in which this rank exchanges."""
         if group:
             pause_at_exit()
 
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         """Average `flats` (fp32) in place over this worker's ranks. Returns True for each flag that any of them set."""
         return flags
+
+    def sum_inside(self, parts: torch.Tensor) -> torch.Tensor:
+        """This rank's part, fp32 [n], of the sum of `parts`, fp32 [ranks per worker, n], over this worker's ranks."""
+        return parts[0]
+
+    def join_inside(self, part: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks of this worker, fp32 [ranks per worker, n], given this rank's, fp32 [n]."""
+        return part[None]
 
     def over_shards(self, values: torch.Tensor) -> torch.Tensor:
         """The elementwise sum of a few `values` (fp32 [m]) over the ranks of a sharded replica."""
@@ -106,7 +116,7 @@ class Ranks:
         return wait
 
     def gather(self, message: torch.Tensor) -> torch.Tensor:
-        """All workers' messages in worker order, uint8 [N, L], given this worker's, uint8 [L]."""
+        """All workers' messages in worker order, [N, L], given this worker's, [L]. `Nodes` need uint8."""
         return self.start_gather(message)()
 
     def scatter(self, messages: list[torch.Tensor]) -> torch.Tensor:
@@ -117,12 +127,12 @@ class Ranks:
         return out.view(self.world, length)
 
     def start_swap(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to send row j of `rows`, [N, L], to rank j. Call it in one order on all ranks.
+        """Start to send row j of `rows`, [N, L], to worker j. Call it in one order on all ranks.
 
         On a CPU it is an all-to-all whose receives are posted before its sends. gloo's own posts its sends first, which
         takes 10 to 17 % longer for messages of megabytes over 1 Gbit/s.
 
-        Returns a function that waits for what all ranks sent to this one, [N, L], in rank order.
+        Returns a function that waits for what all workers sent to this one, [N, L], in their order.
         """
         received, rank, works = rows.new_empty(rows.shape), self.rank, []
         if rows.is_cuda:
@@ -231,17 +241,18 @@ class Nodes(Ranks):
 
     All ranks of a node then compress the same gradient and keep the same residual. Each sends its part of the node's
     message to the other nodes, and shares what it receives with its own node. A node thus sends its payload once,
-    whatever its number of ranks.
+    whatever its number of ranks. In few bits each rank averages its part over the nodes.
     """
 
     def __init__(self, group: dist.ProcessGroup, per_node: int) -> None:
         super().__init__(group)
         if self.world % per_node:
             raise refusal("ranks with inside='dense'", self.world, f"a multiple of the {per_node} ranks of a node")
-        node, self._place = divmod(self.rank, per_node)
+        node, self.place = divmod(self.rank, per_node)
         self.workers, self.worker, self.per_worker = self.world // per_node, node, per_node
         self._inside = Ranks(subgroup(group, list(range(node * per_node, (node + 1) * per_node))))
-        self._across = Ranks(subgroup(group, list(range(self._place, self.world, per_node))))
+        self._across = Ranks(subgroup(group, list(range(self.place, self.world, per_node))))
+        self.groups = [self._across.group, self._inside.group, group]
 
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         own = torch.tensor(flags, dtype=torch.float32).to(flats[0].device, non_blocking=True)
@@ -250,6 +261,18 @@ class Nodes(Ranks):
             flat.div_(self.per_worker)
         dist.all_reduce(own, group=self._inside.group)
         return (own > 0).tolist()
+
+    def sum_inside(self, parts: torch.Tensor) -> torch.Tensor:
+        total, *others = self._inside.start_swap(parts)()
+        for other in others:  # in rank order, which no reduce-scatter promises
+            total += other
+        return total
+
+    def join_inside(self, part: torch.Tensor) -> torch.Tensor:
+        return self._inside.gather(part)
+
+    def start_swap(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self._across.start_swap(rows)
 
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         rows = self._across.start_gather(self._part(message))
@@ -275,7 +298,7 @@ class Nodes(Ranks):
     def _part(self, message: torch.Tensor) -> torch.Tensor:
         share = self.share(message.numel())
         padded = torch.nn.functional.pad(message, (0, self.per_worker * share - message.numel()))
-        return padded.view(-1, share)[self._place].clone()
+        return padded.view(-1, share)[self.place].clone()
 
     def _share_inside(self, rows: torch.Tensor, length: int) -> torch.Tensor:
         """The nodes' whole messages, uint8 [nodes, length], from the parts that this node's ranks received."""

@@ -112,7 +112,7 @@ def dense_topology(wire: str, ranks: Ranks) -> str:
     """How a plain dense step travels."""
     if wire not in FORMATS:
         return "all_reduce"
-    return "two_phase" if number_of_owners(ranks.world) > 1 else "all_gather"
+    return "two_phase" if number_of_owners(ranks.workers) > 1 else "all_gather"
 
 
 def traffic(compressor: LossyCompressor, gradients: Layouts, ranks: Ranks, topology: str) -> int:

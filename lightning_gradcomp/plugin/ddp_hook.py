@@ -118,12 +118,12 @@ class DDPHook:
         if not self._manual:
             self._check_averages_were_used(averager)
         self._grad_scale, self._step = grad_scale, averager.steps
-        self._wire = decision.wire if averager.world > 1 else "fp32"
+        self._wire = decision.wire if averager.ranks.workers > 1 else "fp32"
         if self._wire in FORMATS and self._few_bits is None:
             form, named = FORMATS[self._wire], self._ddp.module.named_parameters()
             first = first_blocks(form, averager.gradients.chosen)
             large = {id(p): first[plain_name(name)] for name, p in named if plain_name(name) in first}
-            self._few_bits = FewBitBuckets(form, large, averager.gradients.device)
+            self._few_bits = FewBitBuckets(form, large, averager.gradients.device, averager.ranks.per_worker)
         by_ddp = not self._ddp_skipped and self._can_be_by_ddp(decision)
         self._by_ddp = by_ddp and not (self._manual and self._leaves_some_for(averager, self._manual))
         self._gradients_ready = None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging.few_bits import mean_in_few_bits
-from lightning_gradcomp.averaging.ranks import Ranks, subgroup
+from lightning_gradcomp.averaging.ranks import Nodes, Ranks, subgroup
 from lightning_gradcomp.compressors.blocks import FewBits
 
 
@@ -33,14 +33,16 @@ class FewBitBuckets:
 
     The thread has a process group of its own, because other threads' collectives may come in any order in between. On a
     GPU it also has its own stream. To make one is collective. `large` has, for each parameter whose gradient travels in
-    few bits, its id -> its first block. The others' travel in fp32.
+    few bits, its id -> its first block. The others' travel in fp32. If there are several ranks `per_node`, they average
+    inside their node first.
     """
 
-    def __init__(self, form: FewBits, large: Mapping[int, int], device: torch.device) -> None:
+    def __init__(self, form: FewBits, large: Mapping[int, int], device: torch.device, per_node: int = 1) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._form, self._large, self._device = form, large, device
-        self._group = subgroup(world, list(range(world.size())))
+        group = subgroup(world, list(range(world.size())))
+        self._ranks = Nodes(group, per_node) if per_node > 1 else Ranks(group)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._num_threads = torch.get_num_threads()
         self._tasks: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -81,7 +83,7 @@ class FewBitBuckets:
                 self._stream.wait_event(task.ready)
             none, shard = task.buffer[:0], 0
             small = [*task.small, none]
-            means, small_mean = mean_in_few_bits(Ranks(self._group), self._form, task.large, small, task.step, shard)
+            means, small_mean = mean_in_few_bits(self._ranks, self._form, task.large, small, task.step, shard)
             means += small_mean.split([gradient.numel() for gradient in task.small]) if task.small else ()
             gradients = [*(each for _, each in task.large), *task.small]
             torch._foreach_copy_(
@@ -94,8 +96,9 @@ class FewBitBuckets:
             task.future.set_result(task.buffer)
 
     def close(self) -> None:
-        """End the thread and its process group. A thread that waits for a lost rank is left behind."""
+        """End the thread and its process groups. A thread that waits for a lost rank is left behind."""
         self._tasks.put(None)
         self._thread.join(timeout=1.0)
         if not (self._thread.is_alive() or self._error):
-            dist.destroy_process_group(self._group)
+            for group in self._ranks.groups:
+                dist.destroy_process_group(group)

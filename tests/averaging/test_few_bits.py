@@ -12,7 +12,7 @@ from lightning_gradcomp.averaging import few_bits
 from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.few_bits import first_blocks, mean_in_few_bits
 from lightning_gradcomp.averaging.gradients import Layouts
-from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.ranks import Nodes, Ranks
 from lightning_gradcomp.averaging.topology import dense_step_traffic
 from lightning_gradcomp.compressors import EDEN, Int8
 from lightning_gradcomp.compressors.blocks import FORMATS
@@ -29,16 +29,26 @@ from tests.averaging.workers import (
 )
 from tests.reference import eden as eden_reference
 from tests.reference import int8 as int8_reference
-from tests.threads import checked_collectives, run_ranks
+from tests.threads import checked_collectives, run_ranks, subgroups
 
 QUICK = {"min_elements": 40}
 """Of a `Table`, the kernel (360 elements) and the matrix (300) then travel in few bits."""
 INT8 = FORMATS["int8"]
 
 
+def workers(group, per_node):
+    """The ranks of `group` as workers, or in nodes that average first."""
+    return Nodes(group, per_node) if per_node > 1 else Ranks(group)
+
+
+def of_nodes(values, per_node):
+    """What each node's ranks have together, given what each rank has."""
+    return [sum(values[first : first + per_node]) for first in range(0, len(values), per_node)]
+
+
 @pytest.mark.parametrize(("n", "m"), [(5000, 77), (256, 1), (300, 0), (0, 5), (0, 0), (12 * 256, 12)])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_8_bits_are_bit_identical_to_the_simulation_in_one_process(world, n, m):
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 1), (4, 2), (8, 2)])
+def test_8_bits_are_bit_identical_to_the_simulation_in_one_process(world, per_node, n, m):
     def numbers(rank, k):
         noise = torch.randn(k, generator=seeded(rank, k))
         return noise * noise.abs()
@@ -48,7 +58,8 @@ def test_8_bits_are_bit_identical_to_the_simulation_in_one_process(world, n, m):
 
     def work(rank, group):
         large, small = numbers(rank, n).split(sizes), numbers(rank, m)
-        means, small_mean = mean_in_few_bits(Ranks(group), INT8, list(zip(first, large, strict=True)), [small], 7)
+        ranks = workers(group, per_node)
+        means, small_mean = mean_in_few_bits(ranks, INT8, list(zip(first, large, strict=True)), [small], 7)
         return *means, small_mean
 
     def uniform(phase, begin, k):
@@ -57,11 +68,13 @@ def test_8_bits_are_bit_identical_to_the_simulation_in_one_process(world, n, m):
 
     larges = zip(*(numbers(rank, n).split(sizes) for rank in range(world)), strict=True)
     expected = [
-        int8_reference.mean([tensor.numpy() for tensor in each], begin, uniform)
+        int8_reference.mean([tensor.numpy() / per_node for tensor in of_nodes(each, per_node)], begin, uniform)
         for each, begin in zip(larges, first, strict=True)
     ]
-    small = sum(numbers(rank, m) / world for rank in range(world)).numpy()
-    for got in run_ranks(world, work):
+    small = sum(of_nodes([numbers(rank, m) / world for rank in range(world)], per_node)).numpy()
+    with subgroups():
+        results = run_ranks(world, work)
+    for got in results:
         assert all(np.array_equal(mean, wanted) for mean, wanted in zip(got, [*expected, small], strict=True))
 
 
@@ -77,27 +90,31 @@ def test_a_bucket_of_small_tensors_alone_has_exact_means(wire):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_rotated_bits_are_bit_identical_to_the_simulation_in_one_process(world, bits):
-    """On whole numbers, which are rotated without rounding errors."""
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2)])
+def test_rotated_bits_are_bit_identical_to_the_simulation_in_one_process(world, per_node, bits):
+    """On whole numbers, which are divided and rotated without rounding errors."""
     shapes, form = {"wide": (3, 100), "narrow": (7, 5, 3), "exact": (4, 64)}, FORMATS[f"eden{bits}"]
     first = first_blocks(form, shapes)
     assert list(first.values()) == [0, 6, 13]
 
     def numbers(rank, name):
-        return torch.randint(-9, 9, shapes[name], generator=seeded(rank, len(name))).float()
+        return 6.0 * torch.randint(-9, 9, shapes[name], generator=seeded(rank, len(name)))
 
     def work(rank, group):
         large = [(first[name], numbers(rank, name)) for name in shapes]
-        return mean_in_few_bits(Ranks(group), form, large, [torch.zeros(0)], 7)[0]
+        return mean_in_few_bits(workers(group, per_node), form, large, [torch.zeros(0)], 7)[0]
 
     def seeds(phase, block):
         return int(row_seeds(torch.tensor([block]), 7, *phase))
 
     turn = eden.rotation(torch.device("cpu"), 7).numpy().astype(np.int64)
-    for name, got in zip(shapes, zip(*run_ranks(world, work), strict=True), strict=True):
-        tensors = [numbers(rank, name).numpy() for rank in range(world)]
-        expected = eden_reference.mean(tensors, bits, turn, first[name], seeds)
+    with subgroups():
+        results = run_ranks(world, work)
+    for name, got in zip(shapes, zip(*results, strict=True), strict=True):
+        tensors = of_nodes([numbers(rank, name) for rank in range(world)], per_node)
+        expected = eden_reference.mean(
+            [tensor.numpy() / per_node for tensor in tensors], bits, turn, first[name], seeds
+        )
         for mean in got:
             np.testing.assert_array_equal(eden_reference.blocks_of(mean.numpy()), trimmed(expected, shapes[name]))
 

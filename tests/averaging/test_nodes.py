@@ -1,13 +1,19 @@
 """inside="dense": the ranks of a node are one worker, whose gradient is their mean; nothing else changes."""
 
+import math
+import threading
+from collections import defaultdict
 from copy import deepcopy
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from tests.averaging.cells import FEW, NODE
 from tests.averaging.methods import CODECS, LOSSY, REMEMBERING
 from tests.averaging.workers import (
@@ -80,6 +86,30 @@ def test_nodes_are_workers_with_the_mean_gradient_to_the_bit(topology, make):
         expected, remembered = workers[rank // NODE]
         assert all(torch.equal(own, other) for own, other in zip(seen, expected, strict=True))
         assert same(memory, remembered)
+
+
+@pytest.mark.parametrize("compressor", [lgc.Int8(min_elements=40), lgc.EDEN(min_elements=40)], ids=["int8", "eden"])
+def test_in_few_bits_each_rank_sends_its_part_to_one_rank_of_each_other_node(compressor):
+    """And the same part of the mean back, in the format that it announces; inside the node in fp32."""
+    nodes, send, sent = 3, dist.isend, defaultdict(list)
+
+    def counted(message, *, group, **options):
+        sent[threading.current_thread().name, group.size()].append(message.nbytes)
+        return send(message, group=group, **options)
+
+    def work(rank, group):
+        model, optimizer, averager = begin(group, lambda: compressor)
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        with mock.patch.object(dist, "isend", counted):
+            averager.average()
+        averager.commit()
+        return averager.stats.bytes_sent
+
+    for rank, announced in enumerate(run_ranks(NODE * nodes, work)):
+        lengths = sent[f"rank {rank}", nodes]
+        assert len(lengths) == 2 * (nodes - 1) and len(set(lengths)) == 1
+        flags = 4 * math.ceil((19 + 4 + CALLER_FLAGS) / (NODE * nodes)) - 4 * math.ceil(19 / (NODE * nodes))
+        assert sum(lengths) == announced + len(lengths) * flags
 
 
 @without_server
@@ -164,6 +194,18 @@ def test_one_node_alone_is_dense():
         return averager.begin_step().is_plain, averager.why_uncompressed()
 
     assert run_ranks(NODE, work) == [(True, "there is one node, and only nodes compress")] * NODE
+
+
+def test_one_node_alone_averages_in_fp32():
+    def work(rank, group, make):
+        model, optimizer, averager = begin(group, make)
+        backward(model, optimizer, rank, 0, prescribed_loss)
+        averager.average()
+        averager.commit()
+        return flat_gradients(model)
+
+    exact, rounded = (run_ranks(NODE, partial(work, make=make)) for make in (lgc.NoCompression, lgc.EDEN))
+    assert all_equal(exact + rounded)
 
 
 def test_nodes_of_unequal_size_and_unknown_size_are_refused(monkeypatch):

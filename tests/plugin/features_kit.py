@@ -113,8 +113,9 @@ def loader(batches=10):
     return torch.utils.data.DataLoader(examples(batches), 8)
 
 
-def trainer_for(strategy, *, epochs=2, **options):
-    return L.Trainer(strategy=strategy, accelerator="cpu", devices=WORLD, max_epochs=epochs, **{**QUIET, **options})
+def trainer_for(strategy, *, epochs=2, nodes=1, **options):
+    ranks = {"accelerator": "cpu", "devices": WORLD // nodes, "num_nodes": nodes}
+    return L.Trainer(strategy=strategy, max_epochs=epochs, **ranks, **{**QUIET, **options})
 
 
 def fit(strategy, make=Net, *, batches=10, ckpt_path=None, **options):

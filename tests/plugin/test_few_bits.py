@@ -1,5 +1,6 @@
 """Averages in few bits inside DDP, with what DDP's own hooks work with, on two ranks."""
 
+import os
 import threading
 import warnings
 from unittest import mock
@@ -147,6 +148,22 @@ def test_a_mean_does_not_depend_on_the_buckets(method, tmp_path):
         net.training_step(batch, 0).backward()
         averager.step()
     assert apart(whole, weights(net)) == 0
+
+
+@on_ranks(4)
+@mock.patch.dict(os.environ, LOCAL_RANK=str(RANK % 2))
+def test_the_ranks_of_a_node_average_first():
+    """In small buckets, by the thread that has groups of its own."""
+    options = {"batches": 7, "epochs": 1, "nodes": 2}
+    exact = fit(dense(bucket_cap_mb=SMALL), **options)[1]
+    for method in METHODS.values():
+        sent = []
+        for how in ({}, {"topology": "all_gather", "inside": "compressed"}):
+            strategy = lgc.CompressedDDPStrategy(method, bucket_cap_mb=SMALL, verify_replicas_every_n_steps=1, **how)
+            trainer, after = fit(strategy, **options)
+            assert spread(after) == 0 < apart(exact, after) < 0.2
+            sent.append(trainer.strategy.averager.stats.bytes_sent)
+        assert sent[0] < sent[1] / 2  # its half of the node's message, once; its own message, in parts, and two means
 
 
 class Twice(torch.optim.SGD):
