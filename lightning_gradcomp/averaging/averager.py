@@ -36,6 +36,7 @@ from lightning_gradcomp.averaging.step import Average, Pending, average_compress
 from lightning_gradcomp.averaging.topology import Choice, Decision, dense_step_traffic, dense_topology, resolve
 from lightning_gradcomp.averaging.trainable import check_same_step
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
+from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity, dense_start
 from lightning_gradcomp.errors import check_flag, refusal
@@ -184,8 +185,14 @@ class GradientAverager:
             self._decided_for, self.decision = decided_for, self._decide()
         return self.decision
 
+    @property
+    def _wire(self) -> str:
+        """The format of a plain dense step. Only several workers exchange few bits."""
+        wire = self.compressor.wire
+        return "fp32" if wire in FORMATS and self.ranks.workers == 1 else wire
+
     def _decide(self) -> Decision:
-        dense = Decision(is_plain=not self.has_unsent, wire=self.compressor.wire)
+        dense = Decision(is_plain=not self.has_unsent, wire=self._wire)
         compressible = self.gradients.largest.layout.n
         if self._choice is None or self.schedule is None or self.ranks.workers == 1 or not compressible:
             return dense
@@ -624,9 +631,8 @@ class GradientAverager:
         shards = f" replicas of {self.shards.number} shards each" if self.shards else ""
         where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
         if self._choice is None:
-            sent = dense_step_traffic(self.gradients, ranks, self.compressor.wire)
-            topology = dense_topology(self.compressor.wire, ranks)
-            return f"{name}: {sent:,} bytes sent a step by {topology} ({where})."
+            sent, between = dense_step_traffic(self.gradients, ranks, self._wire), " between nodes" if nodes else ""
+            return f"{name}: {sent:,} bytes sent{between} a step by {dense_topology(self._wire, ranks)} ({where})."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
         reason = UNKNOWN if self.gradients.are_unknown else "no tensor is large enough to compress"
         message = f"{reason}; all are sent dense"

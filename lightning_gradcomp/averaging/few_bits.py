@@ -45,7 +45,7 @@ def mean_in_few_bits(
     A NaN or an infinity in `large` makes its block NaN.
 
     Args:
-        ranks: the ranks.
+        ranks: the ranks. Those of one worker exchange in fp32, workers in few bits.
         form: the format of `large`.
         large: tensors that travel in few bits, each with the number of its first block in the model.
         small: tensors that travel in fp32, with m elements together. Not empty.
@@ -59,20 +59,19 @@ def mean_in_few_bits(
     lengths = [form.length(shape) for shape in shapes]
     if not any(lengths) and not m:  # a bucket of parameters without elements
         return [tensor.float() for _, tensor in large], small[0].float()
-    n, number = sum(lengths), ranks.per_worker * owners
-    part, small_part = part_sizes(form, n, m, number)
-    flat = torch.empty(number * part, dtype=torch.float32, device=device)
+    n, in_all = sum(lengths), ranks.per_worker * owners
+    part, small_part = part_sizes(form, n, m, in_all)
+    flat = torch.empty(in_all * part, dtype=torch.float32, device=device)
     if large:  # else torch._foreach_copy_ raises an error
         form.put([tensor for _, tensor in large], flat[:n].split(lengths), key)
     flat[:n].div_(ranks.world)
     flat[n:].zero_()
-    small_flat = _padded(small, number * small_part).div_(ranks.world)
-    places = _places(form, [first for first, _ in large], lengths, len(flat), device)
-    places = places.view(ranks.per_worker, owners, -1)[ranks.place]
-    parts, small_parts = (
-        ranks.sum_inside(each.view(ranks.per_worker, -1)).view(owners, -1) for each in (flat, small_flat)
-    )
-    pieces, seeds = _pieces(form, parts, small_parts), row_seeds(places, *key, 0, ranks.worker)
+    small_flat = _padded(small, in_all * small_part).div_(ranks.world)
+    numbers = _numbers(form, [first for first, _ in large], lengths, len(flat), device)
+    numbers = numbers.view(ranks.per_worker, owners, -1)[ranks.place]
+    flat, small_flat = ranks.sum_inside([flat, small_flat])
+    pieces = _pieces(form, flat.view(owners, -1), small_flat.view(owners, -1))
+    seeds = row_seeds(numbers, *key, 0, ranks.worker)
 
     # A piece travels while the next one is rounded and the previous one is decoded.
     waits = [
@@ -80,14 +79,14 @@ def mean_in_few_bits(
         for own, small_own, blocks in pieces
     ]
     if owners > 1:
-        seeds = row_seeds(places[ranks.worker], *key, 1)
-        for place, (own, small_own, blocks) in enumerate(pieces):
+        seeds = row_seeds(numbers[ranks.worker], *key, 1)
+        for index, (own, small_own, blocks) in enumerate(pieces):
             mean, small_mean = torch.zeros_like(own[0]), torch.zeros_like(small_own[0])
-            for values, small_values in zip(*_cut(form, waits[place](), mean.numel()), strict=True):
+            for values, small_values in zip(*_cut(form, waits[index](), mean.numel()), strict=True):
                 form.add(values, mean)
                 small_mean += small_values
             message = _messages(form, mean[None], small_mean[None], seeds[None, blocks])
-            waits[place] = ranks.start_swap(message.expand(workers, -1))
+            waits[index] = ranks.start_swap(message.expand(workers, -1))
     for wait, (own, small_own, _) in zip(waits, pieces, strict=True):
         values, small_values = _cut(form, wait(), own.size(1))
         form.unpack(values[:owners], own, key)
@@ -95,7 +94,7 @@ def mean_in_few_bits(
         if owners < workers:  # two workers' messages, to add
             form.unpack(values[1:], own, key, add=True)
             small_own += small_values[1]
-    flat, small_flat = (ranks.join_inside(each.reshape(-1)).view(-1) for each in (parts, small_parts))
+    flat, small_flat = ranks.join_inside([flat, small_flat])
     return [form.take(row, shape) for row, shape in zip(flat[:n].split(lengths), shapes, strict=True)], small_flat[:m]
 
 
@@ -118,17 +117,17 @@ def few_bits_traffic(form: FewBits, shapes: Sequence[tuple[int, ...]], m: int, r
     return messages * (form.nbytes(part) + 4 * small_part)
 
 
-def _places(
+def _numbers(
     form: FewBits, first: Sequence[int], lengths: Sequence[int], total: int, device: torch.device
 ) -> torch.Tensor:
     """The number of each block in the model, for tensors of these lengths from these blocks: int64 [total / block]."""
     counts = [length // form.block for length in lengths]
     starts = [0, *accumulate(counts)][:-1]
     ahead = torch.tensor([number - start for number, start in zip(first, starts, strict=True)], dtype=torch.int64)
-    places = torch.arange(total // form.block)
+    numbers = torch.arange(total // form.block)
     blocks = sum(counts)
-    places[:blocks] += ahead.repeat_interleave(torch.tensor(counts, dtype=torch.int64), output_size=blocks)
-    return places.to(device, non_blocking=True)
+    numbers[:blocks] += ahead.repeat_interleave(torch.tensor(counts, dtype=torch.int64), output_size=blocks)
+    return numbers.to(device, non_blocking=True)
 
 
 def _padded(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
@@ -169,6 +168,6 @@ def _pieces(
     number = 1 if parts.is_cuda else max(1, min(PIECES, parts.size(1) // SHORT))
     length, none = max(1, -(-blocks // number)), small_parts[:, :0]
     return [
-        (columns, none if place else small_parts, slice(place * length, (place + 1) * length))
-        for place, columns in enumerate(parts.split(form.block * length, 1))
+        (columns, none if index else small_parts, slice(index * length, (index + 1) * length))
+        for index, columns in enumerate(parts.split(form.block * length, 1))
     ]

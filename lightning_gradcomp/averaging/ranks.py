@@ -12,7 +12,7 @@ import atexit
 import os
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -70,8 +70,6 @@ class Ranks:
         self.rank = group.rank() if group else 0
         self.workers, self.worker, self.per_worker, self.place = self.world, self.rank, 1, 0
         """Number of workers, index of this rank's worker, ranks per worker, and index of this rank in its worker."""
-        self.groups = [group]
-        """All groups in which this rank exchanges."""
         if group:
             pause_at_exit()
 
@@ -79,13 +77,16 @@ class Ranks:
         """Average `flats` (fp32) in place over this worker's ranks. Returns True for each flag that any of them set."""
         return flags
 
-    def sum_inside(self, parts: torch.Tensor) -> torch.Tensor:
-        """This rank's part, fp32 [n], of the sum of `parts`, fp32 [ranks per worker, n], over this worker's ranks."""
-        return parts[0]
+    def sum_inside(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's part of the sum of each of `flats` over this worker's ranks, given what this rank has of it.
 
-    def join_inside(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks of this worker, fp32 [ranks per worker, n], given this rank's, fp32 [n]."""
-        return part[None]
+        A part is fp32 [n] of a sum of fp32 [ranks per worker · n].
+        """
+        return flats
+
+    def join_inside(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of which `sum_inside` returned parts, from the parts of all this worker's ranks."""
+        return parts
 
     def over_shards(self, values: torch.Tensor) -> torch.Tensor:
         """The elementwise sum of a few `values` (fp32 [m]) over the ranks of a sharded replica."""
@@ -104,7 +105,7 @@ class Ranks:
     def start_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start a `gather`, and return a function that waits for the messages. Call these in one order on all ranks."""
         out = message.new_empty(self.world * message.numel())
-        if self.world > 2 and message.numel() <= SHORT and not message.is_cuda:
+        if self.world > 2 and message.nbytes <= SHORT and not message.is_cuda:
             work: Any = dist.all_to_all_single(out, message.repeat(self.world), group=self.group, async_op=True)
         else:
             work = getattr(dist, ALL_GATHER)(out, message, group=self.group, async_op=True)
@@ -252,7 +253,8 @@ class Nodes(Ranks):
         self.workers, self.worker, self.per_worker = self.world // per_node, node, per_node
         self._inside = Ranks(subgroup(group, list(range(node * per_node, (node + 1) * per_node))))
         self._across = Ranks(subgroup(group, list(range(self.place, self.world, per_node))))
-        self.groups = [self._across.group, self._inside.group, group]
+        self.subgroups = [self._across.group, self._inside.group]
+        """The process groups that this object has made."""
 
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         own = torch.tensor(flags, dtype=torch.float32).to(flats[0].device, non_blocking=True)
@@ -262,14 +264,14 @@ class Nodes(Ranks):
         dist.all_reduce(own, group=self._inside.group)
         return (own > 0).tolist()
 
-    def sum_inside(self, parts: torch.Tensor) -> torch.Tensor:
-        total, *others = self._inside.start_swap(parts)()
-        for other in others:  # in rank order, which no reduce-scatter promises
-            total += other
-        return total
+    def sum_inside(self, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        rows = torch.cat([flat.view(self.per_worker, -1) for flat in flats], 1)
+        total = reduce(torch.add, self._inside.start_swap(rows)())  # in rank order, which no reduce-scatter promises
+        return list(total.split([flat.numel() // self.per_worker for flat in flats]))
 
-    def join_inside(self, part: torch.Tensor) -> torch.Tensor:
-        return self._inside.gather(part)
+    def join_inside(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        rows = self._inside.gather(torch.cat(parts))
+        return [flat.reshape(-1) for flat in rows.split([part.numel() for part in parts], 1)]
 
     def start_swap(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         return self._across.start_swap(rows)

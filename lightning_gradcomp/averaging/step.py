@@ -110,11 +110,9 @@ def flush(memory: Memory, flags: Flags, stats: Stats) -> Average:
 
 
 def average_dense(gradients: Gradients, ranks: Ranks, wire: str, step: int, flags: Flags) -> Average:
-    """Replace `p.grad` with its mean over the ranks, sent in the format `wire`; in fp32 if there is one worker."""
+    """Replace `p.grad` with its mean over the ranks, sent in the format `wire`."""
     gradients.collect(unscale=False)
     present, saturate = [*gradients.present, *flags], gradients.scale == 1
-    if ranks.workers == 1:
-        wire = "fp32"
     if wire in FORMATS:
         mean, dense_mean, found = _mean_in_few_bits(FORMATS[wire], gradients, ranks, present, step)
     else:

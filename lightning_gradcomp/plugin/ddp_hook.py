@@ -118,7 +118,7 @@ class DDPHook:
         if not self._manual:
             self._check_averages_were_used(averager)
         self._grad_scale, self._step = grad_scale, averager.steps
-        self._wire = decision.wire if averager.ranks.workers > 1 else "fp32"
+        self._wire = decision.wire if averager.world > 1 else "fp32"
         if self._wire in FORMATS and self._few_bits is None:
             form, named = FORMATS[self._wire], self._ddp.module.named_parameters()
             first = first_blocks(form, averager.gradients.chosen)

@@ -31,7 +31,7 @@ class Bucket(NamedTuple):
 class FewBitBuckets:
     """A thread that averages one bucket after another, in the order in which DDP fills them.
 
-    The thread has a process group of its own, because other threads' collectives may come in any order in between. On a
+    The thread has process groups of its own, because other threads' collectives may come in any order in between. On a
     GPU it also has its own stream. To make one is collective. `large` has, for each parameter whose gradient travels in
     few bits, its id -> its first block. The others' travel in fp32. If there are several ranks `per_node`, they average
     inside their node first.
@@ -41,8 +41,12 @@ class FewBitBuckets:
         world = dist.group.WORLD
         assert world is not None
         self._form, self._large, self._device = form, large, device
-        group = subgroup(world, list(range(world.size())))
-        self._ranks = Nodes(group, per_node) if per_node > 1 else Ranks(group)
+        if per_node > 1:
+            self._ranks: Ranks = (nodes := Nodes(world, per_node))
+            self._groups = nodes.subgroups
+        else:
+            self._ranks = Ranks(subgroup(world, list(range(world.size()))))
+            self._groups = [self._ranks.group]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._num_threads = torch.get_num_threads()
         self._tasks: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -100,5 +104,5 @@ class FewBitBuckets:
         self._tasks.put(None)
         self._thread.join(timeout=1.0)
         if not (self._thread.is_alive() or self._error):
-            for group in self._ranks.groups:
+            for group in self._groups:
                 dist.destroy_process_group(group)

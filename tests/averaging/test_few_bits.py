@@ -90,7 +90,7 @@ def test_a_bucket_of_small_tensors_alone_has_exact_means(wire):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2)])
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3)])
 def test_rotated_bits_are_bit_identical_to_the_simulation_in_one_process(world, per_node, bits):
     """On whole numbers, which are divided and rotated without rounding errors."""
     shapes, form = {"wide": (3, 100), "narrow": (7, 5, 3), "exact": (4, 64)}, FORMATS[f"eden{bits}"]
@@ -127,8 +127,8 @@ def trimmed(blocks, shape):
 
 
 @pytest.mark.parametrize("wire", ["int8", "eden2"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_mean_does_not_depend_on_what_is_averaged_with_it_or_on_owners(world, wire):
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (6, 3)])
+def test_a_mean_does_not_depend_on_what_is_averaged_with_it_or_on_owners(world, per_node, wire):
     """DDP changes its buckets after the first step, and a resumed run begins with the first ones again."""
     sizes = {"a": (700,), "b": (300, 4), "c": (5000,)}
     form = FORMATS[wire]
@@ -137,15 +137,16 @@ def test_a_mean_does_not_depend_on_what_is_averaged_with_it_or_on_owners(world, 
     def work(rank, group):
         tensors = {name: torch.randn(size, generator=seeded(rank, len(size), size[0])) for name, size in sizes.items()}
         small = torch.randn(7, generator=seeded(rank))
-        together = [(first[name], tensor) for name, tensor in tensors.items()]
-        means, _ = mean_in_few_bits(Ranks(group), form, together, [small], 5)
-        mixed, _ = mean_in_few_bits(Ranks(group), form, [together[2], together[0]], [small[:1], small], 5)
-        [alone], _ = mean_in_few_bits(Ranks(group), form, together[1:2], [small[:0]], 5)
-        [later], _ = mean_in_few_bits(Ranks(group), form, together[1:2], [small[:0]], 6)
+        together, ranks = [(first[name], tensor) for name, tensor in tensors.items()], workers(group, per_node)
+        means, _ = mean_in_few_bits(ranks, form, together, [small], 5)
+        mixed, _ = mean_in_few_bits(ranks, form, [together[2], together[0]], [small[:1], small], 5)
+        [alone], _ = mean_in_few_bits(ranks, form, together[1:2], [small[:0]], 5)
+        [later], _ = mean_in_few_bits(ranks, form, together[1:2], [small[:0]], 6)
         assert not torch.equal(alone, later)
         return all(map(torch.equal, means, [mixed[1], alone, mixed[0]]))
 
-    assert all(run_ranks(world, work))
+    with subgroups():
+        assert all(run_ranks(world, work))
 
 
 def test_rounding_is_unbiased_and_the_largest_stays():
@@ -161,8 +162,8 @@ def test_rounding_is_unbiased_and_the_largest_stays():
 
 
 @pytest.mark.parametrize("groups", [1, 5, 24])
-@pytest.mark.parametrize(("world", "steps"), [(2, 1), (3, 2)])
-def test_a_long_part_travels_in_pieces(world, steps, groups, monkeypatch):
+@pytest.mark.parametrize(("world", "per_node", "steps"), [(2, 1, 1), (3, 1, 2), (4, 2, 1)])
+def test_a_long_part_travels_in_pieces(world, per_node, steps, groups, monkeypatch):
     """Each message is rounded by less than a step of 1/127 of the largest; that of an owner comes on top."""
     monkeypatch.setattr(few_bits, "SHORT", 256)
     large, small = (
@@ -170,10 +171,11 @@ def test_a_long_part_travels_in_pieces(world, steps, groups, monkeypatch):
     )
 
     def work(rank, group):
-        [mean], small_mean = mean_in_few_bits(Ranks(group), INT8, [(0, large[rank])], [small[rank]])
+        [mean], small_mean = mean_in_few_bits(workers(group, per_node), INT8, [(0, large[rank])], [small[rank]])
         return mean, small_mean
 
-    (first, first_small), *others = run_ranks(world, work)
+    with subgroups():
+        (first, first_small), *others = run_ranks(world, work)
     assert all(torch.equal(first, mean) and torch.equal(first_small, small_mean) for mean, small_mean in others)
     largest = float(max(each.abs().max() for each in large))
     torch.testing.assert_close(first, sum(large) / world, rtol=0, atol=steps / 127 * largest)
