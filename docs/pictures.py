@@ -273,7 +273,7 @@ def loss_by_steps(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.15, 1), ncols=2)
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set(xscale="log", xlabel="steps", ylabel="loss minus dense, nats per byte")
-    axes.set_xticks(ticks := [300, 600, 1200, 2400], [f"{tick:,}" for tick in ticks])
+    axes.set_xticks(ticks := [300, 600, 1200, 2400, 4800], [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
 
 
