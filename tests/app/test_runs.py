@@ -41,7 +41,7 @@ COMMANDS = {
     "part": (*RUN, send("SIGINT", "group")),
     "rest": (*RUN, "ckpt=last"),
     "eval": (*RUN, "evaluate=true", "ckpt=best"),
-    "sweep": ("-m", *TINY, "dry_run=true", "strategy=dga,dist_async,ddp"),
+    "sweep": ("-m", *TINY, "compressor=dgc_int8", "dry_run=true", "strategy=dga,dist_async,ddp"),
     "term": (*RUN, "logger=none", send("SIGTERM", "parent", step=2)),
     "killed": (*RUN, "logger=none", send("SIGKILL", "rank", step=2)),
     "torchrun": (
