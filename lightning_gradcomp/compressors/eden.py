@@ -1,4 +1,4 @@
-"""EDEN: unbiased averages in 1 to 4 bits, sent at once."""
+"""EDEN: averages of unbiased estimates in 1 to 4 bits, sent at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class EDEN(FewBitAverage):
     A random rotation of blocks of 64 elements makes their distribution nearly normal, for which the quantiser is
     optimal (kernels/eden.py; Vargaftik et al., ICML 2022, arXiv 2108.08842). All ranks share a step's rotation. On more
     than two ranks, the owner of a part adds the decoded blocks before they are rotated back, and quantises the mean
-    once more (as in THC, Li et al., NSDI 2024, arXiv 2302.08545). No residual is kept: the gradient is complete in each
-    step, and `p.grad` is the average, with any optimizer. The noise is a fixed share of the squared gradient of a rank,
-    and averaging over ranks reduces it as it reduces the noise of batches.
+    once more (as in THC, Li et al., NSDI 2024, arXiv 2302.08545), which adds noise and, in few bits, a bias. No
+    residual is kept: the gradient is complete in each step, and `p.grad` is the average, with any optimizer. The noise
+    is a fixed share of the squared gradient of a rank, and averaging over ranks reduces it as it reduces the noise of
+    batches.
 
     Differences from the paper: blocks of 64 instead of whole vectors, three rounds of signs and Hadamard transform
     instead of one, bf16 scales, and on more than two ranks a second quantisation of the mean.

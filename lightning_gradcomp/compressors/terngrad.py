@@ -111,7 +111,7 @@ class TernGrad(ScaledLevels):
 
     card: ClassVar[Card] = Card(
         sends="-s, 0 or +s for each element, drawn at random",
-        pick="the paper's method; `eden` in 2 bits is unbiased too, with less noise",
+        pick="the paper's method; `eden` in 2 bits has less noise",
         source="[Wen et al. 2017](https://arxiv.org/abs/1705.07878)",
     )
     default_warmup_steps: ClassVar[int] = DENSE_START

@@ -9,7 +9,6 @@ import torchvision
 
 from lightning_gradcomp import GradientAverager
 from lightning_gradcomp.averaging import few_bits
-from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from lightning_gradcomp.averaging.few_bits import first_blocks, mean_in_few_bits
 from lightning_gradcomp.averaging.gradients import Layouts
 from lightning_gradcomp.averaging.ranks import Nodes, Ranks
@@ -24,6 +23,7 @@ from tests.averaging.workers import (
     Table,
     averaged,
     backward,
+    flag_bytes,
     prescribed_loss,
     seeded,
 )
@@ -197,7 +197,7 @@ def test_a_step_sends_one_message_to_each_rank_and_of_three_or_more_one_mean_bac
     with checked_collectives(world) as log:
         for stats, exchanged in run_ranks(world, work):
             parts, phases = (1, 1) if world == 2 else (world, 2)
-            flags = 4 * math.ceil((19 + 4 + CALLER_FLAGS) / parts) - 4 * math.ceil(19 / parts)
+            flags = flag_bytes(parts)
             number = phases * (world - 1)
             assert exchanged == [("isend", stats.bytes_sent // number + flags)] * number
             assert stats.bytes_sent == stats.bytes_received

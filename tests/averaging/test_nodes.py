@@ -1,6 +1,5 @@
 """inside="dense": the ranks of a node are one worker, whose gradient is their mean; nothing else changes."""
 
-import math
 import threading
 from collections import defaultdict
 from copy import deepcopy
@@ -13,7 +12,6 @@ import torch.distributed as dist
 
 import lightning_gradcomp as lgc
 from lightning_gradcomp.averaging import GradientAverager
-from lightning_gradcomp.averaging.exchange import CALLER_FLAGS
 from tests.averaging.cells import FEW, NODE
 from tests.averaging.methods import CODECS, LOSSY, REMEMBERING
 from tests.averaging.workers import (
@@ -22,6 +20,7 @@ from tests.averaging.workers import (
     averaged,
     backward,
     dgc,
+    flag_bytes,
     flat_gradients,
     prescribed_loss,
     same,
@@ -109,8 +108,7 @@ def test_in_few_bits_each_rank_sends_its_part_to_one_rank_of_each_other_node(com
     for rank, announced in enumerate(results):
         lengths = sent[f"rank {rank}", nodes]
         assert len(lengths) == 2 * (nodes - 1) and len(set(lengths)) == 1
-        flags = 4 * math.ceil((19 + 4 + CALLER_FLAGS) / (NODE * nodes)) - 4 * math.ceil(19 / (NODE * nodes))
-        assert sum(lengths) == announced + len(lengths) * flags
+        assert sum(lengths) == announced + len(lengths) * flag_bytes(NODE * nodes)
 
 
 @without_server

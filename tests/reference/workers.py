@@ -39,12 +39,8 @@ class Workers:
         return sent
 
     def lossy(self, compensated):
-        """Name -> what is sent of name -> array, for a worker that sends each tensor by itself."""
+        """Name -> what is sent of name -> array; here by a subclass's `quantise`, of each tensor by itself."""
         return {name: self.quantise(v) for name, v in compensated.items()}
-
-    def quantise(self, v):
-        """What is sent of one tensor."""
-        raise NotImplementedError
 
     def mean(self, arrays):
         """The average over the workers, summed in rank order."""
