@@ -7,8 +7,8 @@ Each part runs other commands of this project, one at a time, each with a time l
 
 - tests: `tests/gpu`, in tests.csv
 - encode: `benchmarks.encode` for gradients of ResNet-18 and ResNet-50, in encode.csv
-- steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, in steps.csv;
-  of GPT-2 small on 1,024 tokens over loopback, in gpt_small.csv
+- steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, and of GPT-2
+  small on 1,024 tokens over loopback, in steps.csv
 - memory: `benchmarks.memory` of the same network, in memory.csv
 - accuracy: `benchmarks.time_to_accuracy` of the digits recipe, as many seeds as the time allows, in accuracy.csv
 
@@ -112,7 +112,7 @@ def steps(out: Path, dry_run: bool) -> Iterator[Command]:
     gpt = ["--model=gpt_small", "--optimizer=adamw", "--size=1024", "--batch=1", "--methods=compute,ddp,fp16_hook,eden"]
     words = [*over(0), "-m", "benchmarks.step_time", *gpt, "--steps=3", "--turns=2", "--record=0"]
     if not dry_run:  # too large for a CPU
-        yield Command("steps", "GPT-2 small", 60, [*words, f"--csv={out / 'gpt_small.csv'}"])
+        yield Command("steps", "GPT-2 small", 60, [*words, f"--csv={out / 'steps.csv'}"])
 
 
 def memory(out: Path, dry_run: bool) -> Iterator[Command]:

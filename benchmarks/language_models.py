@@ -8,6 +8,7 @@ A run replaces an earlier one with the same method, optimizer, ranks, steps, see
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,8 @@ def read_csv() -> list[Result]:
 
 RANKS, STEPS = (2, 8), 600
 """Of the runs in the page's table."""
+LONG = (300, 600, 1200, 2400, 4800)
+"""Steps of the runs that are compared by length."""
 HEAD = ("method", "2 ranks", "8 ranks", "fewer bytes")
 
 
@@ -148,6 +151,20 @@ def difference(method: str, ranks: int, steps: int = STEPS) -> str:
 def by_length(method: str, ranks: int) -> dict[int, float]:
     """Steps of a run -> loss of AdamW with a method minus dense, mean over the seeds that both have."""
     return {steps: mean(report.differences(*both)) for steps, both in sorted(with_dense(method, ranks).items())}
+
+
+LENGTHS = ("int8", "eden", "eden bits=2", "dgc dense_values=int8", "onebit", "powersgd")
+"""Methods whose loss is compared by the length of the run."""
+
+
+def lengths() -> str:
+    """The page's table: a row per method and number of ranks, differences to dense by the number of steps."""
+    rows = []
+    for method, ranks in itertools.product(LENGTHS, RANKS):
+        found = with_dense(method, ranks)
+        cells = [summaries.compared(*found.get(steps, ([], [])), 3).difference for steps in LONG]
+        rows.append([summaries.code(method), ranks, *cells])
+    return report.table(["method", "ranks", *(f"{steps:,} steps" for steps in LONG)], rows)
 
 
 def with_dense(method: str, ranks: int) -> dict[int, tuple[list[Result], list[Result]]]:

@@ -1,6 +1,8 @@
 """Peak memory of a rank by method, compared with plain DDP.
 
-    python -m benchmarks.memory --methods ddp,dgc,powersgd
+    python -m benchmarks.memory --csv docs/data/memory.csv
+    python -m benchmarks.memory --csv docs/data/memory.csv --model gpt_small --optimizer adamw --size 128 --batch 1 \
+--methods compute,ddp,fp16_hook,int8,eden,eden:bits=2,dgc:dense_values=int8
     python -m benchmarks.memory --nodes 2 --ranks 4 --model torchvision.swin_t --optimizer adamw --size 64 --batch 4 \
 --methods hsdp,hsdp+dgc,hsdp+powersgd,ddp
 
@@ -24,6 +26,9 @@ import torch.distributed as dist
 from benchmarks import methods, report
 from benchmarks.link import emulated, local, result
 
+CSV = report.DATA / "memory.csv"
+MODELS = {"torchvision.resnet18": "ResNet-18, SGD", "gpt_small": "GPT-2 small, AdamW"}
+"""Column of the page's table -> its head."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -39,6 +44,22 @@ class Memory:
     machine: str
 
 
+def table() -> str:
+    """The page's table: megabytes by method and network, and compared with DDP."""
+    found = {(each.model, each.method): each.mb for each in report.read(CSV, Memory)}
+    names = dict.fromkeys(method for _, method in sorted(found, key=lambda place: found[place]))
+    rows = [[methods.title(name), *(cell(found, model, name) for model in MODELS)] for name in names]
+    return report.table(["method", *MODELS.values()], rows)
+
+
+def cell(found: dict[tuple[str, str], float], model: str, method: str) -> str:
+    """Megabytes, and how many times those of DDP; empty if not measured."""
+    if (model, method) not in found:
+        return ""
+    mb = found[model, method]
+    return f"{mb:,.0f} MB, {mb / found[model, 'ddp']:.2f}x"
+
+
 def resident() -> int:
     """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
@@ -50,10 +71,9 @@ def peak(arguments: argparse.Namespace) -> float:
     torch.manual_seed(0)
     model = methods.network(arguments.model).to(device)
     method = methods.method(arguments.methods, arguments.optimizer, model)
-    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=device)
-    labels = torch.randint(0, 10, (arguments.batch,), device=device)
+    images, labels = methods.batch(arguments.model, arguments.batch, arguments.size, seed=0)
     for _ in range(arguments.steps):
-        method.step(images, labels)
+        method.step(images.to(device), labels.to(device))
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -76,7 +96,7 @@ def main() -> None:
     parser.add_argument("--methods", default=names, help="as in benchmarks/methods.py")
     parser.add_argument("--model", default="torchvision.resnet18")
     parser.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="sgd")
-    parser.add_argument("--size", type=int, default=32, help="pixels per side of an image")
+    parser.add_argument("--size", type=int, default=32, help="pixels per side of an image; tokens of a window")
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2)

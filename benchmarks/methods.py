@@ -68,6 +68,13 @@ class Method:
         return self.averager.period if isinstance(self.averager, lgc.DelayedAverager) else 1
 
 
+def title(method: str) -> str:
+    """The method's title in a table: "dgc@all_gather" is `dgc`, and "eden:bits=2" is `eden` bits=2."""
+    word = method.partition("@")[0]
+    name, _, options = word.partition(":")
+    return TITLES.get(word, f"`{name}` {options}".strip())
+
+
 def device() -> torch.device:
     """This rank's device: a GPU if there is one. Ranks share GPUs if a node has too few."""
     if not torch.cuda.is_available():

@@ -156,9 +156,9 @@ SETTINGS = (
 """The cross-validations in docs/results.md."""
 
 SHOWN = {
-    "resnet18": ("eden", "dgc", "powersgd"),
+    "resnet18": ("eden", "eden bits=2", "dgc", "powersgd"),
     "resnet50": ("dgc", "powersgd"),
-    "swin_mini": ("eden", "dgc dense_values=int8", "powersgd", "sparseloco K=8 D=0"),
+    "swin_mini": ("eden", "eden bits=2", "dgc dense_values=int8", "powersgd", "sparseloco K=8 D=0"),
 }
 """Network -> the methods in the table. The picture shows all methods."""
 

@@ -2,6 +2,10 @@
 
     torchrun --nproc-per-node=2 -m benchmarks.step_time --methods compute,ddp,dgc,powersgd
     python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000  # step_times.csv
+    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000 \
+--model torchvision.swin_t --optimizer adamw --size 64 --batch 4 --methods compute,ddp,fp16_hook,int8,eden,eden:bits=2
+    python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000 \
+--model gpt_small --optimizer adamw --size 128 --batch 1 --steps 1 --turns 2 --methods compute,eden  # one at a time
     python -m benchmarks.link --rate-mbit 1000 --delay-ms 25 -- \
 python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model small --span 24 --steps 1  # latency.csv
     python -m benchmarks.link --ranks-per-node 2 --rate-mbit 1000 -- python -m benchmarks.step_time \
@@ -43,7 +47,7 @@ METHODS = "compute,ddp,fp16_hook,int8,powersgd_hook," + ",".join(
 PHASES = ("compress", "exchange", "decompress")
 COLUMNS = ("method", "ms a step (lowest to highest turn)", "to computation", "of it " + ", ".join(PHASES), "K, D")
 COLUMNS += ("bytes sent a step", "bytes a node sends a step")
-"""Columns without entries are left out."""
+"""For the screen. Columns without entries are left out."""
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 CSV = report.DATA / "step_times.csv"
@@ -54,34 +58,40 @@ COMPUTATION = "compute"
 class StepTime:
     """A line of the CSV: medians of a method over a link of one rate, for the slower rank, in milliseconds."""
 
+    network: str  # --model
+    ranks: int
     rate_mbit: int  # 0: loopback
     method: str
     ms: float
     compute_ms: float  # of computation alone, in the same run
     bytes_sent: int | None  # None if not counted: computation, DDP, torch's hooks
+    node_bytes: int | None  # with headers, as the kernel counts; None if no node is emulated
     compress_ms: float | None
     exchange_ms: float | None
     decompress_ms: float | None
     machine: str
 
+    @property
+    def identity(self) -> tuple[str, int, int, str]:
+        """A line replaces an earlier one with the same."""
+        return self.network, self.ranks, self.rate_mbit, self.method
 
-def read_csv() -> list[StepTime]:
-    """All lines."""
-    return report.read(CSV, StepTime)
+
+def of_network(network: str) -> dict[tuple[int, str], StepTime]:
+    """(Mbit/s, method) -> the line of two ranks. `network` is without "torchvision."."""
+    lines = [each for each in report.read(CSV, StepTime) if each.network.rpartition(".")[2] == network]
+    return {(each.rate_mbit, each.method): each for each in lines if each.ranks == 2}
 
 
-def table() -> str:
-    """The page's table: milliseconds by link and method, fastest over 1 Gbit/s first."""
-    found = {(each.rate_mbit, each.method): each.ms for each in read_csv()}
+def table(network: str) -> str:
+    """A table of the page: milliseconds by link and method, fastest over 1 Gbit/s first, and what a node sends."""
+    found = of_network(network)
     rates = sorted({rate for rate, _ in found})
-    names = sorted({method for _, method in found}, key=lambda method: found[1000, method])
-    rows = [[title(name), *(f"{found[rate, name]:,.0f}" for rate in rates)] for name in names]
-    return report.table(["method", *map(link, rates)], rows)
-
-
-def title(method: str) -> str:
-    """The method's title in a table: "dgc@all_gather" is `dgc`."""
-    return methods.TITLES.get(method, f"`{method.partition('@')[0]}`")
+    rows = []
+    for name in sorted({method for _, method in found}, key=lambda method: found[1000, method].ms):
+        row = [methods.title(name), *(f"{found[rate, name].ms:,.0f}" for rate in rates)]
+        rows.append([*row, f"{(found[1000, name].node_bytes or 0) / 1e6:.3g}"])
+    return report.table(["method", *map(link, rates), "MB a node sends"], rows)
 
 
 def link(rate_mbit: int) -> str:
@@ -174,7 +184,7 @@ def node_sent() -> int | None:
     return int(COUNTER.read_text()) if COUNTER.exists() else None
 
 
-def step_times(found: Turns, rate_mbit: int) -> list[StepTime]:
+def step_times(found: Turns, network: str, rate_mbit: int) -> list[StepTime]:
     """Medians over the spans of all turns. `compute_ms` is NaN if computation alone was not measured."""
     all_spans = {method: [span for turn in turns for span in turn] for method, turns in found.items()}
     compute = median(span.ms for span in all_spans[COMPUTATION]) if COMPUTATION in found else math.nan
@@ -182,13 +192,17 @@ def step_times(found: Turns, rate_mbit: int) -> list[StepTime]:
     for method, spans in all_spans.items():
         phases = [span.phases for span in spans if span.phases]
         middle = [round(median(each), 1) for each in zip(*phases, strict=True)] or [None] * len(PHASES)
+        crossed = spans[-1].crossed is not None
         lines.append(
             StepTime(
+                network=network,
+                ranks=dist.get_world_size(),
                 rate_mbit=rate_mbit,
                 method=method,
                 ms=round(median(span.ms for span in spans), 1),
                 compute_ms=round(compute, 1),
                 bytes_sent=None if spans[-1].sent is None else round(median(span.sent or 0 for span in spans)),
+                node_bytes=round(median(span.crossed or 0 for span in spans)) if crossed else None,
                 **{f"{phase}_ms": each for phase, each in zip(PHASES, middle, strict=True)},
                 machine=report.machine(),
             )
@@ -200,7 +214,6 @@ def row(each: StepTime, turns: list[list[Span]]) -> dict[str, str]:
     """A method's row, for the screen: one of COLUMNS -> text."""
     medians = [median(span.ms for span in turn) for turn in turns]
     phases, sent, pace = each.compress_ms is not None, each.bytes_sent, turns[-1][-1].pace
-    crossed = median(span.crossed or 0 for turn in turns for span in turn)
     words = [
         each.method,
         f"{each.ms:.1f} ({min(medians):.1f} to {max(medians):.1f})",
@@ -208,7 +221,7 @@ def row(each: StepTime, turns: list[list[Span]]) -> dict[str, str]:
         f"{each.compress_ms:.0f}, {each.exchange_ms:.0f}, {each.decompress_ms:.0f}" if phases else "",
         f"{pace[0]}, {pace[1]}" if pace else "",
         f"{sent:,}" if sent is not None else "",
-        f"{crossed:,.0f}" if crossed else "",
+        f"{each.node_bytes:,}" if each.node_bytes else "",
     ]
     return dict(zip(COLUMNS, words, strict=True))
 
@@ -234,11 +247,10 @@ def main() -> None:
     found: Turns = {}
     for found in measure(arguments):
         if dist.get_rank() == 0 and arguments.record is not None:
-            report.record(
-                arguments.csv, step_times(found, arguments.record), lambda each: (each.rate_mbit, each.method)
-            )
+            lines = step_times(found, arguments.model, arguments.record)
+            report.record(arguments.csv, lines, lambda each: each.identity)
     if dist.get_rank() == 0:
-        lines = step_times(found, arguments.record or 0)
+        lines = step_times(found, arguments.model, arguments.record or 0)
         rows = [row(each, found[each.method]) for each in lines]
         head = [column for column in COLUMNS if any(each[column] for each in rows)]
         print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")

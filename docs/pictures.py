@@ -23,7 +23,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 import lightning_gradcomp as lgc
-from benchmarks import language_models, report, results, time_to_accuracy
+from benchmarks import language_models, methods, report, results, time_to_accuracy
 from benchmarks import rotation as rotation_of_a_gradient
 from benchmarks import step_time as step_times
 from docs.tables import ratio
@@ -53,8 +53,6 @@ LIGHT = Theme("#1f2328", "#afb8c1", "#0969da")
 DARK = Theme("#e6edf3", "#6e7681", "#4493f8")
 HERO = {"ddp": "DDP", "fp16_hook": "fp16 hook", "powersgd_hook": "PowerSGD hook", "dgc": "dgc"}
 RATES = (100, 1000, 10_000)
-RESNET18 = 11_181_642
-"""Parameters of the network of step_times.csv."""
 
 
 def hero(axes: Axes, theme: Theme) -> None:
@@ -128,10 +126,10 @@ def warm_up(axes: Axes) -> None:
 
 def step_time(axes: Axes) -> None:
     """Step time over computation of ResNet-18, by the rate of the link."""
-    found = {(each.rate_mbit, each.method): each.ms / each.compute_ms for each in step_times.read_csv()}
+    found = step_times.of_network("resnet18")
     names = {"ddp": "DDP", "fp16_hook": "fp16 hook", "onebit@all_gather": "onebit", "dgc@all_gather": "dgc"}
     for (method, name), color in zip(names.items(), (ORANGE, VIOLET, GREEN, BLUE), strict=True):
-        times = [found[rate, method] for rate in RATES]
+        times = [found[rate, method].ms / found[rate, method].compute_ms for rate in RATES]
         axes.plot(RATES, times, "o-", color=color, markersize=4)
         axes.text(90, times[0], name, color=color, ha="right", va="center")
     axes.set(xscale="log", yscale="log", xlabel="link", ylabel="step time over computation", xlim=(25, 11_000))
@@ -142,30 +140,28 @@ def step_time(axes: Axes) -> None:
 
 IN_THE_MAP = {
     "ddp": ("DDP", lgc.NoCompression(), "#d0d7de"),
-    "torch's fp16 hook": ("ddp_bf16", lgc.BF16(), "#d8b9ff"),
-    "`ddp_int8`": ("ddp_int8", lgc.Int8(), "#8ddb8c"),
-    "`eden`": ("eden", lgc.EDEN(), "#f6c343"),
-    "`eden` in 2 bits": ("eden, 2 bits", lgc.EDEN(bits=2), "#ff9a62"),
-    "dgc": ("dgc", lgc.DGC(), "#54aeff"),
+    "fp16_hook": ("ddp_bf16", lgc.BF16(), "#d8b9ff"),
+    "int8": ("ddp_int8", lgc.Int8(), "#8ddb8c"),
+    "eden": ("eden", lgc.EDEN(), "#f6c343"),
+    "eden:bits=2": ("eden, 2 bits", lgc.EDEN(bits=2), "#ff9a62"),
+    "dgc@all_gather": ("dgc", lgc.DGC(), "#54aeff"),
 }
-"""Column of eden_steps.csv -> name, compressor and colour, in the order in which they are preferred."""
+"""Method in step_times.csv -> name, compressor and colour, in the order in which they are preferred."""
 
 
 def which_method(axes: Axes) -> None:
     """The first method with which a step of ResNet-50 takes at most twice its computation, by link and computation."""
-    steps = pd.read_csv(report.DATA / "eden_steps.csv").rename(columns=str.lower).set_index(["network", "link"])
-    steps = steps.loc["ResNet-50", "10 Gbit/s"] / 1000
-    small = {each.method: each.ms / 1000 for each in step_times.read_csv() if each.rate_mbit == 10_000}
+    steps = step_times.of_network("resnet50")
     with torch.device("meta"):
         model = torchvision.models.resnet50()
     elements = sum(parameter.numel() for parameter in model.parameters())
-    steps["dgc"] = steps["computation"] + (small["dgc@all_gather"] - small["compute"]) * elements / RESNET18
     megabits, computation = np.meshgrid(np.logspace(2, 4, 400), np.logspace(-1, 1, 400))
     chosen = np.full(megabits.shape, len(IN_THE_MAP) - 1)
-    for number, (column, (_, compressor, _)) in reversed([*enumerate(IN_THE_MAP.items())]):
+    for number, (method, (_, compressor, _)) in reversed([*enumerate(IN_THE_MAP.items())]):
         exchange = 4 * elements / ratio(compressor, model) / given_link(1, 0).bandwidth / megabits
-        hidden = 0 if column == "dgc" else HIDES * BACKWARD * computation
-        longer = steps[column] - steps["computation"] + np.maximum(exchange - hidden, 0)
+        hidden = 0 if number == len(IN_THE_MAP) - 1 else HIDES * BACKWARD * computation
+        step = steps[10_000, method]
+        longer = (step.ms - step.compute_ms) / 1000 + np.maximum(exchange - hidden, 0)
         chosen[longer <= computation] = number
     colors = [color for *_, color in IN_THE_MAP.values()]
     axes.pcolormesh(megabits, computation, chosen, cmap=ListedColormap(colors), vmin=0, vmax=5, rasterized=True)
@@ -178,6 +174,18 @@ def which_method(axes: Axes) -> None:
     axes.minorticks_off()
 
 
+ON_DIGITS = {
+    "eden": "eden",
+    "eden bits=2": "eden, 2 bits",
+    "dgc": "dgc",
+    "dgc dense_values=int8": "dgc",
+    "powersgd": "powersgd",
+    "onebit": "onebit",
+    "sparseloco K=8 D=0": "sparseloco",
+}
+"""Method -> its name in the picture of accuracies."""
+
+
 def accuracy(axes: Axes) -> None:
     """Differences to dense of five folds, with 95 % intervals: a row a network and method, two marks a row."""
     found = results.cross_validated(results.read_csv())
@@ -185,7 +193,7 @@ def accuracy(axes: Axes) -> None:
     for model, title in results.TITLES.items():
         ticks += ["", title] if ticks else [title]
         settings = [setting for setting in results.SETTINGS if setting.model == model]
-        for method in ("dgc", "dgc dense_values=int8", "powersgd", "onebit", "sparseloco K=8 D=0"):
+        for method, name in ON_DIGITS.items():
             if not any(method in found[setting] for setting in settings):
                 continue
             for setting, color, beside in zip(settings, (BLUE, ORANGE), (-0.17, 0.17), strict=True):
@@ -196,7 +204,7 @@ def accuracy(axes: Axes) -> None:
                     axes.plot(middle, place, "o", color=color, markersize=4)
                     if middle - half < left:
                         axes.plot(left, place, "<", color=color, markersize=4, clip_on=False)
-            ticks.append(method.partition(" ")[0])
+            ticks.append(name)
     for ranks, color in ((2, BLUE), (8, ORANGE)):
         axes.plot([], [], "o-", color=color, markersize=4, label=f"{ranks} ranks")
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
@@ -210,14 +218,14 @@ def accuracy(axes: Axes) -> None:
 
 
 ON_GPT_SMALL = {
-    "DDP": None,
-    "torch's fp16 hook": None,
-    "`ddp_int8`": "int8",
-    "`eden`": "eden",
-    "`eden` in 2 bits": "eden bits=2",
-    "`dgc`": "dgc dense_values=int8",
+    "ddp": None,
+    "fp16_hook": None,
+    "int8": "int8",
+    "eden": "eden",
+    "eden:bits=2": "eden bits=2",
+    "dgc:dense_values=int8": "dgc dense_values=int8",
 }
-"""Method in gpt_small_steps.csv -> its label in text.csv; None: as dense."""
+"""Method in step_times.csv -> its label in text.csv; None: as dense."""
 
 
 class Curve(NamedTuple):
@@ -263,6 +271,7 @@ def loss_by_steps(axes: Axes) -> None:
     """What methods lose against dense training of the same length, by that length."""
     for ranks, line in ((2, "--"), (8, "-")):
         for name, method, color in (
+            ("powersgd", "powersgd", GREY),
             ("dgc", "dgc dense_values=int8", BLUE),
             ("onebit", "onebit", GREEN),
             ("eden", "eden", ORANGE),
@@ -273,19 +282,20 @@ def loss_by_steps(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.15, 1), ncols=2)
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set(xscale="log", xlabel="steps", ylabel="loss minus dense, nats per byte")
-    axes.set_xticks(ticks := [300, 600, 1200, 2400, 4800], [f"{tick:,}" for tick in ticks])
+    axes.set_xticks(language_models.LONG, [f"{steps:,}" for steps in language_models.LONG])
     axes.minorticks_off()
 
 
 def gpt_small(axes: Axes) -> None:
     """What a step of GPT-2 small takes over 100 Mbit/s, and what the method costs a small GPT on two ranks."""
-    steps = pd.read_csv(report.DATA / "gpt_small_steps.csv").set_index("method")["100 Mbit/s"]
+    steps = step_times.of_network("gpt_small")
     for method, label in ON_GPT_SMALL.items():
         loss = language_models.by_length(label, 2)[language_models.STEPS] if label else 0.0
         color = BLUE if label else GREY
-        axes.plot(steps[method], loss, "o", color=color)
+        seconds, name = steps[100, method].ms / 1000, methods.title(method)
+        axes.plot(seconds, loss, "o", color=color)
         place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(method.replace("`", "").removeprefix("torch's "), (steps[method], loss), color=color, **place)
+        axes.annotate(name.replace("`", "").removeprefix("torch's "), (seconds, loss), color=color, **place)
     axes.margins(y=0.15)
     axes.set(xscale="log", xlabel="a step of GPT-2 small over 100 Mbit/s", ylabel="loss minus dense", xlim=(2, 90))
     axes.set_xticks(ticks := [3, 5, 10, 20, 40], [f"{tick} s" for tick in ticks])
@@ -337,7 +347,7 @@ PICTURES: dict[str, Picture] = {
     "loss_by_bytes": (loss_by_bytes, (5, 3.6)),
     "loss_by_steps": (loss_by_steps, (5, 3.6)),
     "gpt_small": (gpt_small, (5, 3.2)),
-    "accuracy": (accuracy, (5, 4)),
+    "accuracy": (accuracy, (5, 4.6)),
     "latency": (latency, (5, 3.2)),
     "rotation": (rotation, (5, 3.0)),
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import lightning_gradcomp as lgc
-from benchmarks import language_models, report, results, step_time, summaries, time_to_accuracy
+from benchmarks import language_models, memory, report, results, step_time, summaries, time_to_accuracy
 from benchmarks.methods import network
 from lightning_gradcomp.app.compose import shipped
 from lightning_gradcomp.app.models import resnet18
@@ -131,7 +131,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "csv": of_csv,
     "finetuned": language_models.finetuned,
     "language_models": language_models.table,
+    "lengths": language_models.lengths,
     "local_steps": results.local_steps,
+    "memory": memory.table,
     "methods": methods,
     "recipes": recipes,
     "step_times": step_time.table,

@@ -39,7 +39,7 @@ class EDEN(FewBitAverage):
     """
 
     card: ClassVar[Card] = Card(
-        sends="everything, as unbiased estimates in 4 bits",
+        sends="everything, rotated, in 4 bits",
         pick="AdamW or another optimizer over less than 1 Gbit/s",
         source="Vargaftik et al. 2022",
     )
