@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def is_number(value: Any) -> bool:
@@ -11,7 +11,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> TypeGuard[int]:
     """True if `value` is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -20,6 +20,18 @@ def check_flag(what: str, value: Any) -> None:
     """Raises ValueError unless `value` is a bool: any text, also "no", would count as true."""
     if not isinstance(value, bool):
         raise refusal(what, value, "True or False")
+
+
+def check_whole(what: str, value: Any, least: int) -> None:
+    """Raises ValueError unless `value` is a whole number from `least`, and not a bool."""
+    if not is_whole(value) or value < least:
+        raise refusal(what, value, f"a whole number from {least}")
+
+
+def check_share(what: str, value: Any) -> None:
+    """Raises ValueError unless `value` is None or a number from 0 to 1."""
+    if value is not None and not (is_number(value) and 0 <= value <= 1):
+        raise refusal(what, value, "None, or a number from 0 to 1")
 
 
 class Refused(ValueError):

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from lightning_gradcomp.averaging import ranks
 
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""torch 2.14 renamed it."""
+ALL_GATHER = ranks.ALL_GATHER
 GATHERS = (ALL_GATHER, "all_to_all_single")
 """Each of these brings every rank's message to every rank."""
 

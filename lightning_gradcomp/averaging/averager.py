@@ -34,7 +34,7 @@ from lightning_gradcomp.averaging.ranks import ranks_of
 from lightning_gradcomp.averaging.stats import Stats, norm
 from lightning_gradcomp.averaging.step import Average, Pending, average_compressed, average_dense, flush
 from lightning_gradcomp.averaging.topology import Choice, Decision, dense_step_traffic, dense_topology, resolve
-from lightning_gradcomp.averaging.trainable import check_same_step
+from lightning_gradcomp.averaging.trainable import check_same_step, parameters_of
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
@@ -300,8 +300,7 @@ class GradientAverager:
 
     @staticmethod
     def _own_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        return [(p, p.grad.detach().clone()) for p in parameters if p.grad is not None]
+        return [(p, p.grad.detach().clone()) for p in parameters_of(*optimizers) if p.grad is not None]
 
     def revoke(self) -> list[nn.Parameter]:
         """Restore this rank's own gradients if no optimizer step has used the latest average, made with `revocable`.
@@ -631,8 +630,8 @@ class GradientAverager:
         shards = f" replicas of {self.shards.number} shards each" if self.shards else ""
         where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
         if self._choice is None:
-            sent, between = dense_step_traffic(self.gradients, ranks, self._wire), " between nodes" if nodes else ""
-            return f"{name}: {sent:,} bytes sent{between} a step by {dense_topology(self._wire, ranks)} ({where})."
+            sent, topology = dense_step_traffic(self.gradients, ranks, self._wire), dense_topology(self._wire, ranks)
+            return f"{name}: {sent:,} bytes sent{ranks.between} a step by {topology} ({where})."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
         reason = UNKNOWN if self.gradients.are_unknown else "no tensor is large enough to compress"
         message = f"{reason}; all are sent dense"

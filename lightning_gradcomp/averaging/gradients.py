@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_gradcomp.averaging.fsdp.shards import Shards
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.replicas import ignored_by_ddp
-from lightning_gradcomp.averaging.trainable import check_same_parameters, check_trainable, has_stepped
+from lightning_gradcomp.averaging.replicas import replicated
+from lightning_gradcomp.averaging.trainable import check_same_parameters, check_trainable, has_stepped, parameters_of
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.decoded import Decoded, Dense, by_tensor, locate
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
@@ -69,19 +69,14 @@ class Gradients(Layouts):
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         check_trainable(model)
-        ignored = ignored_by_ddp(model)
         self._stepped = stepped = _ids(optimizers)
         self.are_unknown = bool(optimizers) and not has_stepped(model, optimizers)
         """True if there are optimizers, but they have none of the model's parameters."""
-        mine = {
-            plain_name(name) for name, p in model.named_parameters()
-            if name not in ignored and (stepped is None or self.are_unknown or id(p) in stepped)
-        }  # fmt: skip
-        self.averaged = [p for name, p in model.named_parameters() if plain_name(name) in mine]
+        candidates = [(plain_name(name), p) for name, p in replicated(model)]
+        mine = {name for name, p in candidates if stepped is None or self.are_unknown or id(p) in stepped}
+        self.averaged = [p for name, p in candidates if name in mine]
         """The model's parameters that are averaged when they train."""
-        self._others = [
-            p for name, p in model.named_parameters() if plain_name(name) not in mine and name not in ignored
-        ]
+        self._others = [p for name, p in candidates if name not in mine]
         every = shards.named if shards else [(plain_name(name), p) for name, p in model.named_parameters()]
         self._every = [(name, p) for name, p in every if name in mine]
         self._all_names = {name for name, _ in every}
@@ -277,7 +272,7 @@ def _ids(optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int] | None:
     """ids of the optimizers' parameters; None without an optimizer."""
     if not optimizers:
         return None
-    return frozenset(id(p) for each in optimizers for group in each.param_groups for p in group["params"])
+    return frozenset(id(p) for p in parameters_of(*optimizers))
 
 
 def check_shards(compressor: Compressor, names: Set[str], smallest: Mapping[str, tuple[int, ...]]) -> None:

@@ -24,7 +24,12 @@ from torch import nn
 from lightning_gradcomp.averaging.fsdp.shards import local
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.replicas import checksum, ignored_by_ddp, unlike_rank_zero
+from lightning_gradcomp.averaging.replicas import (
+    checksum,
+    first_difference,
+    replicated,
+    unlike_rank_zero,
+)
 from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 
@@ -92,8 +97,6 @@ class LocalWeights:
     @torch.no_grad()
     def restore(self, *, check: bool = True) -> None:
         """Set the parameters back to the shared weights. With `check`, raises ValueError if one was written to."""
-        if not self._shared:
-            return
         locals_ = zip(self._parameters, self._local, self._versions, strict=True)
         written = [p.data_ptr() != own.data_ptr() or p._version != version for p, own, version in locals_]
         earlier = self._unchecked  # of a pass whose gradients are accumulated
@@ -159,8 +162,7 @@ class Untrained:
         self._start = self._state(self._named(names))
 
     def _named(self, names: Set[str]) -> dict[str, torch.Tensor]:
-        ignored = ignored_by_ddp(self._model)
-        every = [(plain_name(name), p) for name, p in self._model.named_parameters() if name not in ignored]
+        every = [(plain_name(name), p) for name, p in replicated(self._model)]
         return {name: local(parameter).detach() for name, parameter in every if name in names}
 
     def _state(self, named: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
@@ -184,8 +186,7 @@ class Untrained:
         sums = [checksum(p) if state[name] != self._start.get(name) else unchanged for name, p in named.items()]
         differs = unlike_rank_zero(torch.stack(sums), ranks.group)
         if differs.any():
-            first = int(differs.any(0).int().argmax())
-            which = ", ".join(map(str, differs[:, first].nonzero().flatten().tolist()))
+            first, which = first_difference(differs)
             got = f"{list(named)[first]!r}, which on rank {which} is not rank 0's"
             allowed = (
                 "an optimizer that has it; an update in on_train_batch_end, where all ranks have the same weights; "

@@ -62,6 +62,9 @@ class Ranks:
             only with the ranks of `group`, which hold the same shard; all `shards` agree on norms and flags.
     """
 
+    between = ""
+    """Between what workers' messages travel, for reports."""
+
     def __init__(
         self, group: dist.ProcessGroup | None, world: int = 1, shards: dist.ProcessGroup | None = None
     ) -> None:
@@ -70,6 +73,8 @@ class Ranks:
         self.rank = group.rank() if group else 0
         self.workers, self.worker, self.per_worker, self.place = self.world, self.rank, 1, 0
         """Number of workers, index of this rank's worker, ranks per worker, and index of this rank in its worker."""
+        self.groups = [group] if group else []
+        """The process groups in which messages travel."""
         if group:
             pause_at_exit()
 
@@ -219,12 +224,8 @@ def add(group: dist.ProcessGroup | None, flat: torch.Tensor) -> None:
         torch.add(rows[0], rows[1], out=flat)
 
 
-def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    getattr(dist, ALL_GATHER)(out, own, group=group)
-
-
 def gather(group: dist.ProcessGroup | None, message: torch.Tensor) -> torch.Tensor:
-    """All ranks' messages (uint8 [L]) in rank order, uint8 [N, L]."""
+    """All ranks' messages, [L], in rank order: [N, L]."""
     return Ranks(group).gather(message)
 
 
@@ -245,16 +246,17 @@ class Nodes(Ranks):
     whatever its number of ranks. In few bits each rank averages its part over the nodes.
     """
 
+    between = " between nodes"
+
     def __init__(self, group: dist.ProcessGroup, per_node: int) -> None:
         super().__init__(group)
         if self.world % per_node:
             raise refusal("ranks with inside='dense'", self.world, f"a multiple of the {per_node} ranks of a node")
         node, self.place = divmod(self.rank, per_node)
         self.workers, self.worker, self.per_worker = self.world // per_node, node, per_node
-        self._inside = Ranks(subgroup(group, list(range(node * per_node, (node + 1) * per_node))))
-        self._across = Ranks(subgroup(group, list(range(self.place, self.world, per_node))))
-        self.subgroups = [self._across.group, self._inside.group]
-        """The process groups that this object has made."""
+        self._inside = Ranks(inside := subgroup(group, list(range(node * per_node, (node + 1) * per_node))))
+        self._across = Ranks(across := subgroup(group, list(range(self.place, self.world, per_node))))
+        self.groups = [across, inside]
 
     def average_inside(self, flats: list[torch.Tensor], flags: list[bool]) -> list[bool]:
         own = torch.tensor(flags, dtype=torch.float32).to(flats[0].device, non_blocking=True)

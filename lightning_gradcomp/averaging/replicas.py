@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gradcomp.averaging.ranks import Ranks, all_gather_single
+from lightning_gradcomp.averaging.ranks import Ranks, gather
 from lightning_gradcomp.errors import help_at
 
 CHUNK = 1 << 22
@@ -29,9 +29,7 @@ def identical(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None =
         for chunk in tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).split(CHUNK):
             digest.update(chunk.clone().numpy().data)
     own = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=tensors[0].device)
-    everyone = own.new_empty(dist.get_world_size(group) * len(own))
-    all_gather_single(everyone, own, group)
-    return bool((everyone.view(-1, len(own)) == own).all())
+    return bool((gather(group or dist.group.WORLD, own) == own).all())
 
 
 @torch.no_grad()
@@ -84,9 +82,14 @@ def checksum(parameter: torch.Tensor) -> torch.Tensor:
 
 def unlike_rank_zero(own: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """True where a rank's checksum, int64 [n], is not rank 0's: bool [ranks, n]. Collective."""
-    everyone = own.new_empty(dist.get_world_size(group) * len(own))
-    all_gather_single(everyone, own, group)
-    return everyone.view(-1, len(own)) != everyone[: len(own)]
+    everyone = gather(group or dist.group.WORLD, own)
+    return everyone != everyone[0]
+
+
+def first_difference(differs: torch.Tensor) -> tuple[int, str]:
+    """The first tensor that differs, and on which ranks, of `unlike_rank_zero`: (index, "1, 3")."""
+    first = int(differs.any(0).int().argmax())
+    return first, ", ".join(map(str, differs[:, first].nonzero().flatten().tolist()))
 
 
 def compare_replicas(
@@ -96,9 +99,8 @@ def compare_replicas(
     names, sums = zip(*((name, checksum(parameter)) for name, parameter in named), strict=True)
     differs = unlike_rank_zero(torch.stack(sums), group)
     if differs.any():
-        first = int(differs.any(0).int().argmax())
-        ranks = differs[:, first].nonzero().flatten().tolist()
+        first, which = first_difference(differs)
         raise ReplicasDiffer(
-            f"step {step}: parameter {names[first]!r} on rank {', '.join(map(str, ranks))} is not rank 0's "
+            f"step {step}: parameter {names[first]!r} on rank {which} is not rank 0's "
             f"({int(differs.any(0).sum())} of {len(names)} parameters differ) {help_at('ranks-differ')}"
         )

@@ -223,13 +223,13 @@ class Pending:
         return optimizer is None or any(optimizer is each for each in self._optimizers)
 
     def _is_untouched(self, parameter: nn.Parameter) -> bool:
-        grad, versions = self._written.get(id(parameter), (None, (0, 0)))
-        return grad is not None and parameter.grad is grad and _versions(grad) == versions
+        grad, versions = self._written[id(parameter)]
+        return parameter.grad is grad and _versions(grad) == versions
 
     def _was_moved(self, parameter: nn.Parameter) -> bool:
         """True if another tensor holds the average, as after DDP rebuilds its buckets in the second forward pass."""
-        grad, versions = self._written.get(id(parameter), (None, (0, 0)))
-        if grad is None or parameter.grad is None or parameter.grad is grad or _versions(grad) != versions:
+        grad, versions = self._written[id(parameter)]
+        if parameter.grad is None or parameter.grad is grad or _versions(grad) != versions:
             return False
         return torch.equal(local(parameter.grad), local(grad))
 

@@ -221,7 +221,7 @@ class Choice:
 
     def describe(self, gradients: Gradients) -> str:
         """What is compressed, and the bytes that a step sends at the final sparsity."""
-        sparsity, between = self._compressor.final_sparsity, "" if self._ranks.per_worker == 1 else " between nodes"
+        sparsity, between = self._compressor.final_sparsity, self._ranks.between
         final = self._compressor.with_sparsity(sparsity)
         sent = {name: traffic(final, gradients.largest, self._ranks, name) for name in self.topologies}
         listed = " or ".join(f"{length:,} bytes sent{between} a step by {name}" for name, length in sent.items())

@@ -18,8 +18,13 @@ from lightning_gradcomp.compressors.layout import plain_name
 from lightning_gradcomp.errors import refusal
 
 
+def parameters_of(*optimizers: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The optimizers' parameters, in the order of their `state_dict`."""
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+
+
 def has_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    stepped = {id(p) for p in parameters_of(*optimizers)}
     return any(id(p) in stepped for p in model.parameters())
 
 
@@ -87,4 +92,4 @@ def check_same_step(
 def _everyones(own: Sequence[int | bool], ranks: Ranks, device: torch.device) -> torch.Tensor:
     """The numbers of all ranks, int64 [N, m], on the CPU."""
     message = torch.tensor(own, dtype=torch.int64, device=device)
-    return gather(ranks.group, message.view(torch.uint8)).view(torch.int64).cpu()
+    return gather(ranks.group, message).cpu()

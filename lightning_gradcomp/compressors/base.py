@@ -23,7 +23,7 @@ from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.payloads import Payloads
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, check_sparsity
 from lightning_gradcomp.compressors.updates import AdamStep, is_adam
-from lightning_gradcomp.errors import check_flag, is_number, is_whole, refusal
+from lightning_gradcomp.errors import check_flag, check_whole, is_number, refusal
 from lightning_gradcomp.registry import entries
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ class Collectives(Protocol):
             The mean, and what this worker sent.
         """
         ...
+
+
+def is_large(shape: tuple[int, ...], min_elements: int) -> bool:
+    """True for a tensor of this shape that is worth compressing: not 1-D, and of so many elements or more."""
+    return len(shape) > 1 and prod(shape) >= min_elements
 
 
 class CompressorBase:
@@ -179,8 +184,7 @@ class LossyCompressor(Compressor, ABC):
 
     def __post_init__(self) -> None:
         what = type(self).__name__
-        if not is_whole(self.min_elements) or self.min_elements < 1:
-            raise refusal(f"{what}.min_elements", self.min_elements, "a whole number from 1")
+        check_whole(f"{what}.min_elements", self.min_elements, 1)
         if isinstance(self.exclude, str) or not isinstance(self.exclude, Sequence):
             raise refusal(f"{what}.exclude", self.exclude, "a list of patterns")
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
@@ -190,8 +194,8 @@ class LossyCompressor(Compressor, ABC):
             if flag.type in (bool, "bool"):
                 check_flag(f"{what}.{flag.name}", getattr(self, flag.name))
         for option in ("warmup_steps", "warmup_epochs"):
-            if (length := getattr(self, option)) is not None and (not is_whole(length) or length < 0):
-                raise refusal(f"{what}.{option}", length, "a whole number from 0")
+            if (length := getattr(self, option)) is not None:
+                check_whole(f"{what}.{option}", length, 0)
         if self.warmup_steps is not None and self.warmup_epochs is not None:
             raise refusal(f"{what}.warmup_steps with warmup_epochs", self.warmup_steps, "None: one of the two")
 
@@ -206,7 +210,7 @@ class LossyCompressor(Compressor, ABC):
     def compresses(self, name: str, shape: tuple[int, ...]) -> bool:
         """True if the parameter `name` of this shape is compressed."""
         excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
-        return len(shape) > 1 and prod(shape) >= self.min_elements and not excluded
+        return is_large(shape, self.min_elements) and not excluded
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         return {name for name, shape in shapes.items() if self.compresses(name, shape)}

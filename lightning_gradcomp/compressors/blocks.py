@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from lightning_gradcomp.compressors.decoded import Dense
 from lightning_gradcomp.compressors.kernels import eden
+from lightning_gradcomp.compressors.kernels.bits import padded
 from lightning_gradcomp.compressors.kernels.int8 import GROUP, add_int8, int8_bytes, pack_int8, unpack_int8
 from lightning_gradcomp.compressors.kernels.rng import row_seeds
 from lightning_gradcomp.compressors.layout import Layout
@@ -113,7 +114,7 @@ class RotatedBlocks(FewBits):
         return shape[0] * self.block * -(-prod(shape[1:]) // self.block)
 
     def nbytes(self, n: int) -> int:
-        return 4 * -(-eden.eden_bytes(n, self.bits) // 4)
+        return padded(eden.eden_bytes(n, self.bits))
 
     def put(self, tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], key: Key) -> None:
         for tensor, out in zip(tensors, outs, strict=True):

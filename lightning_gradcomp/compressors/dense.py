@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar
 
-from lightning_gradcomp.compressors.base import Card, Compressor
-from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.compressors.base import Card, Compressor, is_large
+from lightning_gradcomp.errors import check_whole
 from lightning_gradcomp.registry import register
 
 
@@ -67,11 +66,10 @@ class FewBitAverage(Compressor):
     min_elements: int = 1024
 
     def __post_init__(self) -> None:
-        if not is_whole(self.min_elements) or self.min_elements < 1:
-            raise refusal(f"{type(self).__name__}.min_elements", self.min_elements, "a whole number from 1")
+        check_whole(f"{type(self).__name__}.min_elements", self.min_elements, 1)
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        return {name for name, shape in shapes.items() if len(shape) > 1 and prod(shape) >= self.min_elements}
+        return {name for name, shape in shapes.items() if is_large(shape, self.min_elements)}
 
 
 @register("int8", strategy="ddp_int8")

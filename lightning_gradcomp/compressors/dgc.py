@@ -36,7 +36,7 @@ from lightning_gradcomp.compressors.kernels.topk import count_each, topk_each
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.schedules import Ramp, check_sparsity, exponential, quarters
 from lightning_gradcomp.compressors.updates import AdamStep, SGDVelocity, check_adam, check_sgd, is_adam
-from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.errors import check_whole, refusal
 from lightning_gradcomp.registry import entries, register
 
 SGD_SPARSITY = 0.996
@@ -82,8 +82,7 @@ class DGC(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_whole(self.dense_epochs) or self.dense_epochs < 0:
-            raise refusal("DGC.dense_epochs", self.dense_epochs, "a whole number from 0")
+        check_whole("DGC.dense_epochs", self.dense_epochs, 0)
         if self.start_sparsity is not None:
             check_sparsity("DGC.start_sparsity", self.start_sparsity)
             if self._by_epoch:

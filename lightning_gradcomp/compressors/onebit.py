@@ -25,7 +25,7 @@ from lightning_gradcomp.compressors.kernels.bits import bit_table, greater_equal
 from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.layout import Layout, chunks
 from lightning_gradcomp.compressors.tensor_codec import TensorCodec
-from lightning_gradcomp.errors import is_whole, refusal
+from lightning_gradcomp.errors import check_whole, refusal
 from lightning_gradcomp.registry import register
 
 
@@ -109,8 +109,7 @@ class OneBit(TensorCodec):
             raise refusal("OneBit.groups", self.groups, "'block', 'column' or 'tensor'")
         if self.threshold not in ("zero", "mean"):
             raise refusal("OneBit.threshold", self.threshold, "'zero' or 'mean'")
-        if not is_whole(self.group_size) or self.group_size < 1:
-            raise refusal("OneBit.group_size", self.group_size, "a whole number from 1")
+        check_whole("OneBit.group_size", self.group_size, 1)
 
     def compresses(self, name: str, shape: tuple[int, ...]) -> bool:
         """True if the base class compresses it and its columns are long enough to save bytes."""

@@ -31,7 +31,7 @@ from lightning_gradcomp.compressors.error_feedback import ErrorFeedback, Gradien
 from lightning_gradcomp.compressors.kernels.rows import Rows
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.updates import AdamStep, is_adam
-from lightning_gradcomp.errors import is_number, is_whole, refusal
+from lightning_gradcomp.errors import check_whole, is_number, refusal
 from lightning_gradcomp.registry import register
 
 
@@ -212,8 +212,7 @@ class PowerSGD(LossyCompressor):
         super().__post_init__()
         if self.dense_values != "fp32":
             raise refusal("PowerSGD.dense_values", self.dense_values, "fp32, in which averages are added")
-        if not is_whole(self.rank) or self.rank < 1:
-            raise refusal("PowerSGD.rank", self.rank, "a whole number from 1")
+        check_whole("PowerSGD.rank", self.rank, 1)
         if not is_number(self.min_compression) or self.min_compression < 1:
             raise refusal("PowerSGD.min_compression", self.min_compression, "a finite number from 1")
 

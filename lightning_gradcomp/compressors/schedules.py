@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from lightning_gradcomp.errors import is_number, is_whole, refusal
+from lightning_gradcomp.errors import check_whole, is_number, refusal
 
 Schedule = Callable[[int, int], float | None]
 
@@ -78,8 +78,7 @@ class Ramp:
         for sparsity in (*self.levels, self.final):
             if sparsity is not None:
                 check_sparsity("sparsity level", sparsity)
-        if not is_whole(self.dense) or self.dense < 0:
-            raise refusal("dense periods", self.dense, "a whole number from 0")
+        check_whole("dense periods", self.dense, 0)
         if self.by not in BY:
             raise refusal("by", self.by, "'epoch', 'step' or 'coverage'")
 

@@ -17,13 +17,8 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.trainable import check_trainable
-from lightning_gradcomp.errors import is_number, refusal
-
-
-def check_pending_share(share: float | None) -> None:
-    """Raises ValueError unless `share` is None or a number from 0 to 1."""
-    if share is not None and not (is_number(share) and 0 <= share <= 1):
-        raise refusal("pending_share", share, "None, or a number from 0 to 1")
+from lightning_gradcomp.compressors.layout import plain_name
+from lightning_gradcomp.errors import refusal
 
 
 class Anchor:
@@ -36,7 +31,7 @@ class Anchor:
         self._model = model
         self.module = nn.Module()
         """Holds the parameters z."""
-        self.live = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
+        self.live = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         """The model's own parameters, by name."""
         for name, parameter in self.live.items():
             path, _, last = name.rpartition(".")

@@ -27,8 +27,8 @@ from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.trainable import has_stepped
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.schedules import dense_start
-from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.anchor import Anchor, check_pending_share
+from lightning_gradcomp.errors import check_share, refusal
+from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.background import BackgroundExchange
 from lightning_gradcomp.local_sgd.optimizer_state import zero_nonfinite_state
 from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
@@ -119,7 +119,7 @@ class DelayedAverager:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise refusal("DelayedAverager(model)", "DistributedDataParallel", "the module inside it")
         self.round_schedule, self.participants = RoundSchedule(period, delay), Participants(participation)
-        check_pending_share(pending_share)
+        check_share("pending_share", pending_share)
         self._pending_share = pending_share
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)

@@ -22,15 +22,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.trainable import parameters_of
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Held = dict[str, Any]
 """A parameter group, or the state of a parameter: torch's name -> value."""
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's parameters, in the order of its `state_dict`."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_number(value: Any) -> bool:
@@ -88,7 +84,7 @@ def unify(ranks: Ranks, optimizers: Optimizers, device: torch.device) -> tuple[b
     """
     elements = sum(moment.numel() for moment in moments_of(optimizers))
     own = torch.tensor([elements, crc32(_layout(optimizers).encode())], device=device)
-    everyones = ranks.gather(own.view(torch.uint8)).view(torch.int64).view(ranks.world, -1).tolist()
+    everyones = ranks.gather(own).tolist()
     largest = max(everyones, key=lambda one: one[0])
     source, matches = everyones.index(largest), everyones[ranks.rank] == largest
     differ = any(one != largest for one in everyones)
@@ -118,7 +114,7 @@ def _from_rank(source: int, content: Any, ranks: Ranks, device: torch.device) ->
     file = io.BytesIO()
     if ranks.rank == source:
         torch.save(content, file)
-    lengths = ranks.gather(torch.tensor([file.tell()], device=device).view(torch.uint8)).view(torch.int64).tolist()
+    lengths = ranks.gather(torch.tensor([file.tell()], device=device)).flatten().tolist()
     message = torch.zeros(lengths[source], dtype=torch.uint8)
     if ranks.rank == source:
         message = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
@@ -143,7 +139,7 @@ def average_numbers(ranks: Ranks, optimizers: Optimizers, samples: int, device: 
     ]
     places = [(held, key) for held in (*groups, *states) for key in sorted(held, key=str) if _is_number(held[key])]
     own = torch.tensor([samples, *(float(held[key]) for held, key in places)], dtype=torch.float64, device=device)
-    rows = ranks.gather(own.view(torch.uint8)).view(torch.float64).view(ranks.world, -1).tolist()
+    rows = ranks.gather(own).tolist()
     weights = [row[0] for row in rows]
     if not any(weights):
         weights[0] = 1.0

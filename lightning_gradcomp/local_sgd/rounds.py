@@ -14,11 +14,11 @@ from lightning_gradcomp.averaging.checkpoint_state import check_state
 from lightning_gradcomp.averaging.faults import ExchangeFailed, explained
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
+from lightning_gradcomp.averaging.trainable import parameters_of
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
-from lightning_gradcomp.errors import is_number, refusal
+from lightning_gradcomp.errors import check_share, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
-from lightning_gradcomp.local_sgd.optimizer_state import parameters_of
 from lightning_gradcomp.local_sgd.sync import sample_weight
 
 LOCAL = "local"
@@ -52,12 +52,6 @@ PLAIN_AVERAGING = Nesterov(lr=1.0, momentum=0.0)
 """No outer optimizer: the mean update is added to the anchor."""
 
 
-def check_error_decay(error_decay: float | None) -> None:
-    """Raises ValueError unless `error_decay` is None or a number from 0 to 1."""
-    if error_decay is not None and not (is_number(error_decay) and 0 <= error_decay <= 1):
-        raise refusal("error_decay", error_decay, "None, or a number from 0 to 1")
-
-
 class Rounds:
     """Averages the updates of rounds: a GradientAverager of the anchor, whose gradients are pseudo-gradients.
 
@@ -82,7 +76,7 @@ class Rounds:
         error_decay: float | None,
         period: int,
     ) -> None:
-        check_error_decay(error_decay)
+        check_share("error_decay", error_decay)
         self.anchor, self.local_optimizers, self.error_decay = anchor, local_optimizers, error_decay
         momentum = outer.momentum
         self.sgd = torch.optim.SGD(anchor.module.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)

@@ -8,7 +8,7 @@ from math import ceil
 from random import Random
 from typing import Any
 
-from lightning_gradcomp.errors import is_number, refusal
+from lightning_gradcomp.errors import is_number, is_whole, refusal
 from lightning_gradcomp.local_sgd.rounds import RoundReport
 
 MAX_AUTO_DELAY = 64
@@ -33,9 +33,9 @@ class RoundSchedule:
     """
 
     def __init__(self, period: int, delay: int | str) -> None:
-        if not isinstance(period, int) or period < 1:
+        if not is_whole(period) or period < 1:
             raise refusal("period", period, "a whole number of steps, 1 or more")
-        if delay != "auto" and (not isinstance(delay, int) or not 0 <= delay <= period):
+        if delay != "auto" and (not is_whole(delay) or not 0 <= delay <= period):
             raise refusal("delay", delay, f"0 to {period}, the period (one exchange at a time), or 'auto'")
         self.shortest, self._auto = period, delay == "auto"
         """The smallest K."""

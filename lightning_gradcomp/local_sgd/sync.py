@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.ranks import Ranks, add
-from lightning_gradcomp.averaging.replicas import broadcast, checksum, ignored_by_ddp, unlike_rank_zero
+from lightning_gradcomp.averaging.replicas import broadcast, checksum, replicated, unlike_rank_zero
 from lightning_gradcomp.local_sgd.optimizer_state import average_numbers, moments_of, unify
 
 
@@ -30,7 +30,7 @@ def weighted_means(ranks: Ranks, parts: list[tuple[torch.Tensor, int]]) -> tuple
     """
     counts = [n if bool(flat.isfinite().all()) else 0 for flat, n in parts]
     own = torch.tensor(counts, device=parts[0][0].device)
-    table = ranks.gather(own.view(torch.uint8)).view(torch.int64).view(ranks.world, -1)
+    table = ranks.gather(own)
     all_counts = table.T.tolist()
     weights = [sample_weight(n, all_n) / ranks.world for n, all_n in zip(counts, all_counts, strict=True)]
     pairs = zip(parts, weights, strict=True)
@@ -121,8 +121,8 @@ def sync_buffers_and_moments(
 
 def untrained(model: nn.Module, trained: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The model's parameters that are not in `trained`, such as a teacher's, and that DDP is not told to ignore."""
-    ids, ignored = {id(parameter) for parameter in trained}, ignored_by_ddp(model)
-    return [p for name, p in model.named_parameters() if id(p) not in ids and name not in ignored]
+    ids = {id(parameter) for parameter in trained}
+    return [p for _, p in replicated(model) if id(p) not in ids]
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -64,7 +64,8 @@ class Answer:
     fingerprint: int
     stop: bool = False  # this push was the last, because a worker has asked all workers to stop
 
-    BYTES = 40
+    NUMBERS = 5
+    BYTES = 8 * NUMBERS
 
     def send(self, connection: Connection, body: torch.Tensor) -> None:
         """Send the header and the body (uint8)."""
@@ -75,5 +76,5 @@ class Answer:
     @classmethod
     def receive(cls, connection: Connection) -> Answer:
         """Receive a header; its body comes next."""
-        worker, clock, version, weights, stop = connection.receive(torch.empty(5, dtype=torch.int64)).tolist()
+        worker, clock, version, weights, stop = connection.receive(torch.empty(cls.NUMBERS, dtype=torch.int64)).tolist()
         return cls(worker, clock, version, weights, bool(stop))

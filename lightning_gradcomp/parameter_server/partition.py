@@ -242,6 +242,8 @@ class ServerPartition:
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizer's state with one from `optimizer_state`, on any device."""
+        if self.optimizer is None:
+            return
         with self._lock:
             for name, weight in self.weights.items():
                 self.optimizer.state.pop(weight, None)

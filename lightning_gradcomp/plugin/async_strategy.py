@@ -125,7 +125,7 @@ class AsyncStrategy(UnwrappedStrategy):
             pull=self.pull,
             world=self.world_size,
             rank=self.global_rank,
-            timeout=timedelta(seconds=self._timeout.total_seconds()),  # type: ignore[union-attr]
+            timeout=self._timeout,  # type: ignore[arg-type]
         )
         self._ranks, self._buffers, self._pulled = ranks, Buffers(module), 0
         self.barrier()

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.exchange import to_wire
 from lightning_gradcomp.averaging.few_bits import first_blocks
-from lightning_gradcomp.averaging.replicas import identical, ignored_by_ddp
+from lightning_gradcomp.averaging.replicas import identical, replicated
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.compressors.layout import plain_name
@@ -50,7 +50,6 @@ class DDPHook:
         ddp.register_comm_hook(None, self._hook)
         ddp._comm_hooks.pop()  # DDP has registered it; a copy of the module, which has no hook, would copy all of this
         self._ddp, self._manual = ddp, manual
-        self._ignored = ignored_by_ddp(ddp.module)
         self._known_to_ddp = {id(p) for p in self._trainable}
         self._known = {id(p) for _, p in self._named}
         self._by_ddp, self._wire, self._grad_scale = True, "fp32", 1.0
@@ -135,7 +134,7 @@ class DDPHook:
     @property
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """The model's parameters and their names, without those that DDP ignores."""
-        return [(name, p) for name, p in self._ddp.module.named_parameters() if name not in self._ignored]
+        return replicated(self._ddp.module)
 
     @property
     def _trainable(self) -> list[nn.Parameter]:

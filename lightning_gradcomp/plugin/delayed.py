@@ -22,10 +22,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
-from lightning_gradcomp.errors import refusal
-from lightning_gradcomp.local_sgd.anchor import check_pending_share
+from lightning_gradcomp.errors import check_share, refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
-from lightning_gradcomp.local_sgd.rounds import Nesterov, check_error_decay
+from lightning_gradcomp.local_sgd.rounds import Nesterov
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy, averages_of
@@ -83,9 +82,9 @@ class DelayedStrategy(UnwrappedStrategy):
         self._check_ddp_options(options)
         self.compressor = build(compressor)
         RoundSchedule(period, delay)  # checks them
-        check_pending_share(pending_share)
+        check_share("pending_share", pending_share)
         Participants(participation)  # checks it
-        check_error_decay(error_decay)
+        check_share("error_decay", error_decay)
         check_checkpoint_state(checkpoint_state)
         if error_decay is None and checkpoint_state != "auto":
             allowed = "'auto': without error_decay ranks have no residuals after a drain"

@@ -41,12 +41,8 @@ class FewBitBuckets:
         world = dist.group.WORLD
         assert world is not None
         self._form, self._large, self._device = form, large, device
-        if per_node > 1:
-            self._ranks: Ranks = (nodes := Nodes(world, per_node))
-            self._groups = nodes.subgroups
-        else:
-            self._ranks = Ranks(subgroup(world, list(range(world.size()))))
-            self._groups = [self._ranks.group]
+        everyone = [*range(world.size())]
+        self._ranks = Nodes(world, per_node) if per_node > 1 else Ranks(subgroup(world, everyone))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._num_threads = torch.get_num_threads()
         self._tasks: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -85,9 +81,8 @@ class FewBitBuckets:
                 raise self._error
             if self._stream:
                 self._stream.wait_event(task.ready)
-            none, shard = task.buffer[:0], 0
-            small = [*task.small, none]
-            means, small_mean = mean_in_few_bits(self._ranks, self._form, task.large, small, task.step, shard)
+            small = [*task.small, task.buffer[:0]]
+            means, small_mean = mean_in_few_bits(self._ranks, self._form, task.large, small, task.step, 0)
             means += small_mean.split([gradient.numel() for gradient in task.small]) if task.small else ()
             gradients = [*(each for _, each in task.large), *task.small]
             torch._foreach_copy_(
@@ -104,5 +99,5 @@ class FewBitBuckets:
         self._tasks.put(None)
         self._thread.join(timeout=1.0)
         if not (self._thread.is_alive() or self._error):
-            for group in self._groups:
+            for group in self._ranks.groups:
                 dist.destroy_process_group(group)

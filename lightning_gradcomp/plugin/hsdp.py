@@ -30,6 +30,7 @@ from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
 from lightning_gradcomp.averaging.fsdp.shards import MESH, is_sharded, local, mesh_shape, reshard
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
+from lightning_gradcomp.averaging.trainable import parameters_of
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import check_flag, is_whole, refusal
@@ -189,7 +190,7 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         if self.averager is None or not all_ranks_present(self.lightning_module):
             return super().optimizer_state(optimizer)
         with self.explained("saving a checkpoint"):
-            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            own = {*parameters_of(optimizer)}
             kept = {each: state for each, state in self.averager.optimizer_state().items() if each in own}
             before = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in kept}
             for parameter, state in kept.items():

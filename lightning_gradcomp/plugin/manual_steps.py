@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_gradcomp.averaging import GradientAverager
+from lightning_gradcomp.averaging.trainable import parameters_of
 
 
 class Turn(NamedTuple):
@@ -98,4 +99,4 @@ class ManualSteps:
 
     def _pending_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """ids of `optimizer`'s parameters with gradients to average."""
-        return {id(p) for group in optimizer.param_groups for p in group["params"]} & self.pending.keys()
+        return {id(p) for p in parameters_of(optimizer)} & self.pending.keys()

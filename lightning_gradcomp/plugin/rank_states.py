@@ -24,6 +24,7 @@ from lightning_gradcomp.averaging import GradientAverager, load_sharded_state, m
 from lightning_gradcomp.averaging.checkpoint_state import PARTITION, all_floating, check_state
 from lightning_gradcomp.averaging.exchange import all_reduce_mean
 from lightning_gradcomp.averaging.fsdp.checkpoint import own_memory
+from lightning_gradcomp.averaging.trainable import parameters_of
 from lightning_gradcomp.errors import refusal
 from lightning_gradcomp.local_sgd.rounds import Rounds
 from lightning_gradcomp.parameter_server.averager import AsyncAverager
@@ -218,8 +219,7 @@ def _by_parameter(memory: Mapping[str, Mapping[str, torch.Tensor]], averager: Gr
 
 def export_optimizer_state(kept: OptimizerState, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Write the state that the averager keeps into `state`, an optimizer's state_dict, as plain DDP has it."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         if parameter in kept:  # in a new dict: those in a state_dict are the optimizer's own
             state["state"][index] = {**state["state"].get(index, {}), **kept[parameter]}
 

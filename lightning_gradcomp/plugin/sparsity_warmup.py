@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_gradcomp.compressors.base import LossyCompressor
 from lightning_gradcomp.compressors.schedules import Ramp, Schedule, as_levels
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import check_whole, refusal
 from lightning_gradcomp.plugin.gradient_strategy import GradientStrategy
 
 
@@ -43,8 +43,7 @@ class SparsityWarmup(Callback):
         dense: int = 0,
     ) -> None:
         for name, number in (("periods", periods), ("dense", dense)):
-            if not isinstance(number, int) or number < 0:
-                raise refusal(f"SparsityWarmup.{name}", number, "a whole number, 0 or more")
+            check_whole(f"SparsityWarmup.{name}", number, 0)
         if not callable(schedule):
             Ramp(as_levels(schedule, 0.999, periods), 0.999, dense, by)  # checks its options
         self.schedule, self.periods, self.by, self.dense = schedule, periods, by, dense

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import Strategy
@@ -14,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_gradcomp.averaging.checkpoint_state import CHECKPOINT_STATES
-from lightning_gradcomp.averaging.ranks import all_gather_single
+from lightning_gradcomp.averaging.ranks import gather
 from lightning_gradcomp.averaging.trainable import check_trainable
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.layout import plain_name
@@ -152,9 +153,7 @@ def check_batches(trainer: Trainer, device: torch.device) -> None:
     Ranks with more batches would wait for the others.
     """
     own = torch.tensor([float(trainer.num_training_batches)], dtype=torch.float32, device=device)
-    everyones = own.new_empty(trainer.world_size)
-    all_gather_single(everyones, own, None)
-    counts = everyones.tolist()
+    counts = gather(dist.group.WORLD, own).flatten().tolist()
     if len(set(counts)) > 1:
         got = ", ".join(f"rank {rank}: {count:g}" for rank, count in enumerate(counts))
         raise refusal("training batches an epoch", got, "equal on every rank (DistributedSampler, or drop_last=True)")

@@ -17,7 +17,7 @@ PACKAGE.__path__ = [str(Path(__file__).resolve().parents[2] / "lightning_gradcom
 sys.modules[PACKAGE.__name__] = PACKAGE
 
 from lightning_gradcomp.averaging import GradientAverager  # noqa: E402
-from lightning_gradcomp.averaging.ranks import all_gather_single  # noqa: E402
+from lightning_gradcomp.averaging.ranks import gather  # noqa: E402
 from lightning_gradcomp.compressors import GradientDropping  # noqa: E402
 
 LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -47,10 +47,9 @@ for inside in ("dense", "compressed"):
         averager.step()
     crossed = most_sent() - before
     own = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    everyones = own.new_empty(dist.get_world_size() * own.numel())
-    all_gather_single(everyones, own, None)
+    everyones = gather(dist.group.WORLD, own)
     if dist.get_rank() == 0:
-        equal = int((everyones.view(-1, own.numel()) == own).all())
+        equal = int((everyones == own).all())
         print(inside, averager.stats.bytes_sent, crossed, equal, flush=True)
 dist.barrier()
 dist.destroy_process_group()

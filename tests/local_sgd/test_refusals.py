@@ -86,8 +86,3 @@ def test_a_frozen_parameter_may_be_of_any_kind():
     for moved, frozen in run_ranks(2, work):
         assert moved
         assert all(torch.equal(frozen[name], tensor) for name, tensor in kinds.items())
-
-
-def test_public_names():
-    assert lgc.DelayedAverager is DelayedAverager
-    assert lgc.Nesterov is Nesterov

@@ -296,6 +296,14 @@ def test_the_stability_limit_of_a_delayed_quadratic(delay):
     assert final(0.95 * limit) < 0.01 < 10 < final(1.05 * limit)
 
 
+def test_a_server_whose_weights_no_optimizer_has_saves_and_loads_its_state():
+    weight, other = (torch.nn.Parameter(torch.ones(1, 1)) for _ in range(2))
+    part, *_ = parts(Layout.of([]), Layout.of([("w", weight)]), 1)
+    shard = ServerPartition({"w": weight}, part, torch.optim.SGD([other], lr=0.1), NoCompression())
+    shard.load_optimizer_state(shard.optimizer_state())
+    assert shard.optimizer_state() == {}
+
+
 def _delayed(shard, a, delay):
     pulled = [1.0] * (delay + 1)
     for step in range(400):

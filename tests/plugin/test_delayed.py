@@ -199,6 +199,7 @@ def test_the_monitor_shows_what_rounds_cost_and_a_wait_in_a_training_step_is_tol
     assert 0 < summary["bytes_sent"] < summary["dense_bytes"] / 2
     assert summary["totals"]["bytes_sent"] == rounds["bytes_sent"] == summary["bytes_sent"]
     assert rounds["consensus_distance"] > 0 and rounds["stall_seconds"] > 0
+    assert min(summary["milliseconds"]["exchange"], summary["milliseconds"]["compute"]) > 0
 
 
 class Saves(Net):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
-from lightning_gradcomp.errors import is_number, refusal
+from lightning_gradcomp.errors import check_whole, is_number, refusal
 
 SMALL = 64
 """Images of up to this many pixels per side are small: networks use other stems, and crops come from a padded copy."""
@@ -34,8 +34,7 @@ class Augment:
     def __post_init__(self) -> None:
         if self.interpolation not in ("bilinear", "bicubic"):
             raise refusal("augment.interpolation", self.interpolation, "bilinear, bicubic")
-        if type(self.repeats) is not int or self.repeats < 1:
-            raise refusal("augment.repeats", self.repeats, "a whole number from 1")
+        check_whole("augment.repeats", self.repeats, 1)
         for option in ("mixup", "cutmix"):
             if not is_number(got := getattr(self, option)) or got < 0:
                 raise refusal(f"augment.{option}", got, "0 or more")

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler, TensorDataset
 
 from lightning_gradcomp.app.data.augment import Augment
 from lightning_gradcomp.app.data.shared import Pair, RankSampler, SharedData
-from lightning_gradcomp.errors import is_number, refusal
+from lightning_gradcomp.errors import check_whole, is_number, refusal
 
 DIFFERENT = 64
 """Number of distinct images; the others are copies of them, so that any number fits into memory."""
@@ -154,8 +154,7 @@ class Synthetic(SharedImages):
         super().__init__(batch_size, augment, seed)
         augment.check_in_memory("data=synthetic")
         for option, got, least in (("size", size, 8), ("classes", classes, 2), ("images", images, 1)):
-            if type(got) is not int or got < least:
-                raise refusal(f"data.{option}", got, f"a whole number from {least}")
+            check_whole(f"data.{option}", got, least)
         self.size, self.classes, self.images, self.channels = size, classes, images, channels
 
     def load(self) -> Pair:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_gradcomp.compressors.kernels.rng import seed_of
-from lightning_gradcomp.errors import Refused, refusal
+from lightning_gradcomp.errors import Refused, check_whole, refusal
 
 MEANWHILE = "Meanwhile, gradcomp recipe=digits needs none, and dry_run=true checks everything but the data"
 
@@ -72,8 +72,7 @@ class SharedData(L.LightningDataModule, ABC):
         super().__init__()
         self.prepare_data_per_node = False  # nodes may share a disk; two must not write to it at once
         for option, got, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("prefetch", prefetch, 1)):
-            if type(got) is not int or got < least:
-                raise refusal(f"data.{option}", got, f"a whole number from {least}")
+            check_whole(f"data.{option}", got, least)
         self.batch_size, self.seed, self.workers, self.prefetch = batch_size, seed, workers, prefetch
 
     @abstractmethod

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_gradcomp.app.data.shared import Pair, SharedData
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import check_whole, refusal
 
 EVERY = 20
 """Every 20th file is for validation."""
@@ -50,9 +50,9 @@ class SharedTokens(SharedData):
         self, batch_size: int = 32, context: int = 64, validation_windows: int | None = 2048, seed: int = 0
     ) -> None:
         super().__init__(batch_size, seed)
-        for option, got in (("context", context), ("validation_windows", validation_windows)):
-            if (type(got) is not int or got < 1) and not (option == "validation_windows" and got is None):
-                raise refusal(f"data.{option}", got, "a whole number from 1")
+        check_whole("data.context", context, 1)
+        if validation_windows is not None:
+            check_whole("data.validation_windows", validation_windows, 1)
         self.context, self.validation_windows = context, validation_windows
 
     @abstractmethod

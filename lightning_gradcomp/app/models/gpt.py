@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from lightning_gradcomp.errors import refusal
+from lightning_gradcomp.errors import check_whole, refusal
 
 STD = 0.02
 """Standard deviation of the initial weights, as in GPT-2."""
@@ -26,8 +26,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         for option, got in (("layers", layers), ("width", width), ("heads", heads)):
-            if type(got) is not int or got < 1:
-                raise refusal(f"model.{option}", got, "a whole number from 1")
+            check_whole(f"model.{option}", got, 1)
         if positions not in ("learned", "rope"):
             raise refusal("model.positions", positions, "learned, rope")
         if width % heads or (positions == "rope" and width // heads % 2):
