@@ -287,18 +287,24 @@ def loss_by_steps(axes: Axes) -> None:
 
 
 def gpt_small(axes: Axes) -> None:
-    """What a step of GPT-2 small takes over 100 Mbit/s, and what the method costs a small GPT on two ranks."""
-    steps = step_times.of_network("gpt_small")
-    for method, label in ON_GPT_SMALL.items():
-        loss = language_models.by_length(label, 2)[language_models.STEPS] if label else 0.0
+    """What a step of GPT-2 small takes over two links, and what the method costs a small GPT on two and eight ranks."""
+    steps, names = step_times.of_network("gpt_small"), []
+    for place, (method, label) in enumerate(ON_GPT_SMALL.items()):
+        fast, slow = (steps[rate, method].ms / 1000 for rate in (1000, 100))
         color = BLUE if label else GREY
-        seconds, name = steps[100, method].ms / 1000, methods.title(method)
-        axes.plot(seconds, loss, "o", color=color)
-        place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(name.replace("`", "").removeprefix("torch's "), (seconds, loss), color=color, **place)
-    axes.margins(y=0.15)
-    axes.set(xscale="log", xlabel="a step of GPT-2 small over 100 Mbit/s", ylabel="loss minus dense", xlim=(2, 90))
-    axes.set_xticks(ticks := [3, 5, 10, 20, 40], [f"{tick} s" for tick in ticks])
+        axes.plot([fast, slow], [place, place], color=color, linewidth=1.2)
+        axes.plot(fast, place, "o", color=color, markerfacecolor="white")
+        axes.plot(slow, place, "o", color=color)
+        losses = [language_models.by_length(label, ranks)[language_models.STEPS] for ranks in (2, 8)] if label else []
+        name = methods.title(method).replace("`", "").removeprefix("torch's ")
+        names.append("\n".join([name, ", ".join(f"{loss:+.3f}" for loss in losses) or "0"]))
+    for label, face in (("1 Gbit/s", "white"), ("100 Mbit/s", GREY)):
+        axes.plot([], [], "o", color=GREY, markerfacecolor=face, label=label)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="a step of GPT-2 small", xlim=(2, 60))
+    axes.set_xticks(ticks := [2, 5, 10, 20, 50], [f"{tick} s" for tick in ticks])
     axes.minorticks_off()
 
 
@@ -346,7 +352,7 @@ PICTURES: dict[str, Picture] = {
     "which_method": (which_method, (5, 3.6)),
     "loss_by_bytes": (loss_by_bytes, (5, 3.6)),
     "loss_by_steps": (loss_by_steps, (5, 3.6)),
-    "gpt_small": (gpt_small, (5, 3.2)),
+    "gpt_small": (gpt_small, (5, 3.8)),
     "accuracy": (accuracy, (5, 4.6)),
     "latency": (latency, (5, 3.2)),
     "rotation": (rotation, (5, 3.0)),
