@@ -158,11 +158,16 @@ LENGTHS = ("int8", "eden", "eden bits=2", "dgc dense_values=int8", "onebit", "po
 
 
 def lengths() -> str:
-    """The page's table: a row per method and number of ranks, differences to dense by the number of steps."""
+    """The page's table: a row per method and number of ranks, differences to dense by the number of steps.
+
+    Of one or two seeds, each difference; of more, their mean and its interval.
+    """
     rows = []
     for method, ranks in itertools.product(LENGTHS, RANKS):
-        found = with_dense(method, ranks)
-        cells = [summaries.compared(*found.get(steps, ([], [])), 3).difference for steps in LONG]
+        found, cells = with_dense(method, ranks), []
+        for steps in LONG:
+            each = report.differences(*found.get(steps, ([], [])))
+            cells.append(report.interval(each, 3) if len(each) > 2 else ", ".join(f"{one:+.3f}" for one in each))
         rows.append([summaries.code(method), ranks, *cells])
     return report.table(["method", "ranks", *(f"{steps:,} steps" for steps in LONG)], rows)
 
