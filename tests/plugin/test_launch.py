@@ -96,9 +96,9 @@ def test_options_that_say_how_to_average_are_refused(option, cls):
     [
         (
             lambda: lgc.SparsityWarmup(periods=1.5),
-            r"SparsityWarmup.periods: got 1.5, allowed: a whole number, 0 or more",
+            r"SparsityWarmup.periods: got 1.5, allowed: a whole number from 0",
         ),
-        (lambda: lgc.SparsityWarmup(dense=0.5), r"SparsityWarmup.dense: got 0.5, allowed: a whole number, 0 or more"),
+        (lambda: lgc.SparsityWarmup(dense=0.5), r"SparsityWarmup.dense: got 0.5, allowed: a whole number from 0"),
         (lambda: lgc.DelayedStrategy(outer=0.7), r"DelayedStrategy.outer: got 0.7, allowed: None, or .*Nesterov\("),
     ],
 )
