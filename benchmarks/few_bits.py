@@ -114,7 +114,7 @@ def main() -> None:
     rows = []
     for (name, how), *beside in zip(METHODS.items(), one, two, strict=True):
         numbers = phases(how.wire) if how else [""] * 4
-        rows.append([name, *(each if each == "" else f"{each:.0f}" for each in (*numbers, *beside))])
+        rows.append([name, *(each if each == "" else round(each) for each in (*numbers, *beside))])
     print(report.machine())
     print(report.table(head, rows))
     if arguments.csv:

@@ -90,7 +90,7 @@ def table(network: str) -> str:
     rows = []
     for name in sorted({method for _, method in found}, key=lambda method: found[1000, method].ms):
         row = [methods.title(name), *(f"{found[rate, name].ms:,.0f}" for rate in rates)]
-        rows.append([*row, f"{(found[1000, name].node_bytes or 0) / 1e6:.3g}"])
+        rows.append([*row, f"{(found[1000, name].node_bytes or 0) / 1e6:.1f}"])
     return report.table(["method", *map(link, rates), "MB a node sends"], rows)
 
 

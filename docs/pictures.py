@@ -176,7 +176,7 @@ def which_method(axes: Axes) -> None:
 
 ON_DIGITS = {
     "eden": "eden",
-    "eden bits=2": "eden, 2 bits",
+    "eden bits=2": "eden bits=2",
     "dgc": "dgc",
     "dgc dense_values=int8": "dgc",
     "powersgd": "powersgd",
