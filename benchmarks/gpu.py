@@ -9,7 +9,7 @@ Each part runs other commands of this project, one at a time, each with a time l
 - encode: `benchmarks.encode` for gradients of ResNet-18 and ResNet-50, in encode.csv
 - steps: `benchmarks.step_time` of ResNet-50 at 224 pixels, two ranks, over loopback and emulated links, and of GPT-2
   small on 1,024 tokens over loopback, in steps.csv
-- memory: `benchmarks.memory` of the same network, in memory.csv
+- memory: `benchmarks.memory` of ResNet-50, in memory.csv
 - accuracy: `benchmarks.time_to_accuracy` of the digits recipe, as many seeds as the time allows, in accuracy.csv
 
 parts.csv has a line for each command, with its error if it failed, was late or was skipped; the next command runs all

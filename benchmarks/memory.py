@@ -46,7 +46,7 @@ class Memory:
 
 def table() -> str:
     """The page's table: megabytes by method and network, and compared with DDP."""
-    found = {(each.model, each.method): each.mb for each in report.read(CSV, Memory)}
+    found = {(each.model, each.method): each.mb for each in report.read(CSV, Memory) if each.model in MODELS}
     names = dict.fromkeys(method for _, method in sorted(found, key=lambda place: found[place]))
     rows = [[methods.title(name), *(cell(found, model, name) for model in MODELS)] for name in names]
     return report.table(["method", *MODELS.values()], rows)

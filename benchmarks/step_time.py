@@ -78,9 +78,9 @@ class StepTime:
 
 
 def of_network(network: str) -> dict[tuple[int, str], StepTime]:
-    """(Mbit/s, method) -> the line of two ranks. `network` is without "torchvision."."""
-    lines = [each for each in report.read(CSV, StepTime) if each.network.rpartition(".")[2] == network]
-    return {(each.rate_mbit, each.method): each for each in lines if each.ranks == 2}
+    """(Mbit/s, method) -> the line of two ranks."""
+    lines = [each for each in report.read(CSV, StepTime) if (each.network, each.ranks) == (network, 2)]
+    return {(each.rate_mbit, each.method): each for each in lines}
 
 
 def table(network: str) -> str:
@@ -192,7 +192,6 @@ def step_times(found: Turns, network: str, rate_mbit: int) -> list[StepTime]:
     for method, spans in all_spans.items():
         phases = [span.phases for span in spans if span.phases]
         middle = [round(median(each), 1) for each in zip(*phases, strict=True)] or [None] * len(PHASES)
-        crossed = spans[-1].crossed is not None
         lines.append(
             StepTime(
                 network=network,
@@ -202,7 +201,7 @@ def step_times(found: Turns, network: str, rate_mbit: int) -> list[StepTime]:
                 ms=round(median(span.ms for span in spans), 1),
                 compute_ms=round(compute, 1),
                 bytes_sent=None if spans[-1].sent is None else round(median(span.sent or 0 for span in spans)),
-                node_bytes=round(median(span.crossed or 0 for span in spans)) if crossed else None,
+                node_bytes=None if spans[-1].crossed is None else round(median(span.crossed or 0 for span in spans)),
                 **{f"{phase}_ms": each for phase, each in zip(PHASES, middle, strict=True)},
                 machine=report.machine(),
             )

@@ -126,7 +126,7 @@ def warm_up(axes: Axes) -> None:
 
 def step_time(axes: Axes) -> None:
     """Step time over computation of ResNet-18, by the rate of the link."""
-    found = step_times.of_network("resnet18")
+    found = step_times.of_network("torchvision.resnet18")
     names = {"ddp": "DDP", "fp16_hook": "fp16 hook", "onebit@all_gather": "onebit", "dgc@all_gather": "dgc"}
     for (method, name), color in zip(names.items(), (ORANGE, VIOLET, GREEN, BLUE), strict=True):
         times = [found[rate, method].ms / found[rate, method].compute_ms for rate in RATES]
@@ -151,7 +151,7 @@ IN_THE_MAP = {
 
 def which_method(axes: Axes) -> None:
     """The first method with which a step of ResNet-50 takes at most twice its computation, by link and computation."""
-    steps = step_times.of_network("resnet50")
+    steps = step_times.of_network("torchvision.resnet50")
     with torch.device("meta"):
         model = torchvision.models.resnet50()
     elements = sum(parameter.numel() for parameter in model.parameters())

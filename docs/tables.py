@@ -25,7 +25,7 @@ from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
 
 DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
-BLOCK = re.compile(r"(<!-- table: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table: (\w+)(?: ([\w.]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def of_csv(name: str) -> str:

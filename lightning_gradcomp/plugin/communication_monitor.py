@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from copy import deepcopy
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -114,7 +114,7 @@ class CommunicationMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         logs = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
         averager_of(trainer).measures_residual = logs
-        if not self._elapsed:  # what validation has waited for, for example, is no step's
+        if not self._elapsed:  # a step begins; what validation has waited for, for example, is no step's
             self._counted.seconds = self._spent.seconds.copy()
         self._begin = time.perf_counter()
 
@@ -126,7 +126,7 @@ class CommunicationMonitor(Callback):
         if averager.steps == self._steps_seen:  # gradients are still accumulating
             return
         stats = self._spent.since(self._counted)  # of several steps, in manual optimization
-        self._counted = deepcopy(self._spent)
+        self._counted = replace(self._spent)
         compute = self._elapsed - sum(stats.seconds.values()) - stats.norm_seconds
         phases = {"compute": compute, **stats.seconds}
         for phase, times in self._times.items():

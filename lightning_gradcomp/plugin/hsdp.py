@@ -100,7 +100,7 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
             timeout=timeout,
         )
         for name, size in (("replicate", replicate), ("shard", shard)):
-            if size != "auto" and (isinstance(size, str) or not is_whole(size) or size < 1):
+            if size != "auto" and (not is_whole(size) or size < 1):
                 raise refusal(f"CompressedHSDPStrategy.{name}", size, "'auto', or a whole number from 1")
         check_verification(verify_replicas_every_n_steps)
         check_flag("CompressedHSDPStrategy.local_weights", local_weights)

@@ -145,7 +145,8 @@ class Text(SharedTokens):
         pattern = "**/*.py" if self.is_library else self.pattern
         try:
             relative = [path.relative_to(self.root) for path in self.root.glob(pattern) if path.is_file()]
-        except (ValueError, IndexError, TypeError, AttributeError, NotImplementedError) as error:  # depends on Python
+        # A bad pattern raises one of these in pathlib, which one depends on the version of Python.
+        except (ValueError, IndexError, TypeError, AttributeError, NotImplementedError) as error:
             raise refusal("data.pattern", pattern, "a glob pattern below data.dir, such as **/*.txt") from error
         kept = [path for path in relative if not any(part.startswith(".") for part in path.parts)]
         if self.is_library:
