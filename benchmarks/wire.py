@@ -1,9 +1,10 @@
 """Bytes of one compressed step, by network and method, and by number of ranks, from the formula.
 
     python -m benchmarks.wire                    # half a minute; compares with the papers' figures
-    python -m benchmarks.wire --ranks 2,4,8,32,64
+    python -m benchmarks.wire --ranks 2,8,64 --csv docs/data/bytes_by_ranks.csv
 
-Message lengths follow from shapes and options alone. --ranks prints MB by topology and number of ranks.
+Message lengths follow from shapes and options alone. --ranks prints MB by number of ranks. Methods that
+compress by topology have a row for each.
 
 Private: the byte formulas of `averaging`, as in docs/tables.py.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torchvision
@@ -22,7 +24,7 @@ from benchmarks import methods, report
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
-from lightning_gradcomp.averaging.topology import traffic
+from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "ResNet-18, 32x32, 10 classes": partial(resnet18, channels=3, classes=10),
@@ -68,29 +70,34 @@ def row(name: str, method: str, compressor: lgc.LossyCompressor, model: torch.nn
 
 
 def by_ranks(arguments: argparse.Namespace) -> None:
-    """Print MB by number of ranks."""
+    """Print MB by number of ranks, and write them to the CSV."""
     worlds = [int(world) for world in arguments.ranks.split(",")]
     model = methods.network(arguments.model)
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    found = {("dense ring all-reduce", ""): {world: dense_traffic(num_bytes, world) for world in worlds}}
+    found = {"dense ring all-reduce": [dense_traffic(num_bytes, world) for world in worlds]}
     for method in arguments.methods.split(","):
         compressor = methods.compressor(method)
-        assert isinstance(compressor, lgc.LossyCompressor)
         gradients = Gradients(model, compressor)
-        for topology in TOPOLOGIES:
-            found[method, topology] = {world: sent(compressor, gradients, world, topology) for world in worlds}
-    rows = [
-        [f"`{name}` by {topology}" if topology else name, *(f"{size / 1e6:.2f}" for size in sizes.values())]
-        for (name, topology), sizes in found.items()
-    ]
-    print(report.table(["MB that a rank sends", *(f"N = {world}" for world in worlds)], rows))
+        if isinstance(compressor, lgc.LossyCompressor):
+            for topology in TOPOLOGIES:
+                sizes = [sent(compressor, gradients, world, topology) for world in worlds]
+                found[f"`{method}` by {topology}"] = sizes
+        else:
+            wire = compressor.wire
+            found[f"`{method}`"] = [dense_step_traffic(gradients, Ranks(None, world), wire) for world in worlds]
+    head = ["MB that a rank sends", *(f"N = {world}" for world in worlds)]
+    rows = [[name, *(f"{size / 1e6:.3g}" for size in sizes)] for name, sizes in found.items()]
+    print(report.table(head, rows))
+    if arguments.csv:
+        report.write(arguments.csv, [dict(zip(head, row, strict=True)) for row in rows])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", help="numbers of ranks, for the table by topology")
-    parser.add_argument("--methods", default="dgc,onebit", help="methods in that table, as in benchmarks/methods.py")
+    parser.add_argument("--methods", default="dgc,onebit,eden,int8", help="of that table, as in benchmarks/methods.py")
     parser.add_argument("--model", default="torchvision.resnet18", help="network of that table")
+    parser.add_argument("--csv", type=Path, help="the file to write that table to")
     arguments = parser.parse_args()
     if arguments.ranks:
         by_ranks(arguments)
