@@ -280,8 +280,9 @@ def _strategy(config: DictConfig, ranks: Placement) -> ParallelStrategy:
             raise refusal("trainer.devices with strategy=hsdp", ranks.per_node, f"up to {few}, one for each GPU")
         options = {"parallel_devices": shared, "process_group_backend": "gloo"}
     compressor = instantiated("compressor", config)
-    if config.dry_run and hasattr(compressor, "warmup_steps"):
-        compressor = replace(compressor, warmup_steps=0, warmup_epochs=None)
+    if config.dry_run:
+        no_warmup = {"warmup_steps": 0, "warmup_epochs": None, "dense_epochs": 0}
+        compressor = replace(compressor, **{name: it for name, it in no_warmup.items() if hasattr(compressor, name)})
     return complete("strategy", instantiated("strategy", config, _partial_=True), compressor=compressor, **options)
 
 

@@ -126,6 +126,10 @@ class GradientAverager:
         self.optimizers = list(optimizers) if optimizer is None else [optimizer]
         self.schedule: Schedule | None = self.compressor.schedule()
         """Sparsity as a function of (epoch, step). You may replace it at any time."""
+        self.wire = self.compressor.wire
+        """The format of a plain dense step."""
+        if self.wire in FORMATS and self.ranks.workers == 1:
+            self.wire = "fp32"
         self.epoch, self.steps = epoch, 0
         self._check_epochs_are_counted()
         self.stats = Stats()
@@ -177,22 +181,16 @@ class GradientAverager:
     def begin_step(self) -> Decision:
         """Decide what the next step does: the schedule gives the sparsity, and topology="auto" may choose.
 
-        `average` calls it too. The decision stays the same until the step is committed, or `epoch`, `schedule` or the
-        set of trainable parameters changes.
+        `average` calls it too. The decision stays the same until the step is committed, or `epoch`, `schedule`, `wire`
+        or the set of trainable parameters changes.
         """
-        decided_for = self.steps, self.epoch, self.schedule, self.gradients
+        decided_for = self.steps, self.epoch, self.schedule, self.wire, self.gradients
         if self._decided_for != decided_for:
             self._decided_for, self.decision = decided_for, self._decide()
         return self.decision
 
-    @property
-    def _wire(self) -> str:
-        """The format of a plain dense step. Only several workers exchange few bits."""
-        wire = self.compressor.wire
-        return "fp32" if wire in FORMATS and self.ranks.workers == 1 else wire
-
     def _decide(self) -> Decision:
-        dense = Decision(is_plain=not self.has_unsent, wire=self._wire)
+        dense = Decision(is_plain=not self.has_unsent, wire=self.wire)
         compressible = self.gradients.largest.layout.n
         if self._choice is None or self.schedule is None or self.ranks.workers == 1 or not compressible:
             return dense
@@ -630,7 +628,7 @@ class GradientAverager:
         shards = f" replicas of {self.shards.number} shards each" if self.shards else ""
         where = f"N={ranks.world}{nodes}{shards}, {ranks.group.name()}"
         if self._choice is None:
-            sent, topology = dense_step_traffic(self.gradients, ranks, self._wire), dense_topology(self._wire, ranks)
+            sent, topology = dense_step_traffic(self.gradients, ranks, self.wire), dense_topology(self.wire, ranks)
             return f"{name}: {sent:,} bytes sent{ranks.between} a step by {topology} ({where})."
         tried = f" {self.autotune.describe()}." if self.autotune else ""
         reason = UNKNOWN if self.gradients.are_unknown else "no tensor is large enough to compress"

@@ -31,8 +31,12 @@ import torch.distributed as dist
 from lightning_gradcomp.errors import help_at
 
 log = logging.getLogger(__name__)
-LOST = re.compile(r"gloo|nccl|\bconnection|\bsocket|broken pipe|\btimed? ?out", re.IGNORECASE)
-"""Matches torch.distributed's messages about lost peers; gloo's are plain RuntimeErrors."""
+BACKENDS = re.compile(r"gloo|nccl", re.IGNORECASE)
+"""Matches the backends' messages about lost peers; gloo's are plain RuntimeErrors."""
+LOST = re.compile(r"\bconnection|\bsocket|broken pipe|\btimed? ?out", re.IGNORECASE)
+"""Matches other messages about lost peers, such as the store's."""
+EXCHANGES = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "lightning_gradcomp")
+"""Modules whose frames call collectives or the store."""
 TIMEOUT = timedelta(minutes=5)
 """Default time to wait for other ranks. torch's 30 minutes is long if a rank has died or hangs."""
 STORE_SECONDS = 2.0
@@ -74,12 +78,13 @@ atexit.register(_exit)  # handlers run in reverse order: the loggers', registere
 
 def is_lost_peer(error: BaseException) -> bool:
     """True if `error` is torch.distributed's error for an unreachable rank."""
-    if not isinstance(error, RuntimeError) or not LOST.search(str(error)) or not dist.is_initialized():
+    if not isinstance(error, RuntimeError) or not dist.is_initialized():
         return False
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if modules and modules[-1] == "torch.nn.modules.module":  # load_state_dict: 'Missing key "net.connection.weight"'
-        return False
-    return not any(module.startswith("torch.utils.data") for module in modules)  # "DataLoader timed out"
+    if BACKENDS.search(str(error)):
+        return True
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    of_an_exchange = not frames or frames[-1].startswith(EXCHANGES)  # "the connection to the feature store is closed"
+    return of_an_exchange and bool(LOST.search(str(error)))
 
 
 @contextmanager

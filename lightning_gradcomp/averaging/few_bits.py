@@ -49,7 +49,7 @@ def mean_in_few_bits(
         form: the format of `large`.
         large: tensors that travel in few bits, each with the number of its first block in the model.
         small: tensors that travel in fp32, with m elements together. Not empty.
-        key: numbers that differ between the averages of a run, for random draws.
+        key: numbers that differ between the steps of a run, for random draws.
 
     Returns:
         The mean of each of `large`, fp32 in its shape, and the means of `small`, concatenated: fp32 [m].

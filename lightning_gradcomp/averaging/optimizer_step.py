@@ -101,7 +101,7 @@ def apply_directions(
     if adam and group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
         shrink = 1 - lr * group["weight_decay"]
         if shrink != 1:
-            torch._foreach_mul_(weights, shrink)
+            torch._foreach_mul_(weights, shrink if found_inf is None else torch.where(found_inf > 0, 1.0, shrink))
     if any(k or weight.dtype == torch.float16 for weight, _, k in applied):  # in fp16, a small lr would be 0
         steps = zip(weights, directions, (k for _, _, k in applied), strict=True)
         for weight, direction, k in steps:

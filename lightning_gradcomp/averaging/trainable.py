@@ -28,6 +28,15 @@ def has_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
     return any(id(p) in stepped for p in model.parameters())
 
 
+def check_none_ignored(model: nn.Module, what: str) -> None:
+    """Raises ValueError if DDP is told to ignore a trainable parameter, which `what` can't leave to each rank."""
+    ignored = ignored_by_ddp(model)
+    for name, parameter in model.named_parameters():
+        if name in ignored and parameter.requires_grad:
+            got = "a trainable parameter in _ddp_params_and_buffers_to_ignore"
+            raise refusal(f"parameter {plain_name(name)!r} with {what}", got, "requires_grad=False, or not ignored")
+
+
 def check_trainable(model: nn.Module) -> None:
     """Raises ValueError if gradients can't be laid out flat in fp32.
 

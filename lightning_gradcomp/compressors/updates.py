@@ -209,9 +209,9 @@ class AdamStep(ErrorFeedback):
 
     @property
     def local_scale(self) -> torch.Tensor:
-        """√ρ, 0-d: the mean gradient's norm divided by that of this rank's own; 1 before the first mean."""
+        """√ρ, 0-d: the mean gradient's norm divided by that of this rank's own; 1 while either is 0."""
         own, mean = self._squares
-        return torch.where(own > 0, mean / own, 1.0).sqrt()
+        return torch.where((own > 0) & (mean > 0), mean / own, 1.0).sqrt()
 
     def local_scales(self, workers: int) -> list[torch.Tensor]:
         return [self.local_scale] * len(self.parameters)

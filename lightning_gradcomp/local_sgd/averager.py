@@ -22,9 +22,9 @@ from torch import nn
 
 from lightning_gradcomp.averaging.checkpoint_state import check_entries
 from lightning_gradcomp.averaging.faults import TIMEOUT, explained
-from lightning_gradcomp.averaging.replicas import broadcast, broadcast_unless_identical
+from lightning_gradcomp.averaging.replicas import broadcast, broadcast_unless_identical, initial_tensors
 from lightning_gradcomp.averaging.stats import Stats
-from lightning_gradcomp.averaging.trainable import has_stepped
+from lightning_gradcomp.averaging.trainable import check_none_ignored, parameters_of
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import check_share, refusal
@@ -123,9 +123,10 @@ class DelayedAverager:
         self._pending_share = pending_share
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        if not has_stepped(model, self.optimizers):
-            allowed = "one with parameters of the model, whose steps are averaged"
-            raise refusal("the optimizer of DelayedAverager", "none of the model's parameters", allowed)
+        check_none_ignored(model, "DelayedAverager")
+        if foreign := len({*parameters_of(*self.optimizers)} - {*model.parameters()}):
+            allowed = "only the model's, whose steps are averaged"
+            raise refusal("the optimizer's parameters in DelayedAverager", f"{foreign} outside the model", allowed)
         self.compressor: Compressor = build(compressor)
         self.outer, self.error_decay = outer or PLAIN_AVERAGING, error_decay
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
@@ -147,7 +148,7 @@ class DelayedAverager:
         """The flags of all ranks from the latest average or drain. They change at the same step on all ranks."""
         self._is_single = self.world == 1
         if not self._is_single:
-            broadcast_unless_identical([*model.parameters(), *model.buffers()], self.ranks)
+            broadcast_unless_identical(initial_tensors(model), self.ranks)
         self._buffers = Buffers(model)
         self.averages: Sequence[nn.Module] = ()
         """Moving averages of the model, kept outside of it, that a drain makes the same on all ranks."""

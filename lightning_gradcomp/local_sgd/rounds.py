@@ -129,9 +129,10 @@ class Rounds:
 
         The mean update is added to the anchor without the outer optimizer.
         """
-        schedule, self.averager.schedule = self.averager.schedule, None
-        reports = self.exchange(own, training_step, self.averager.epoch)
-        self.averager.schedule = schedule
+        averager = self.averager
+        usual, (averager.schedule, averager.wire) = (averager.schedule, averager.wire), (None, "fp32")
+        reports = self.exchange(own, training_step, averager.epoch)
+        averager.schedule, averager.wire = usual
         with torch.no_grad():
             for z in self.anchor.module.parameters():
                 if z.grad is not None:

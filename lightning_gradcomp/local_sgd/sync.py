@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_gradcomp.averaging.ranks import Ranks, add
-from lightning_gradcomp.averaging.replicas import broadcast, checksum, replicated, unlike_rank_zero
+from lightning_gradcomp.averaging.replicas import broadcast, checksum, replicated, replicated_buffers, unlike_rank_zero
 from lightning_gradcomp.local_sgd.optimizer_state import average_numbers, moments_of, unify
 
 
@@ -55,7 +55,7 @@ class Buffers:
 
     def _current(self) -> dict[str, torch.Tensor]:
         saved = self.model.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+        return {name: buffer for name, buffer in replicated_buffers(self.model) if name in saved}
 
     def _averaged(self) -> dict[str, torch.Tensor]:
         start = self._start

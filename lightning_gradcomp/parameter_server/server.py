@@ -109,7 +109,7 @@ class ParameterServer:
         if not 0 <= partition < servers:
             raise refusal("partition", partition, f"0 to {servers - 1}, of {servers} servers")
         self.compressor = built(compressor, optimizer)
-        gradients = Gradients(model, self.compressor)
+        gradients = Gradients(model, self.compressor, optimizers=[optimizer])
         names = dict(zip(gradients.names, gradients.parameters, strict=True))
         part = parts(gradients.layout, gradients.dense_layout, servers)[partition]
         self.partition = ServerPartition(names, part, optimizer, self.compressor, pull=pull)

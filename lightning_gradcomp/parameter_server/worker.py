@@ -16,6 +16,7 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.memory import Memory
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.topology import Topology
+from lightning_gradcomp.averaging.trainable import check_none_ignored
 from lightning_gradcomp.compressors.base import Compressor
 from lightning_gradcomp.compressors.decoded import EMPTY, Decoded, concatenate
 from lightning_gradcomp.compressors.kernels.formats import pack_values, unpack_values, value_bytes
@@ -41,7 +42,8 @@ class Worker:
         world: int = 1,
     ) -> None:
         self.compressor, self.optimizer, self._pull_format = compressor, optimizer, pull
-        self.gradients = Gradients(model, compressor)
+        check_none_ignored(model, "dist_async")
+        self.gradients = Gradients(model, compressor, optimizers=[optimizer])
         self.parts = parts(self.gradients.layout, self.gradients.dense_layout, servers)
         """What each server holds."""
         self.memory = Memory(compressor, self.gradients, Ranks(None), Topology(), optimizer, by_servers=True)

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
+from lightning_gradcomp.averaging.replicas import broadcast_unless_identical, initial_tensors
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
 from lightning_gradcomp.errors import refusal
@@ -99,7 +99,7 @@ class AsyncStrategy(UnwrappedStrategy):
         self.averager = self.server = None
         module, [optimizer] = self.pl_module, self.optimizers
         ranks = Ranks(dist.group.WORLD)
-        broadcast_unless_identical([*module.parameters(), *module.buffers()], ranks)
+        broadcast_unless_identical(initial_tensors(module), ranks)
         secret = self.broadcast(secrets.token_hex())
         self.server = ParameterServer(
             module,

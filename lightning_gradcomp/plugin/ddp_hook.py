@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradcomp.averaging import Decision, GradientAverager
 from lightning_gradcomp.averaging.exchange import to_wire
 from lightning_gradcomp.averaging.few_bits import first_blocks
-from lightning_gradcomp.averaging.replicas import identical, replicated
+from lightning_gradcomp.averaging.replicas import identical, initial_tensors, replicated
 from lightning_gradcomp.compressors import Compressor, LossyCompressor
 from lightning_gradcomp.compressors.blocks import FORMATS
 from lightning_gradcomp.compressors.layout import plain_name
@@ -188,7 +188,7 @@ def sent_if_they_differ(model: nn.Module, ddp_options: dict[str, Any]) -> Iterat
     if "init_sync" in ddp_options:
         yield
         return
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = initial_tensors(model)
     ddp_options["init_sync"] = bool(tensors) and not identical(tensors)  # without parameters DDP raises an error
     try:
         yield

@@ -29,7 +29,7 @@ from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.fsdp.checkpoint import whole_memory
 from lightning_gradcomp.averaging.fsdp.shards import MESH, is_sharded, local, mesh_shape, reshard
 from lightning_gradcomp.averaging.ranks import Ranks
-from lightning_gradcomp.averaging.replicas import broadcast_unless_identical
+from lightning_gradcomp.averaging.replicas import broadcast_unless_identical, replicated_buffers
 from lightning_gradcomp.averaging.trainable import parameters_of
 from lightning_gradcomp.compressors import Compressor
 from lightning_gradcomp.compressors.base import build
@@ -147,7 +147,9 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         with self.explained("sharing the initial weights"):
             shards = [shard for parameter in self.model.parameters() if (shard := local(parameter)).numel()]
             broadcast_unless_identical(shards, Ranks(self.device_mesh.get_group("replicate")))
-            broadcast_unless_identical(list(self.model.buffers()), Ranks(torch.distributed.group.WORLD))
+            broadcast_unless_identical(
+                [each for _, each in replicated_buffers(self.model)], Ranks(torch.distributed.group.WORLD)
+            )
 
     def averager_options(self) -> dict[str, Any]:
         return {

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_gradcomp.app.compose import SeedEachStep
 from lightning_gradcomp.app.scheduler import WarmupCosine
 from lightning_gradcomp.app.summary import table
+from lightning_gradcomp.compressors.schedules import dense_start
 from tests.app.conftest import built
 from tests.averaging.workers import HAS_MUON
 
@@ -69,9 +70,11 @@ def test_what_keeps_nothing_has_no_checkpoints_and_no_loggers():
         assert not (other := built(*mode).trainer).checkpoint_callbacks and not other.loggers
 
 
-@pytest.mark.parametrize("compressor", ["onebit", "sparseloco", "dgc_paper"])
-def test_a_dry_run_has_no_dense_start(compressor):
-    assert built(f"compressor={compressor}", "dry_run=true").trainer.strategy.compressor.dense_steps == 0
+@pytest.mark.parametrize(
+    "words", [["compressor=onebit"], ["compressor=sparseloco"], ["compressor=dgc_paper"], ["compressor.dense_epochs=1"]]
+)
+def test_a_dry_run_has_no_dense_start(words):
+    assert not dense_start(built(*words, "dry_run=true").trainer.strategy.compressor.schedule())
 
 
 def test_the_final_table_fits_into_100_columns_however_slow_the_machine(tmp_path):

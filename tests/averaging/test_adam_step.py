@@ -12,6 +12,7 @@ from lightning_gradcomp.averaging import GradientAverager, mean_state
 from lightning_gradcomp.compressors.error_feedback import Gradient
 from lightning_gradcomp.compressors.layout import Layout
 from lightning_gradcomp.compressors.updates import AdamStep
+from lightning_gradcomp.plugin.rank_states import mean_over_ranks
 from tests.averaging.methods import REGISTERED, REMEMBERING
 from tests.averaging.workers import (
     Table,
@@ -285,6 +286,57 @@ def test_a_grad_scaler_steps_where_every_tensor_is_compressed():
     (scaled, scale), (plain, _) = (run_ranks(2, partial(work, enabled=enabled))[0] for enabled in (True, False))
     assert scale == 2048.0
     torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_grad_scaler_skips_moves_nothing(fused):
+    """Not by weight decay either, which a fused optimizer would skip itself."""
+
+    def work(rank, group):
+        model = filled(nn.Linear(12, 25))
+        made = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+        averager = GradientAverager(model, dgc(), optimizer=made, process_group=group)
+        scaler, start = torch.amp.GradScaler("cpu", init_scale=1024.0), weights(model)
+        scaler.scale(model(torch.full((2, 12), torch.inf if rank else 1.0)).sum()).backward()
+        averager.average(grad_scale=scaler.get_scale())
+        scaler.step(made)
+        scaler.update()
+        assert scaler.get_scale() == 512.0
+        return torch.equal(weights(model), start)
+
+    assert all(run_ranks(2, work))
+
+
+@pytest.mark.parametrize("compressor", [dgc(), OneBit(min_elements=50, warmup_steps=0)], ids=["dgc", "onebit"])
+def test_uncompressed_gradients_that_cancel_between_ranks(compressor):
+    """A new head of zeros: in the first step only its bias has a gradient, of one sign on each rank."""
+
+    def work(rank, group):
+        model = filled(nn.Sequential(nn.Linear(12, 25), nn.Tanh(), nn.Linear(25, 2)))
+        nn.init.zeros_(model[2].weight)
+        nn.init.zeros_(model[2].bias)
+        made, averager = averager_of(model, group, compressor)
+        for step in range(3):
+            made.zero_grad()
+            labels = torch.tensor([rank, rank, rank, 1 - rank])
+            nn.functional.cross_entropy(model(normal(48, seed=2 * step + rank).view(4, 12)), labels).backward()
+            averager.step()
+        return bool(weights(model).isfinite().all())
+
+    assert all(run_ranks(2, work))
+
+
+def test_a_count_of_steps_is_the_same_after_a_mean_over_seven_ranks():
+    """7 times a seventh of 11 in fp32 is less than 11."""
+
+    def work(rank, group):
+        model = Table()
+        made, averager = averager_of(model, group, OneBit(min_elements=50, warmup_steps=0))
+        run(model, made, averager, rank, 11, prescribed_loss)
+        averager.load_state_dict(mean_over_ranks(averager.state_dict(), averager))
+        return {int(made.state[parameter]["step"]) for parameter in (model.kernel, model.matrix)}
+
+    assert run_ranks(7, work) == [{11}] * 7
 
 
 def test_moments_of_dense_steps_between_compressed_ones_are_taken_over_in_bf16_too():

@@ -59,6 +59,19 @@ def test_a_drain_without_buffers_and_moments():
     assert all_equal(run_ranks(2, work))
 
 
+@pytest.mark.parametrize("compressor", ["bf16", "int8", "eden"])
+def test_a_drain_averages_the_open_round_in_fp32(compressor):
+    def work(rank, group):
+        model, optimizer, averager = set_up(group, "sgd", conv_net, period=8, delay=0, compressor=compressor)
+        train(model, optimizer, averager, rank, 3, image_loss)
+        own = weights(model)
+        averager.drain()
+        return own, weights(model)
+
+    owns, drained = zip(*run_ranks(2, work), strict=True)
+    torch.testing.assert_close(drained[0], (owns[0] + owns[1]) / 2, **CLOSE)
+
+
 def assert_ranks_have_the_mean_of_their_own(results):
     """`results`: of each rank, two tensors before the drain and the same two after it."""
     for number in range(2):
@@ -220,7 +233,7 @@ def test_a_parameter_may_be_frozen_and_unfrozen():
 
 
 class Taught(nn.Module):
-    """With a teacher, a frozen parameter that stays, and one that DDP is told to ignore."""
+    """With a teacher, a frozen parameter that stays, and a parameter and buffers that DDP is told to ignore."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +241,9 @@ class Taught(nn.Module):
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
         self.still = nn.Parameter(torch.linspace(0, 1, 37) * 0.1, requires_grad=False)
         self.own = nn.Parameter(torch.zeros(1), requires_grad=False)
-        self._ddp_params_and_buffers_to_ignore = ["own"]
+        self.register_buffer("place", torch.zeros(1))
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["own", "place", "graph"]
 
     def forward(self, x):
         return self.net(x)
@@ -247,9 +262,10 @@ def test_a_drain_averages_what_follows_the_ranks_own_weights():
             for mean, new in zip(model.teacher.parameters(), model.net.parameters(), strict=True):
                 mean.data.lerp_(new.data, 0.5)
             model.own.data += rank
+            model.place += rank
         own = weights(model.teacher), weights(average)
         averager.drain()
-        assert model.own == 6 * rank
+        assert model.own == model.place == 6 * rank
         assert torch.equal(model.still, torch.linspace(0, 1, 37) * 0.1)
         assert average.n_averaged == 6
         return own, (weights(model.teacher), weights(average))

@@ -29,10 +29,12 @@ def test_unsupported_models_and_weights_are_refused():
     model = Table().double()
     with pytest.raises(ValueError, match=r"'kernel'.*float64.*16 or 32 bits"):
         DelayedAverager(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(
-        ValueError, match='optimizer of DelayedAverager: got "none of the model\'s parameters", allowed'
-    ):
-        DelayedAverager(Table(), torch.optim.SGD(Table().parameters(), lr=0.1))
+    model, temperature = Table(), nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="parameters in DelayedAverager: got '1 outside the model', allowed: only"):
+        DelayedAverager(model, torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
+    model._ddp_params_and_buffers_to_ignore = ["kernel"]
+    with pytest.raises(ValueError, match=r"'kernel' with DelayedAverager: got 'a trainable .*, allowed: requires_grad"):
+        DelayedAverager(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="weight: got -1"):
         set_up(None)[2].step(-1)
     for options in ({"lr": 0.0}, {"momentum": 1.0}):

@@ -101,6 +101,25 @@ def test_numbers_and_parameters_without_elements_train(job, make, servers):
 
 
 @every
+def test_parameters_that_the_optimizer_lacks_stay(job, make):
+    """Though they have gradients."""
+    model, averager = job(make(), optimizer=lambda model: torch.optim.SGD(model[2].parameters(), lr=0.05)).worker()
+    start = [layer.weight.detach().clone() for layer in (model[0], model[2])]
+    train(model, averager, 0, 2)
+    averager.pull()
+    assert torch.equal(model[0].weight, start[0]) and not torch.equal(model[2].weight, start[1])
+
+
+def test_a_parameter_that_ddp_is_told_to_ignore_is_refused(job):
+    model = net()
+    model._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    with pytest.raises(
+        ValueError, match=r"'0\.weight' with dist_async: got 'a trainable .*, allowed: requires_grad=False"
+    ):
+        AsyncAverager(model, sgd(model), servers=[job().servers[0].address], secret=SECRET)
+
+
+@every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_default_dtype_has_no_effect(job, make, dtype):
     def trained():

@@ -206,13 +206,16 @@ def test_a_data_loaders_timeout_is_no_lost_peer():
         dist.destroy_process_group()
 
 
-def test_a_missing_key_is_no_lost_peer():
-    """Though its message has "connection" in it."""
+def test_a_missing_key_or_the_users_own_error_is_no_lost_peer():
+    """Though their messages have "connection" in them."""
     net = torch.nn.ModuleDict({"connection": torch.nn.Linear(1, 1)})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match=r"connection\.weight") as caught:
             net.load_state_dict({})
+        assert not is_lost_peer(caught.value)
+        with pytest.raises(RuntimeError) as caught:
+            raise RuntimeError("the connection to the feature store is closed")
         assert not is_lost_peer(caught.value)
         assert not is_lost_peer(RuntimeError("no such layer: skip_connection"))
     finally:

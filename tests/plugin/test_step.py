@@ -639,14 +639,15 @@ def test_writes_into_local_weights_are_errors(method, at):
 
 
 class Expert(At):
-    """A layer that DDP is told to leave alone: each rank has its own."""
+    """A layer and a sparse buffer that DDP is told to leave alone: each rank has its own layer."""
 
     def __init__(self):
         super().__init__()
         self.expert = nn.Linear(32, 32, bias=False)
         nn.init.constant_(self.expert.weight, 0.01 * (RANK + 1))
         self.begin = weights(self.expert)
-        self._ddp_params_and_buffers_to_ignore = ["expert.weight"]
+        self.register_buffer("graph", torch.eye(32).to_sparse(), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["expert.weight", "graph"]
 
     def forward(self, x):
         hidden = torch.tanh(self.body(x))
