@@ -104,7 +104,7 @@ def adamw() -> str:
         losses = [language_models.difference(label, ranks) for ranks in (2, 8)]
         seconds = f"{dense / fewer / (100e6 / 8):.2g} s"
         rows.append([summaries.code(label), times(fewer), seconds, *losses])
-    return report.table(["method", "fewer bytes", "a step sends for", "loss, 2 ranks", "loss, 8 ranks"], rows)
+    return report.table(["method", "fewer bytes", "sending takes", "loss, 2 ranks", "loss, 8 ranks"], rows)
 
 
 RESULT = re.compile(r"^# Result: (.*(?:\n#   .*)*)", re.MULTILINE)
