@@ -161,6 +161,8 @@ def build(config: DictConfig) -> Run:
 
 def build_task(config: DictConfig, data: SharedData) -> Task:
     """The task of a composed config, with its network, for `data`."""
+    if config.ckpt and "weights" in config.task:
+        config = OmegaConf.merge(config, {"task": {"weights": None}})  # the checkpoint has them
     make = instantiated("task", config)
     if not isinstance(data, make.func.data):
         allowed = f"a {make.func.data.__name__} with task={config.task._target_}"
@@ -294,7 +296,8 @@ def _trainer(config: DictConfig, ranks: Placement, strategy: ParallelStrategy) -
     if "ema" in config.callbacks and isinstance(strategy, CompressedHSDPStrategy):
         raise refusal("callbacks with strategy=hsdp", "ema", "others: Lightning's moving average needs whole weights")
     if keeps:
-        callbacks.append(SaveOnSigterm(Path(config.folder) / LAST))
+        last = SaveLast(Path(config.folder) / LAST)
+        callbacks = [last, *callbacks]  # first: at the end a moving average replaces the weights
         options["logger"] = list(instantiated("logger", config).values())
     else:
         callbacks = [each for each in callbacks if not isinstance(each, L.pytorch.callbacks.Checkpoint)]
@@ -323,12 +326,16 @@ class SeedEachStep(L.Callback):
         torch.manual_seed(seed_of(self.seed, trainer.global_rank, trainer.current_epoch, batch_idx))
 
 
-class SaveOnSigterm(L.Callback):
-    """Writes a checkpoint when a SIGTERM ends the run, after a whole step and on all ranks together."""
+class SaveLast(L.Callback):
+    """Writes a checkpoint at the end of a run, and when a SIGTERM ends it after a step of all ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> Any:
         if isinstance(exception, SIGTERMException):
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.checkpoint_callbacks:
             trainer.save_checkpoint(self.path, weights_only=False)

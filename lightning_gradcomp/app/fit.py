@@ -60,6 +60,8 @@ def fit(yaml: str) -> dict[str, Any]:
         result = summary.evaluation(config, run)
     else:
         start = time.perf_counter()
+        # With max_steps, Lightning would leave out the epoch after a finished one when it resumes.
+        trainer.fit_loop._iteration_based_training = lambda: False
         try:
             trainer.fit(run.task, run.data, ckpt_path=config.ckpt)
         except SIGTERMException:
@@ -70,8 +72,6 @@ def fit(yaml: str) -> dict[str, Any]:
         if not run.task.has_trained:
             done = f"; evaluate=true validates {config.ckpt}" if config.ckpt else ""
             raise refusal("steps to train", 0, f"1 or more: a larger trainer.max_epochs, max_steps or max_time{done}")
-        if trainer.checkpoint_callbacks:
-            trainer.save_checkpoint(folder / compose.LAST, weights_only=False)
         if run.task.validated_step != trainer.global_step:  # such as with check_val_every_n_epoch=2 max_epochs=3
             run.task.counts = ()
             trainer.validate(run.task, run.data, verbose=False)

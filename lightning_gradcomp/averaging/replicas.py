@@ -15,6 +15,8 @@ from lightning_gradcomp.errors import help_at
 
 CHUNK = 1 << 22
 """Bytes hashed at a time. They are copied, because `Tensor.numpy` makes a tensor's storage non-resizable for good."""
+WEIGHTS = torch.arange(1, 62) * 0x9E3779B9 | 1
+"""Of elements at successive places, in turn. Odd, and as many as a prime number: rows have different weights."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -85,9 +87,10 @@ def initial_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def checksum(parameter: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's elements read as integers: 0-d int64, independent of the memory layout."""
-    bits = parameter.detach().contiguous().view(-1).view(BITS[parameter.itemsize])
-    return bits.sum(dtype=torch.int64)
+    """A weighted sum of a tensor's elements read as integers: 0-d int64, independent of the memory layout."""
+    bits, columns = parameter.detach().contiguous().view(-1).view(BITS[parameter.itemsize]), len(WEIGHTS)
+    padded = nn.functional.pad(bits, (0, columns - len(bits) % columns)).view(-1, columns)
+    return (padded.sum(0, dtype=torch.int64) * WEIGHTS.to(bits.device)).sum()
 
 
 def unlike_rank_zero(own: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -334,7 +334,9 @@ class SparseCodec(Codec):
         return value_bytes(k, self.values) + index_bytes(layout.n, k)
 
     def pack(self, flat: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Sparse]:
+        version = flat._version
         indices = self.select(flat, layout)
+        check_unchanged(f"{type(self).__name__}.select", flat, version)
         packed = pack_values(flat[indices], self.values)
         decoded = Sparse(indices, unpack_values(packed, indices.numel(), self.values))
         return torch.cat([packed, pack_indices(indices, flat.numel())]), decoded
@@ -344,6 +346,16 @@ class SparseCodec(Codec):
         length = value_bytes(k, self.values)
         values = unpack_values(payload[:length], k, self.values)
         return Sparse(unpack_indices(payload[length:], layout.n, k), values)
+
+
+def check_unchanged(what: str, x: torch.Tensor, version: int) -> None:
+    """Raises ValueError if `x`, an argument of `what`, was written to since its `version`."""
+    if x._version != version:
+        raise refusal(
+            f"the argument of {what}",
+            "changed in place",
+            "unchanged: the residual is what it holds, minus what is sent",
+        )
 
 
 def build(compressor: Compressor | str) -> Compressor:

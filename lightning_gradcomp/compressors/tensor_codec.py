@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_gradcomp.compressors.base import Codec
+from lightning_gradcomp.compressors.base import Codec, check_unchanged
 from lightning_gradcomp.compressors.decoded import Chunked
 from lightning_gradcomp.compressors.error_feedback import ErrorFeedback
 from lightning_gradcomp.compressors.kernels.bits import look_up, padded, zeros
@@ -97,7 +97,9 @@ class TensorCodec(Codec):
         decoded = []
         for one in places:
             x = flat[one.start : one.stop]
+            version = x._version
             parts = _parts(self._prepared(one).encode(x))
+            check_unchanged(f"{type(one.codec).__name__}.encode", x, version)
             got = [(part.dtype, tuple(part.shape)) for part in parts]
             if got != one.allowed:
                 what = f"{type(one.codec).__name__}.encode(x {list(x.shape)})"

@@ -206,6 +206,15 @@ def test_incomplete_pictures_are_named(pictures, tmp_path, how, sentence):
     assert str(refused.value).startswith(sentence + str(tmp_path)) and "data.dir" in str(refused.value)
 
 
+def test_a_class_may_be_a_folder_of_links(pictures, tmp_path):
+    dogs = tmp_path / "val" / "dog"
+    dogs.rename(tmp_path / "dogs")
+    dogs.mkdir()
+    (dogs / "batch").symlink_to(tmp_path / "dogs")
+    pictures().check()
+    assert len(pictures().load()[1]) == 2
+
+
 def test_a_class_without_an_image_is_named(pictures, tmp_path):
     picture = tmp_path / "val" / "dog" / "0.png"
     picture.rename(picture.with_suffix(".txt"))

@@ -50,6 +50,7 @@ def run(tmp_path, monkeypatch):
         saved = fitted("saved", f"ckpt={last}", "evaluate=true", *strategy)
         return result, tmp_path / "run", saved["val_loss"]
 
+    gradcomp.fitted = fitted
     before = signal.getsignal(signal.SIGINT)
     yield gradcomp
     signal.signal(signal.SIGINT, before)
@@ -74,6 +75,21 @@ def test_the_result_is_that_of_the_last_weights(run, words, steps):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["val_loss"] == result["val_loss"] == pytest.approx(loss, rel=1e-6)
     assert summary["communication"]["steps"] == steps
+
+
+EMA = ("callbacks=[default,ema]", "callbacks.ema.update_every_n_steps=1")
+
+
+@pytest.mark.parametrize("words", [(), EMA], ids=["", "ema"])
+def test_a_run_that_max_steps_has_ended_goes_on(run, words, tmp_path):
+    """With the next epoch, and with the weights of which a moving average is taken."""
+    straight = run.fitted("straight", *words)
+    run.fitted("first", *words, f"+trainer.max_steps={EPOCH}")
+    again = run.fitted(
+        "again", *words, f"ckpt={tmp_path / 'first' / 'checkpoints' / 'last.ckpt'}", "+trainer.max_steps=9"
+    )
+    assert again["communication"]["steps"] + EPOCH == straight["communication"]["steps"] == 9
+    assert again["val_loss"] == straight["val_loss"]
 
 
 def test_a_language_models_loss_is_that_of_every_validation_byte(run, tmp_path, capsys):

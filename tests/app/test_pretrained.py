@@ -27,6 +27,10 @@ def test_training_starts_from_the_weights_of_a_run_or_a_state_dict(run, tmp_path
         assert all(torch.equal(found[name], saved) for name, saved in network.state_dict().items())
 
 
+def test_a_checkpoint_of_the_run_needs_no_weights_of_another(run):
+    built(*WORDS, "task.weights=nowhere", f"ckpt={run[0]}")
+
+
 def test_a_layer_for_other_classes_keeps_its_initial_values_and_is_named(tmp_path, caplog):
     words = ["recipe=digits", "data=synthetic", "data.size=32"]
     caplog.set_level("INFO")

@@ -15,6 +15,7 @@ OTHERS = {
     "type": TENSOR.double(),
     "shape": TENSOR.reshape(4, 3),
 }
+ADDED = torch.tensor([0, 2, -2, 0], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
@@ -25,6 +26,11 @@ def test_one_tensor_of_one_rank_that_differs_is_noticed_by_all(other):
         return identical([other if rank == 1 else TENSOR, counter], group)
 
     assert run_ranks(3, work) == [False] * 3
+
+
+@pytest.mark.parametrize("other", [TENSOR.flip(0), TENSOR.view(torch.int32).add(ADDED).view(torch.float32)])
+def test_differences_that_cancel_in_a_sum_change_the_checksum(other):
+    assert checksum(other) != checksum(TENSOR)
 
 
 def test_a_compared_buffer_can_still_be_resized():

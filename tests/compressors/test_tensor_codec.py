@@ -1,6 +1,6 @@
 """`TensorCodec`: encode and decode of one tensor are enough for payloads, error feedback, chunks and random draws."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -124,6 +124,29 @@ def test_sizes_that_depend_on_the_values_are_refused(encode, got):
     assert str(caught.value).startswith("Wrong.encode(x [6]): got [(torch.")
     assert got in str(caught.value)
     assert str(caught.value).endswith("as for zeros: sizes are a function of n alone")
+
+
+def test_an_argument_that_is_changed_in_place_is_refused():
+    """What was cut off would be lost: the residual is the argument, minus what is sent."""
+
+    class Clipped(Whole):
+        def encode(self, x):
+            return x.clamp_(-1, 1)
+
+    @dataclass(kw_only=True)
+    class Largest(lgc.SparseCodec):
+        values: str = "fp32"
+        sparsity: float = 0.5
+
+        def count(self, layout):
+            return 2
+
+        def select(self, flat, layout):
+            return flat.abs_().topk(2).indices.sort().values
+
+    for codec, method in ((Clipped(), "Clipped.encode"), (Largest(), "Largest.select")):
+        with pytest.raises(ValueError, match=f"the argument of {method}: got 'changed in place', allowed: unchanged"):
+            payload_of(codec, torch.arange(6.0), one(2, 3))
 
 
 def test_a_codec_is_made_for_each_tensor():

@@ -21,7 +21,7 @@ from moving_average import Averaging
 from torch import nn
 
 import lightning_gradcomp as lgc
-from lightning_gradcomp.app.compose import SaveOnSigterm
+from lightning_gradcomp.app.compose import SaveLast
 from lightning_gradcomp.plugin.async_strategy import _own_address
 from tests.processes import on_ranks
 
@@ -167,7 +167,7 @@ def test_a_rank_does_not_wait_for_a_slow_one(tmp_path):
 def test_sigterm_on_one_rank_ends_all_together(tmp_path):
     model, path = Terminated(), tmp_path / "term.ckpt"
     with suppress(SIGTERMException):
-        fit(lgc.AsyncStrategy("dgc"), 3, tmp_path, 2, model=model, callbacks=[SaveOnSigterm(path)])
+        fit(lgc.AsyncStrategy("dgc"), 3, tmp_path, 2, model=model, callbacks=[SaveLast(path)])
     steps = on_every_rank(model.trainer.global_step)
     saved = torch.load(path, weights_only=True)
     remembered = [rank["steps"] for rank in saved["lightning_gradcomp_async"]["lightning_gradcomp"]["ranks"]]

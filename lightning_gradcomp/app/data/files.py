@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -140,7 +141,7 @@ class ImageFolder(Files):
         if len(train) == 1:
             raise self.missing(f"one class alone, {train[0]}")
         for folder in (self.root / part / name for part in ("train", "val") for name in train):
-            if not any(path.is_file() for path in folder.rglob("*")):
+            if not any(files for _, _, files in os.walk(folder, followlinks=True)):  # as torchvision
                 raise self.missing(f"no image in {folder.relative_to(self.root)}")
 
     def load(self) -> Pair:
