@@ -159,7 +159,7 @@ def build(config: DictConfig) -> Run:
     return Run(task, data, _trainer(config, ranks, strategy), ranks)
 
 
-def build_task(config: DictConfig, data: SharedData) -> Task:
+def build_task(config: Any, data: SharedData) -> Task:
     """The task of a composed config, with its network, for `data`."""
     if config.ckpt and "weights" in config.task:
         config = OmegaConf.merge(config, {"task": {"weights": None}})  # the checkpoint has them

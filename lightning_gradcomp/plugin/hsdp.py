@@ -73,8 +73,8 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
             owns the momentum. False: at the shared weights, which costs accuracy.
         save_distributed_checkpoint: True: a checkpoint is a folder with each rank's shards and residuals, which a mesh
             of any shape can load. False: one file with whole tensors and the replicas' mean residual, which
-            `CompressedDDPStrategy` can load too. Lightning loads files only if the optimizer keeps a state, as SGD without
-            momentum does not, and only into models without activation checkpointing.
+            `CompressedDDPStrategy` can load too. Lightning loads files only if the optimizer keeps a state, unlike SGD
+            without momentum, and only into models without activation checkpointing.
         process_group_backend: "nccl" or "gloo", as for `ModelParallelStrategy`. Default: Lightning's choice.
 
     Raises:
