@@ -120,7 +120,7 @@ def read_csv() -> list[Result]:
 
 RANKS, STEPS = (2, 8), 600
 """Of the runs in the page's table."""
-LONG = (300, 600, 1200, 2400, 4800)
+LONG = (300, 600, 1200, 2400, 4800, 9600)
 """Steps of the runs that are compared by length."""
 HEAD = ("method", "2 ranks", "8 ranks", "fewer bytes")
 
