@@ -22,7 +22,7 @@ import torchvision
 import lightning_gradcomp as lgc
 from benchmarks import methods, report
 from lightning_gradcomp.app.models import resnet18
-from lightning_gradcomp.averaging.gradients import Gradients
+from lightning_gradcomp.averaging.gradients import Gradients, Layouts
 from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
 from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
 
@@ -56,9 +56,12 @@ PUBLISHED = {
 TOPOLOGIES = ("all_gather", "two_phase", "server")
 
 
-def sent(compressor: lgc.LossyCompressor, gradients: Gradients, world: int, topology: str) -> int:
-    """Bytes of a step after the warm-up, for the rank that sends the most."""
-    return traffic(compressor.with_sparsity(compressor.final_sparsity), gradients, Ranks(None, world), topology)
+def sent(compressor: lgc.Compressor, gradients: Layouts, world: int, topology: str) -> int:
+    """Bytes of a step after the warm-up, for the rank that sends the most. 8, 16 and few bits have no topology."""
+    ranks = Ranks(None, world)
+    if isinstance(compressor, lgc.LossyCompressor):
+        return traffic(compressor.with_sparsity(compressor.final_sparsity), gradients, ranks, topology)
+    return dense_step_traffic(gradients, ranks, compressor.wire)
 
 
 def row(name: str, method: str, compressor: lgc.LossyCompressor, model: torch.nn.Module) -> list[str]:
@@ -78,13 +81,9 @@ def by_ranks(arguments: argparse.Namespace) -> None:
     for method in arguments.methods.split(","):
         compressor = methods.compressor(method)
         gradients = Gradients(model, compressor)
-        if isinstance(compressor, lgc.LossyCompressor):
-            for topology in TOPOLOGIES:
-                sizes = [sent(compressor, gradients, world, topology) for world in worlds]
-                found[f"`{method}` by {topology}"] = sizes
-        else:
-            wire = compressor.wire
-            found[f"`{method}`"] = [dense_step_traffic(gradients, Ranks(None, world), wire) for world in worlds]
+        for topology in TOPOLOGIES if isinstance(compressor, lgc.LossyCompressor) else ("",):
+            name = f"`{method}` by {topology}" if topology else f"`{method}`"
+            found[name] = [sent(compressor, gradients, world, topology) for world in worlds]
     head = ["MB that a rank sends", *(f"N = {world}" for world in worlds)]
     rows = [[name, *(f"{size / 1e6:.3g}" for size in sizes)] for name, sizes in found.items()]
     print(report.table(head, rows))

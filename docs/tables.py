@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 
 import lightning_gradcomp as lgc
-from benchmarks import language_models, memory, report, results, step_time, summaries, time_to_accuracy
+from benchmarks import language_models, memory, report, results, step_time, summaries, time_to_accuracy, wire
 from benchmarks.methods import network
 from lightning_gradcomp.app.compose import shipped
 from lightning_gradcomp.app.models import resnet18
 from lightning_gradcomp.app.train import first_sentence
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.averaging.ranks import Ranks, dense_traffic
-from lightning_gradcomp.averaging.topology import dense_step_traffic, traffic
+from lightning_gradcomp.averaging.ranks import dense_traffic
 
 DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -53,11 +52,7 @@ def page_of(name: str) -> str:
 def ratio(compressor: lgc.Compressor, model: torch.nn.Module) -> float:
     """Traffic of a dense step of two ranks over that of a step after the warm-up."""
     gradients = Gradients(model, compressor).largest
-    dense = dense_traffic(gradients.nbytes, 2)
-    if not isinstance(compressor, lgc.LossyCompressor):
-        return dense / dense_step_traffic(gradients, Ranks(None, 2), compressor.wire)
-    final = compressor.with_sparsity(compressor.final_sparsity)
-    return dense / traffic(final, gradients, Ranks(None, 2), "all_gather")
+    return dense_traffic(gradients.nbytes, 2) / wire.sent(compressor, gradients, 2, "all_gather")
 
 
 def times(ratio: float) -> str:

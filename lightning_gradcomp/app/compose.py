@@ -159,11 +159,10 @@ def build(config: DictConfig) -> Run:
     return Run(task, data, _trainer(config, ranks, strategy), ranks)
 
 
-def build_task(config: Any, data: SharedData) -> Task:
+def build_task(config: DictConfig, data: SharedData) -> Task:
     """The task of a composed config, with its network, for `data`."""
-    if config.ckpt and "weights" in config.task:
-        config = OmegaConf.merge(config, {"task": {"weights": None}})  # the checkpoint has them
-    make = instantiated("task", config)
+    own = {"task": {"weights": None}} if config.ckpt and "weights" in config.task else {}  # the checkpoint has them
+    make = instantiated("task", OmegaConf.merge(config, own))
     if not isinstance(data, make.func.data):
         allowed = f"a {make.func.data.__name__} with task={config.task._target_}"
         raise refusal("data", config.data._target_, allowed)
@@ -283,8 +282,8 @@ def _strategy(config: DictConfig, ranks: Placement) -> ParallelStrategy:
         options = {"parallel_devices": shared, "process_group_backend": "gloo"}
     compressor = instantiated("compressor", config)
     if config.dry_run:
-        no_warmup = {"warmup_steps": 0, "warmup_epochs": None, "dense_epochs": 0}
-        compressor = replace(compressor, **{name: it for name, it in no_warmup.items() if hasattr(compressor, name)})
+        none = {"warmup_steps": 0, "warmup_epochs": None, "dense_epochs": 0}
+        compressor = replace(compressor, **{name: value for name, value in none.items() if hasattr(compressor, name)})
     return complete("strategy", instantiated("strategy", config, _partial_=True), compressor=compressor, **options)
 
 

@@ -52,7 +52,7 @@ def broadcast_unless_identical(tensors: list[torch.Tensor], ranks: Ranks) -> Non
 
 def share_buffers(models: Iterable[nn.Module], ranks: Ranks) -> None:
     """Copy rank 0's buffers to all ranks, except those that the models tell DDP to ignore. Collective."""
-    broadcast([buffer for model in models for _, buffer in replicated_buffers(model)], ranks)
+    broadcast([buffer for model in models for buffer in replicated_buffers(model).values()], ranks)
 
 
 class ReplicasDiffer(RuntimeError):
@@ -75,15 +75,15 @@ def replicated(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if name not in ignored]
 
 
-def replicated_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that DDP copies from rank 0: all but those that the model tells it to ignore."""
+def replicated_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers, by name, that DDP copies from rank 0: all but those that the model tells it to ignore."""
     ignored = ignored_by_ddp(model)
-    return [(name, buffer) for name, buffer in model.named_buffers() if name not in ignored]
+    return {name: buffer for name, buffer in model.named_buffers() if name not in ignored}
 
 
 def initial_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers that are rank 0's on all ranks when training starts."""
-    return [tensor for _, tensor in (*replicated(model), *replicated_buffers(model))]
+    return [*(parameter for _, parameter in replicated(model)), *replicated_buffers(model).values()]
 
 
 def checksum(parameter: torch.Tensor) -> torch.Tensor:

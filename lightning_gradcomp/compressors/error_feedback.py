@@ -224,7 +224,9 @@ class ErrorFeedback:
         self.unsent = self.layout.join(state[self.kind], self.device)
         self.moments.flats = [self.layout.join(state[moment], self.device) for moment in self.moment_kinds]
         self.started = set(state[self.kind]) & set(self.layout.names)
-        steps = {name: round(float(t)) for name, t in state.get("step", {}).items()}
+        steps = {
+            name: round(float(t)) for name, t in state.get("step", {}).items()
+        }  # a mean of equal counts may be less
         first = int(not self.counts_steps)
         self.moments.steps = {name: steps.get(name, first * (name in self.started)) for name in self.layout.names}
         self.moments.write(self.sharing(self.started))

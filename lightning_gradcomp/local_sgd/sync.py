@@ -55,7 +55,7 @@ class Buffers:
 
     def _current(self) -> dict[str, torch.Tensor]:
         saved = self.model.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in replicated_buffers(self.model) if name in saved}
+        return {name: buffer for name, buffer in replicated_buffers(self.model).items() if name in saved}
 
     def _averaged(self) -> dict[str, torch.Tensor]:
         start = self._start

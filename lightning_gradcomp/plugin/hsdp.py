@@ -148,9 +148,8 @@ class CompressedHSDPStrategy(GradientStrategy, ModelParallelStrategy):
         with self.explained("sharing the initial weights"):
             shards = [shard for parameter in self.model.parameters() if (shard := local(parameter)).numel()]
             broadcast_unless_identical(shards, Ranks(self.device_mesh.get_group("replicate")))
-            broadcast_unless_identical(
-                [each for _, each in replicated_buffers(self.model)], Ranks(torch.distributed.group.WORLD)
-            )
+            buffers = [*replicated_buffers(self.model).values()]
+            broadcast_unless_identical(buffers, Ranks(torch.distributed.group.WORLD))
 
     def averager_options(self) -> dict[str, Any]:
         return {

@@ -242,7 +242,6 @@ def mean_over_ranks(state: State, averager: Any) -> State:
         shapes = averager.gradients.shapes if kind in ("accumulated", PARTITION) else named
         for name, shape in sorted(shapes.items()):
             part = memory[kind].get(name, torch.zeros(shape, dtype=torch.float32)).to(averager.gradients.device)
-            part = part if part.dim() else part.double()  # a count stays whole
             [flat], [anywhere] = all_reduce_mean(averager.ranks, [part.reshape(-1)], [name in memory[kind]])
             if anywhere:
                 mean[kind][name] = flat.view(shape).cpu() * (averager.ranks.workers if kind == PARTITION else 1)

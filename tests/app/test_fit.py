@@ -24,9 +24,12 @@ TINY = (
 )  # fmt: skip
 
 
+EMA = ("callbacks=[default,ema]", "callbacks.ema.update_every_n_steps=1")
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs `gradcomp WORDS` on one rank. Returns the result, the folder, and the loss of the weights in last.ckpt."""
+def fitted(tmp_path, monkeypatch):
+    """Runs `gradcomp WORDS` on one rank, in the folder `name`. Returns the result."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -37,12 +40,21 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("the quick brown fox jumps over the lazy dog " * 100)
 
-    def fitted(name, *words):
+    def gradcomp(name, *words):
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
         config = composed(*TINY, f"data.dir={tmp_path / 'texts'}", *words)
         config.folder = str(tmp_path / name)
         (tmp_path / name).mkdir()
         return fit(OmegaConf.to_yaml(config))
+
+    before = signal.getsignal(signal.SIGINT)
+    yield gradcomp
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def run(fitted, tmp_path):
+    """Runs `gradcomp WORDS` on one rank. Returns the result, the folder, and the loss of the weights in last.ckpt."""
 
     def gradcomp(*words):
         result, last = fitted("run", *words), tmp_path / "run" / "checkpoints" / "last.ckpt"
@@ -50,10 +62,7 @@ def run(tmp_path, monkeypatch):
         saved = fitted("saved", f"ckpt={last}", "evaluate=true", *strategy)
         return result, tmp_path / "run", saved["val_loss"]
 
-    gradcomp.fitted = fitted
-    before = signal.getsignal(signal.SIGINT)
-    yield gradcomp
-    signal.signal(signal.SIGINT, before)
+    return gradcomp
 
 
 @pytest.mark.parametrize(
@@ -64,7 +73,7 @@ def run(tmp_path, monkeypatch):
         (["+trainer.check_val_every_n_epoch=2", "strategy=dga"], 9),
         (["+trainer.check_val_every_n_epoch=2", "strategy=hsdp"], 9),
         (["+trainer.check_val_every_n_epoch=2", "strategy=dist_async", "optimizer=sgd", "~optimizer.betas"], 9),
-        (["+trainer.check_val_every_n_epoch=2", "callbacks=[default,ema]", "callbacks.ema.update_every_n_steps=1"], 9),
+        (["+trainer.check_val_every_n_epoch=2", *EMA], 9),
         (["+trainer.val_check_interval=2"], 9),
         (["callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=0", "optimizer.lr=0"], 6),
     ],
@@ -77,17 +86,12 @@ def test_the_result_is_that_of_the_last_weights(run, words, steps):
     assert summary["communication"]["steps"] == steps
 
 
-EMA = ("callbacks=[default,ema]", "callbacks.ema.update_every_n_steps=1")
-
-
 @pytest.mark.parametrize("words", [(), EMA], ids=["", "ema"])
-def test_a_run_that_max_steps_has_ended_goes_on(run, words, tmp_path):
+def test_a_run_that_max_steps_has_ended_goes_on(fitted, words, tmp_path):
     """With the next epoch, and with the weights of which a moving average is taken."""
-    straight = run.fitted("straight", *words)
-    run.fitted("first", *words, f"+trainer.max_steps={EPOCH}")
-    again = run.fitted(
-        "again", *words, f"ckpt={tmp_path / 'first' / 'checkpoints' / 'last.ckpt'}", "+trainer.max_steps=9"
-    )
+    straight = fitted("straight", *words)
+    fitted("first", *words, f"+trainer.max_steps={EPOCH}")
+    again = fitted("again", *words, f"ckpt={tmp_path / 'first' / 'checkpoints' / 'last.ckpt'}", "+trainer.max_steps=9")
     assert again["communication"]["steps"] + EPOCH == straight["communication"]["steps"] == 9
     assert again["val_loss"] == straight["val_loss"]
 

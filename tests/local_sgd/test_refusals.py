@@ -29,6 +29,8 @@ def test_unsupported_models_and_weights_are_refused():
     model = Table().double()
     with pytest.raises(ValueError, match=r"'kernel'.*float64.*16 or 32 bits"):
         DelayedAverager(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="parameters in DelayedAverager: got '4 outside the model', allowed: only"):
+        DelayedAverager(Table(), torch.optim.SGD(Table().parameters(), lr=0.1))
     model, temperature = Table(), nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match="parameters in DelayedAverager: got '1 outside the model', allowed: only"):
         DelayedAverager(model, torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
