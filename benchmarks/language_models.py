@@ -135,8 +135,8 @@ def table() -> str:
         for method in sorted({*methods} - {"none"}, key=summaries.place):
             compared = []
             for ranks in RANKS:
-                runs = [each for each in methods[method] if each.ranks == ranks]
-                compared.append(summaries.compared(runs, of_ranks(methods["none"], ranks), 3))
+                runs, dense = ([each for each in methods[name] if each.ranks == ranks] for name in (method, "none"))
+                compared.append(summaries.compared(runs, dense, 3))
             words = [summaries.code(method) + (" (Muon)" if optimizer == "Muon" else "")]
             words += [each.difference for each in compared]
             rows.append([*words, summaries.joined(each.fewer for each in compared)])
@@ -176,12 +176,12 @@ def with_dense(method: str, ranks: int) -> dict[int, tuple[list[Result], list[Re
     """Steps of a run -> those of AdamW with a method, and the dense ones to pair them with."""
     own: dict[int, list[Result]] = defaultdict(list)
     dense: dict[int, list[Result]] = defaultdict(list)
-    for each in (each for each in read_csv() if each.optimizer == "AdamW"):
+    for each in (each for each in read_csv() if (each.optimizer, each.ranks) == ("AdamW", ranks)):
         if each.method == "none":
             dense[each.steps].append(each)
-        elif (each.method, each.ranks) == (method, ranks):
+        elif each.method == method:
             own[each.steps].append(each)
-    return {steps: (runs, of_ranks(dense[steps], ranks)) for steps, runs in own.items()}
+    return {steps: (runs, dense[steps]) for steps, runs in own.items()}
 
 
 FINETUNED = {"finetune": "all parameters", "finetune_head": "the last layers"}
@@ -200,16 +200,6 @@ def finetuned() -> str:
             rows[summaries.code(method)] += [cells.difference, cells.fewer]
     head = [word for trained in FINETUNED.values() for word in (trained, "fewer bytes")]
     return report.table(["method", *head], [[method, *cells] for method, cells in rows.items()])
-
-
-def of_ranks(dense: Sequence[Result], ranks: int) -> list[Result]:
-    """The dense runs to pair with: of each seed those of as many ranks, or of any number if there is none.
-
-    Each step has the same windows whatever the number of ranks, so dense training computes the same.
-    """
-    own = [each for each in dense if each.ranks == ranks]
-    seeds = {each.seed for each in own}
-    return own + [each for each in dense if each.seed not in seeds]
 
 
 def curve(method: str, optimizer: str, steps: int) -> list[tuple[float, float]]:
