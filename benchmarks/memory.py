@@ -3,8 +3,8 @@
     python -m benchmarks.memory --csv docs/data/memory.csv
     python -m benchmarks.memory --csv docs/data/memory.csv --model gpt_small --optimizer adamw --size 128 --batch 1 \
 --methods compute,ddp,fp16_hook,int8,eden,eden:bits=2,dgc:dense_values=int8
-    python -m benchmarks.memory --nodes 2 --ranks 4 --model torchvision.swin_t --optimizer adamw --size 64 --batch 4 \
---methods hsdp,hsdp+dgc,hsdp+powersgd,ddp
+    python -m benchmarks.memory --csv docs/data/memory.csv --nodes 2 --ranks 4 --model torchvision.swin_t \
+--optimizer adamw --size 64 --batch 4 --methods hsdp,hsdp+dgc,hsdp+powersgd,ddp
 
 Each method trains in its own ranks for about 20 seconds. The figure is the peak over ranks of memory used beyond what
 a rank had before the model was built: resident memory on a CPU, allocated memory on a GPU. Warm-ups are skipped. With

@@ -43,6 +43,7 @@ TITLES = {
     "powersgd_hook": "torch's PowerSGD hook, rank 4",
     "fp16_hook": "torch's fp16 hook",
     "ddp": "DDP",
+    "hsdp": "FSDP2's own all-reduce",
 }
 """Methods with a title of their own in tables, in the order of the rows."""
 
@@ -69,8 +70,8 @@ class Method:
 
 
 def title(method: str) -> str:
-    """The method's title in a table: "dgc@all_gather" is `dgc`, and "eden:bits=2" is `eden` bits=2."""
-    word = method.partition("@")[0]
+    """The method's title in a table: "dgc@all_gather" and "hsdp+dgc" are `dgc`, and "eden:bits=2" is `eden` bits=2."""
+    word = method.partition("@")[0].removeprefix("hsdp+")
     name, _, options = word.partition(":")
     return TITLES.get(word, f"`{name}` {options}".strip())
 

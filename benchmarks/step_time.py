@@ -6,10 +6,10 @@
 --model torchvision.swin_t --optimizer adamw --size 64 --batch 4 --methods compute,ddp,fp16_hook,int8,eden,eden:bits=2
     python -m benchmarks.link --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000 \
 --model gpt_small --optimizer adamw --size 128 --batch 1 --steps 1 --turns 2 --methods compute,eden  # one at a time
-    python -m benchmarks.link --rate-mbit 1000 --delay-ms 25 -- \
-python -m benchmarks.step_time --methods compute,ddp,local,dga,auto --model small --span 24 --steps 1  # latency.csv
-    python -m benchmarks.link --ranks-per-node 2 --rate-mbit 1000 -- python -m benchmarks.step_time \
---methods hsdp,hsdp+dgc,hsdp+powersgd,ddp --model torchvision.swin_t --optimizer adamw --size 64 --batch 4
+    python -m benchmarks.link --rate-mbit 1000 --delay-ms 25 -- python -m benchmarks.step_time --record 1000 \
+--delay-ms 25 --methods compute,ddp,local,dga,auto --model small --span 24 --steps 1  # also 0, 10, 50, 100
+    python -m benchmarks.link --ranks-per-node 2 --rate-mbit 1000 -- python -m benchmarks.step_time --record 1000 \
+--methods compute,hsdp,hsdp+dgc,hsdp+powersgd,ddp --model torchvision.swin_t --optimizer adamw --size 64 --batch 4
 
 Each takes one to five minutes, longer over slow links. Each method (benchmarks/methods.py) trains its own copy of the
 model. Methods take turns of a few steps, so that the machine's noise affects all of them alike. Results are medians
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_gradcomp as lgc
-from benchmarks import methods, report
+from benchmarks import memory, methods, report
 
 METHODS = "compute,ddp,fp16_hook,int8,powersgd_hook," + ",".join(
     f"{method}@all_gather" for method in ("dgc", "gradient_dropping", "powersgd", "onebit", "twobit", "terngrad")
@@ -56,11 +56,12 @@ COMPUTATION = "compute"
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A line of the CSV: medians of a method over a link of one rate, for the slower rank, in milliseconds."""
+    """A line of the CSV: medians of a method over one link, for the slower rank, in milliseconds."""
 
     network: str  # --model
     ranks: int
     rate_mbit: int  # 0: loopback
+    delay_ms: int  # one way
     method: str
     ms: float
     compute_ms: float  # of computation alone, in the same run
@@ -72,15 +73,24 @@ class StepTime:
     machine: str
 
     @property
-    def identity(self) -> tuple[str, int, int, str]:
+    def identity(self) -> tuple[str, int, int, int, str]:
         """A line replaces an earlier one with the same."""
-        return self.network, self.ranks, self.rate_mbit, self.method
+        return self.network, self.ranks, self.rate_mbit, self.delay_ms, self.method
 
 
-def of_network(network: str) -> dict[tuple[int, str], StepTime]:
-    """(Mbit/s, method) -> the line of two ranks."""
-    lines = [each for each in report.read(CSV, StepTime) if (each.network, each.ranks) == (network, 2)]
+def of_network(network: str, ranks: int = 2) -> dict[tuple[int, str], StepTime]:
+    """(Mbit/s, method) -> the line without delay."""
+    lines = [each for each in report.read(CSV, StepTime) if each.identity[:2] == (network, ranks) and not each.delay_ms]
     return {(each.rate_mbit, each.method): each for each in lines}
+
+
+def by_delay(network: str) -> dict[str, list[StepTime]]:
+    """Method -> the lines of two ranks over 1 Gbit/s, by delay."""
+    found: dict[str, list[StepTime]] = {}
+    for each in report.read(CSV, StepTime):
+        if each.identity[:3] == (network, 2, 1000):
+            found.setdefault(each.method, []).append(each)
+    return found
 
 
 def table(network: str) -> str:
@@ -92,6 +102,17 @@ def table(network: str) -> str:
         row = [methods.title(name), *(f"{found[rate, name].ms:,.0f}" for rate in rates)]
         rows.append([*row, f"{(found[1000, name].node_bytes or 0) / 1e6:.1f}"])
     return report.table(["method", *map(link, rates), "MB a node sends"], rows)
+
+
+def hsdp() -> str:
+    """A table of the page: swin_t on two nodes of two ranks, over 1 Gbit/s."""
+    found, rows = of_network("torchvision.swin_t", ranks=4), []
+    peaks = {each.method: each.mb for each in report.read(memory.CSV, memory.Memory) if each.ranks == 4}
+    for name in ("hsdp", "hsdp+dgc", "hsdp+powersgd", "ddp"):
+        each = found[1000, name]
+        numbers = f"{each.ms:,.0f}", f"{(each.node_bytes or 0) / 1e6:.1f}", f"{peaks[name]:,.0f}"
+        rows.append([methods.title(name), *numbers])
+    return report.table(["method", "step, ms", "a node sends, MB", "memory of a rank, MB"], rows)
 
 
 def link(rate_mbit: int) -> str:
@@ -184,7 +205,7 @@ def node_sent() -> int | None:
     return int(COUNTER.read_text()) if COUNTER.exists() else None
 
 
-def step_times(found: Turns, network: str, rate_mbit: int) -> list[StepTime]:
+def step_times(found: Turns, network: str, rate_mbit: int, delay_ms: int) -> list[StepTime]:
     """Medians over the spans of all turns. `compute_ms` is NaN if computation alone was not measured."""
     all_spans = {method: [span for turn in turns for span in turn] for method, turns in found.items()}
     compute = median(span.ms for span in all_spans[COMPUTATION]) if COMPUTATION in found else math.nan
@@ -197,6 +218,7 @@ def step_times(found: Turns, network: str, rate_mbit: int) -> list[StepTime]:
                 network=network,
                 ranks=dist.get_world_size(),
                 rate_mbit=rate_mbit,
+                delay_ms=delay_ms,
                 method=method,
                 ms=round(median(span.ms for span in spans), 1),
                 compute_ms=round(compute, 1),
@@ -237,6 +259,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--period", type=int, default=8, help="K for rounds; for auto, the smallest K")
     parser.add_argument("--record", type=int, help="add to the CSV, for a link of this many Mbit/s; 0: loopback")
+    parser.add_argument("--delay-ms", type=int, default=0, help="of the link, to record it")
     parser.add_argument("--csv", type=Path, default=CSV)
     arguments = parser.parse_args()
     if arguments.record is not None and COMPUTATION not in arguments.methods.split(","):
@@ -246,10 +269,10 @@ def main() -> None:
     found: Turns = {}
     for found in measure(arguments):
         if dist.get_rank() == 0 and arguments.record is not None:
-            lines = step_times(found, arguments.model, arguments.record)
+            lines = step_times(found, arguments.model, arguments.record, arguments.delay_ms)
             report.record(arguments.csv, lines, lambda each: each.identity)
     if dist.get_rank() == 0:
-        lines = step_times(found, arguments.model, arguments.record or 0)
+        lines = step_times(found, arguments.model, arguments.record or 0, arguments.delay_ms)
         rows = [row(each, found[each.method]) for each in lines]
         head = [column for column in COLUMNS if any(each[column] for each in rows)]
         print(f"\n{arguments.model} at {arguments.size}x{arguments.size}, batch {arguments.batch}, ", end="")

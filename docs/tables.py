@@ -125,6 +125,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "by_link": by_link,
     "csv": of_csv,
     "finetuned": language_models.finetuned,
+    "hsdp": step_time.hsdp,
     "language_models": language_models.table,
     "lengths": language_models.lengths,
     "local_steps": results.local_steps,

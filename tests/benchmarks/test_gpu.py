@@ -15,7 +15,7 @@ from tests.processes import run_world
 ROOT = Path(__file__).parents[2]
 COLUMNS = {
     "encode": "layout elements method optimizer compress_ms decompress_ms step_ms gb_per_s copy_gb_per_s error machine",
-    "steps": "network ranks rate_mbit method ms compute_ms bytes_sent node_bytes "
+    "steps": "network ranks rate_mbit delay_ms method ms compute_ms bytes_sent node_bytes "
     "compress_ms exchange_ms decompress_ms machine",
 }
 LINES = {"encode": 3 + 7, "steps": 7}
