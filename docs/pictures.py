@@ -324,13 +324,14 @@ def rotation(axes: Axes) -> None:
 
 def latency(axes: Axes) -> None:
     """Step time over computation alone, by the link's delay, two ranks."""
-    found = step_times.by_delay("small")
+    found = step_times.read_csv("small")
     names = {"ddp": "DDP", "local": "local SGD, K=8", "dga": "dga, K=D=8", "auto": 'dga, delay="auto"'}
     axes.fill_between([0, 100], 0.85, 1.15, color=GREY, alpha=0.2, linewidth=0)
     axes.text(75, 1.05, "noise", va="center", ha="center", fontsize=9)
     for method, color in zip(names, (ORANGE, GREEN, VIOLET, BLUE), strict=True):
-        ratios = [each.ms / each.compute_ms for each in found[method]]
-        axes.plot([each.delay_ms for each in found[method]], ratios, marker=".", color=color)
+        lines = [each for each in found if each.method == method]
+        ratios = [each.ms / each.compute_ms for each in lines]
+        axes.plot([each.delay_ms for each in lines], ratios, marker=".", color=color)
         axes.text(103, ratios[-1], names[method], color=color, va="center")
     axes.set(xlabel="one-way delay, ms", ylabel="step time over computation", yscale="log", xlim=(-3, 190))
     axes.set_yticks(ticks := [1, 2, 5, 10, 20], [f"{tick}x" for tick in ticks])
