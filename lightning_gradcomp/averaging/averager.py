@@ -668,6 +668,8 @@ class GradientAverager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace this rank's state. Warns about parameters that only the state or only the model has.
 
+        Load the optimizer's state first: with DGC, this rank's momentum replaces what the optimizer has loaded.
+
         Raises:
             ValueError: if `state` is not an averager's or is another method's; if a tensor's shape is not its
                 parameter's, or the parameter is not compressed here.

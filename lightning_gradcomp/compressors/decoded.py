@@ -172,7 +172,7 @@ def mean_of(
         decoded: one payload per worker, all of the same class. With many sparse entries, an iterator can decode each
             worker's payload after the previous one was added.
         buffer: returns fp32 [n] with arbitrary content, for a mean that is not sparse.
-        over_senders: divide each element's sum by the number of payloads that hold it. All must be sparse.
+        over_senders: divide each element's sum by the number of payloads in which it is not 0. All must be sparse.
     """
     rest = iter(decoded)
     first = next(rest)
@@ -182,7 +182,7 @@ def mean_of(
         values = torch.zeros(len(indices), dtype=torch.float32).index_add_(
             0, places, torch.cat([one.values for one in entries])
         )
-        return Sparse(indices, values.div_(torch.bincount(places) if over_senders else workers))
+        return Sparse(indices, values.div_(_senders(entries, places) if over_senders else workers))
     mean = buffer()
     if isinstance(first, Chunked):  # same chunks in all: one chunk of all workers at a time, in the cache
         chunked = [first, *(one for one in rest if isinstance(one, Chunked))]
@@ -197,8 +197,14 @@ def mean_of(
     for one in chain([first], rest):
         one.add_to(mean)
         if senders is not None and isinstance(one, Sparse):
-            Sparse(one.indices, torch.ones_like(one.values)).add_to(senders)
+            Sparse(one.indices, one.values.sign().abs()).add_to(senders)
     return Dense(mean.div_(workers if senders is None else senders.clamp_(min=1)))
+
+
+def _senders(entries: list[Sparse], places: torch.Tensor) -> torch.Tensor:
+    """How many of the entries at each of the places are not 0, at least 1."""
+    sent = torch.cat([one.values.sign().abs() for one in entries])
+    return torch.bincount(places, weights=sent).clamp_(min=1)
 
 
 def all_finite(flat: torch.Tensor) -> torch.Tensor:

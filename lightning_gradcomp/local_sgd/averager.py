@@ -8,6 +8,7 @@ in flight at a time. The update rule and its source are in `anchor.py`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from lightning_gradcomp.errors import check_share, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.background import BackgroundExchange
 from lightning_gradcomp.local_sgd.optimizer_state import zero_nonfinite_state
-from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
+from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds, check_compressor
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments, sync_copies, tensors_of, untrained
 
@@ -128,6 +129,7 @@ class DelayedAverager:
             allowed = "only the model's, whose steps are averaged"
             raise refusal("the optimizer's parameters in DelayedAverager", f"{foreign} outside the model", allowed)
         self.compressor: Compressor = build(compressor)
+        check_compressor(self.compressor)
         self.outer, self.error_decay = outer or PLAIN_AVERAGING, error_decay
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         self.spent = RoundStats()
@@ -347,6 +349,12 @@ class DelayedAverager:
                 sent += sync_copies(self.ranks, copies, self._anchor.device)
                 self.spent.add_bytes(sent)
                 self._steps_since_drain = self._samples_since_drain = 0
+        if self.outer != PLAIN_AVERAGING and not self.spent.rounds and self.ranks.rank == 0:
+            warnings.warn(
+                f"the outer optimizer has made no step: no round of {self.period} steps ended before this drain, which "
+                "closes the open round without it. Choose a period shorter than the steps between drains (an epoch).",
+                stacklevel=2,
+            )
         self.round_schedule.set_delay()
 
     def share_buffers(self) -> None:

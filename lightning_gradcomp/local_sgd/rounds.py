@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_gradcomp.averaging import GradientAverager
 from lightning_gradcomp.averaging.checkpoint_state import check_state
@@ -16,6 +17,7 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.trainable import parameters_of
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
+from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.errors import check_share, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
@@ -46,6 +48,14 @@ class Nesterov:
             raise refusal("Nesterov.lr", self.lr, "a number above 0")
         if not 0 <= self.momentum < 1:
             raise refusal("Nesterov.momentum", self.momentum, "0 <= momentum < 1")
+
+
+def check_compressor(compressor: Compressor) -> None:
+    """Raises ValueError if the compressor clips: in rounds it would cut the update of many steps."""
+    if isinstance(compressor, LossyCompressor) and compressor.clip_norm is not None:
+        what = f"{type(compressor).__name__}.clip_norm in rounds of local steps"
+        allowed = "None; to clip each step, Trainer(gradient_clip_val=...), or p.grad before the optimizer's step"
+        raise refusal(what, compressor.clip_norm, allowed)
 
 
 PLAIN_AVERAGING = Nesterov(lr=1.0, momentum=0.0)
@@ -115,14 +125,28 @@ class Rounds:
         doing = f"averaging round {self.steps + 1}"
         with explained(training_step, doing, self.ranks.group):
             reports = self.gather_reports(own, doing)
-        weight = sample_weight(own.samples, [report.samples for report in reports])
+        self.averager.epoch = epoch
+        samples = [report.samples for report in reports]
+        usual = sample_weight(own.samples, samples)
+        among_senders = sample_weight(own.samples, [number for number in samples if number])
+        sparse = self._divided_by_senders()
         for z in self.anchor.module.parameters():
+            weight = among_senders if z in sparse else usual
             if z.grad is not None and weight != 1:
                 z.grad.mul_(weight)
-        self.averager.epoch = epoch
         self.averager.average(during=(training_step, doing))
         self.bytes_sent += self.averager.stats.bytes_sent
         return reports
+
+    def _divided_by_senders(self) -> set[nn.Parameter]:
+        """The anchor's parameters whose sums the next exchange divides by the number of ranks that send an entry.
+
+        A rank without samples has nothing to send, so it must not count in their weights.
+        """
+        compressor, gradients = self.averager.begin_step().compressor, self.averager.gradients
+        if not isinstance(compressor, GradientDropping) or compressor.mean == "ranks":
+            return set()
+        return set(gradients.compressed)
 
     def exchange_uncompressed(self, own: RoundReport, training_step: int) -> list[RoundReport]:
         """Average the updates and all residuals, uncompressed. Returns all ranks' reports. Collective.

@@ -119,6 +119,12 @@ def check_pull(values: str) -> None:
         raise refusal("pull", values, "'fp32', 'bf16' or 'int8', the format of the weights")
 
 
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in fp32, or in fp64 if it is: small steps would round to nothing in 16 bits."""
+    wider = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(wider, copy=True)
+
+
 class ServerPartition:
     """A partition of the weights, and the optimizer that steps it. Thread-safe: one push or pull at a time.
 
@@ -135,7 +141,7 @@ class ServerPartition:
         pull: str = "fp32",
     ) -> None:
         self.part, self.compressor, self._pull_format = part, compressor, pull
-        self.weights = {name: nn.Parameter(parameters[name].detach().cpu().clone()) for name in part.names}
+        self.weights = {name: nn.Parameter(_in_fp32(parameters[name].detach().cpu())) for name in part.names}
         self._groups: list[int] = []
         self.optimizer = self._optimizer(parameters, optimizer)
         self._owns_momentum = compressor.state_for(optimizer).owns_momentum
@@ -249,8 +255,10 @@ class ServerPartition:
                 self.optimizer.state.pop(weight, None)
                 if name in state:
                     values = deepcopy(dict(state[name]))
-                    moved = {k: v.to(weight.device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-                    self.optimizer.state[weight] = moved
+                    self.optimizer.state[weight] = {
+                        kind: _in_fp32(v.to(weight.device)) if isinstance(v, torch.Tensor) else v
+                        for kind, v in values.items()
+                    }
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:

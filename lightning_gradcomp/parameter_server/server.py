@@ -41,12 +41,15 @@ def built(compressor: Compressor | str, optimizer: torch.optim.Optimizer) -> Com
 
 
 def check_compressor(compressor: Compressor) -> None:
-    """Raises ValueError if a server can't decode a single push of this compressor, or if it has a warm-up."""
+    """Raises ValueError if a server can't decode a single push of this compressor, or if it has a warm-up or clips."""
     codec_of(compressor, 0, 0)
     name = type(compressor).__name__
     for option in ("warmup_steps", "warmup_epochs", "dense_epochs"):
         if length := getattr(compressor, option, 0):
             raise refusal(f"{name}.{option} with dist_async", length, "0: every push is compressed")
+    if isinstance(compressor, LossyCompressor) and compressor.clip_norm is not None:
+        allowed = "None; to clip, Trainer(gradient_clip_val=...), or p.grad before the averager's step"
+        raise refusal(f"{name}.clip_norm with dist_async", compressor.clip_norm, allowed)
     start = getattr(compressor, "start_sparsity", None)
     if isinstance(compressor, LossyCompressor) and start is not None and start < (final := compressor.final_sparsity):
         raise refusal(f"{name}.start_sparsity with dist_async", start, f"None: every push is at sparsity {final:g}")

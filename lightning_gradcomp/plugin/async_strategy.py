@@ -48,8 +48,9 @@ class AsyncStrategy(UnwrappedStrategy):
     mean over all ranks, so hyper-parameters tuned with DDP are nearly right.
 
     Args:
-        compressor: compresses the pushes. DGC, GradientDropping, OneBit and TwoBit need SGD; `"none"`, `"fp16"`,
-            `"bf16"`, `"int8"` and `"eden"` take any optimizer. There is no warm-up: every push is compressed.
+        compressor: compresses the pushes. DGC needs SGD; GradientDropping, OneBit and TwoBit take any optimizer but
+            Adam and AdamW; `"none"`, `"fp16"`, `"bf16"`, `"int8"`, `"eden"` and TernGrad take any. There is no warm-up:
+            every push is compressed.
         staleness: S, how many steps a rank may be ahead of the slowest before it waits. `math.inf`: it never waits.
         pull: format in which the servers send weights back: `"fp32"`, `"bf16"` or `"int8"`. Biases and norms travel in
             fp32. Servers keep all weights in fp32.

@@ -1,12 +1,14 @@
 """Drains make weights, buffers and moments the same on all ranks; a reset drops local steps without communication."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
+from lightning_gradcomp import Nesterov
 from tests.averaging.methods import EVERY
 from tests.averaging.workers import HAS_MUON, all_equal, conv_net, image_loss, weights
 from tests.local_sgd.training import CLOSE, run_ranks, set_up, train
@@ -26,6 +28,17 @@ class Buffered(nn.Module):
     def forward(self, x):
         self.cache = torch.zeros(len(x))
         return self.net(x)
+
+
+def test_an_outer_optimizer_that_never_steps_is_reported():
+    def work(rank, group, period):
+        model, optimizer, averager = set_up(group, period=period, delay=0, outer=Nesterov())
+        train(model, optimizer, averager, rank, 3)
+        averager.drain()
+
+    with pytest.warns(UserWarning, match="the outer optimizer has made no step: no round of 4 steps ended"):
+        run_ranks(2, partial(work, period=4))
+    run_ranks(2, partial(work, period=2))  # a warning would be an error
 
 
 class Named(nn.Module):

@@ -17,6 +17,10 @@ from tests.local_sgd.training import run_ranks, set_up
         ({"period": 0, "delay": 0}, r"period: got 0, allowed: a whole number of steps, 1 or more"),
         ({"delay": "soon"}, r"delay: got 'soon', allowed: 0 to 8.*'auto'"),
         ({"compressor": lgc.OneBit(warmup_epochs=1)}, r"steps_per_epoch.*"),
+        (
+            {"compressor": lgc.OneBit(clip_norm=1.0)},
+            r"OneBit.clip_norm in rounds of local steps: got 1.0, allowed: N",
+        ),
     ],
     ids=str,
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gradcomp import EDEN, Int8
+from lightning_gradcomp import EDEN, GradientDropping, Int8
 from tests.averaging.methods import EVERY
 from tests.averaging.workers import Table, all_equal, backward, bowl_loss, weights
 from tests.local_sgd.training import CLOSE, run_ranks, set_up, train
@@ -60,6 +60,34 @@ def test_a_rank_without_data_has_no_weight(delay, compressor):
     (drained, expected), (other, _) = run_ranks(2, work)
     assert torch.equal(drained, other)
     torch.testing.assert_close(drained, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("others", ["rest", "are not finite"])
+def test_a_mean_over_senders_leaves_out_ranks_without_samples(others):
+    """An entry that only one rank sends moves by that rank's update."""
+    resting = others == "rest"
+
+    def work(rank, group):
+        sparse = GradientDropping(sparsity=0.8, mean="senders", scope="tensor", min_elements=64, warmup_epochs=0)
+        options = {"period": 2, "delay": 0, "error_decay": 0.9, "participation": 0.25 if resting else 1.0}
+        model, optimizer, averager = set_up(group, "sgd", compressor=sparse, **options)
+        takes_part = not averager.resting if resting else rank == 3
+        for step in range(2):
+            backward(model, optimizer, rank, step, bowl_loss)
+            if not (takes_part or resting):
+                model.bias.grad[0] = torch.nan
+            with averager.stepping():
+                if not averager.resting:
+                    optimizer.step()
+                own = weights(model)
+        return takes_part, own - weights(Table()), weights(model) - weights(Table())
+
+    results = run_ranks(4, work)
+    [own] = [own for takes_part, own, _ in results if takes_part]
+    for _, _, moved in results:
+        sent = moved != 0
+        assert sent[:660].float().mean() == pytest.approx(0.2, abs=0.01) and sent[660:].all()
+        torch.testing.assert_close(moved[sent], own[sent], **CLOSE)
 
 
 @pytest.mark.parametrize("delay", [0, 3])

@@ -134,6 +134,28 @@ def test_the_default_dtype_has_no_effect(job, make, dtype):
     assert all(torch.equal(a, b) for a, b in zip(found, trained(), strict=True))
 
 
+@pytest.mark.parametrize("optimizer", [sgd, lambda model: torch.optim.AdamW(model.parameters(), lr=0.001)])
+def test_servers_keep_the_weights_of_a_model_in_bf16_in_fp32(job, optimizer):
+    """So that steps smaller than a rounding error of the weights add up. A checkpoint's state may be in bf16."""
+    running = job(optimizer=optimizer, make_model=lambda seed=0: net(seed).bfloat16())
+    model, averager = running.worker()
+    for step in range(2):
+        model.zero_grad()
+        loss(model.float(), 0, step).backward()
+        averager.step()
+    [server] = running.servers
+    rounded = {
+        name: {kind: value.bfloat16() if value.dim() else value for kind, value in state.items()}
+        for name, state in server.partition.optimizer_state().items()
+    }
+    server.partition.load_optimizer_state(rounded)
+    averager.step()
+    for name, state in server.partition.optimizer_state().items():
+        assert {value.dtype for value in state.values()} == {torch.float32}, name
+    weights = running.weights().values()
+    assert all(each.dtype == torch.float32 and not torch.equal(each, each.bfloat16().float()) for each in weights)
+
+
 @every
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_pushes_replayed_give_the_same_weights(job, make, servers, monkeypatch):

@@ -281,6 +281,11 @@ REFUSED = {
     ),
     "a start": ({"compressor": lgc.DGC(start_sparsity=0.9)}, {}, "DGC.start_sparsity with dist_async: got 0.9, a"),
     "a warm-up": ({"compressor": lgc.DGC(warmup_epochs=2)}, {}, "DGC.warmup_epochs with dist_async: got 2, allowed: 0"),
+    "clipping": (
+        {"compressor": lgc.DGC(clip_norm=1.0)},
+        {},
+        "DGC.clip_norm with dist_async: got 1.0, allowed: N",
+    ),
     "dense steps": ({"compressor": lgc.OneBit(warmup_steps=5)}, {}, "OneBit.warmup_steps with dist_async: got 5, a"),
     "SparsityWarmup": (
         {"compressor": "dgc"},
