@@ -170,6 +170,8 @@ class LossyCompressor(Compressor, ABC):
 
     default_warmup_steps: ClassVar[int] = 0
     """The value of `warmup_steps=None`."""
+    averages_over_senders: ClassVar[bool] = False
+    """True if the mean of an entry is over the ranks that sent it."""
     not_partitioned_because: ClassVar[str | None] = (
         "the owner of a partition can't average it from the partition's messages alone"
     )

@@ -69,8 +69,12 @@ class GradientDropping(SparseCodec):
             raise refusal("GradientDropping.mean", self.mean, "'ranks' or 'senders'")
 
     @property
+    def averages_over_senders(self) -> bool:  # type: ignore[override]
+        return self.mean == "senders"
+
+    @property
     def not_partitioned_because(self) -> str | None:  # type: ignore[override]
-        return "the owner of a partition does not pass on who sent an element" if self.mean == "senders" else None
+        return "the owner of a partition does not pass on who sent an element" if self.averages_over_senders else None
 
     def count(self, layout: Layout) -> int:
         return count_each(SCOPES[self.scope](layout), 1 - self.sparsity)
@@ -81,7 +85,7 @@ class GradientDropping(SparseCodec):
     def average(
         self, flat: torch.Tensor, layout: Layout, collectives: Collectives, state: Any
     ) -> tuple[Decoded, Decoded]:
-        return collectives.mean_of_payloads(self, flat, layout, over_senders=self.mean == "senders")
+        return collectives.mean_of_payloads(self, flat, layout, over_senders=self.averages_over_senders)
 
 
 SPARSELOCO: dict[str, Any] = {

@@ -17,7 +17,6 @@ from lightning_gradcomp.averaging.gradients import Gradients
 from lightning_gradcomp.averaging.ranks import Ranks
 from lightning_gradcomp.averaging.trainable import parameters_of
 from lightning_gradcomp.compressors.base import Compressor, LossyCompressor
-from lightning_gradcomp.compressors.gradient_dropping import GradientDropping
 from lightning_gradcomp.compressors.kernels.bits import pack_bits, unpack_bits
 from lightning_gradcomp.errors import check_share, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
@@ -143,10 +142,8 @@ class Rounds:
 
         A rank without samples has nothing to send, so it must not count in their weights.
         """
-        compressor, gradients = self.averager.begin_step().compressor, self.averager.gradients
-        if not isinstance(compressor, GradientDropping) or compressor.mean == "ranks":
-            return set()
-        return set(gradients.compressed)
+        compressor = self.averager.begin_step().compressor
+        return set(self.gradients.compressed) if compressor and compressor.averages_over_senders else set()
 
     def exchange_uncompressed(self, own: RoundReport, training_step: int) -> list[RoundReport]:
         """Average the updates and all residuals, uncompressed. Returns all ranks' reports. Collective.
