@@ -369,3 +369,10 @@ def build(compressor: Compressor | str) -> Compressor:
             return entry.cls()
     names = ", ".join(entry.name for entry in entries())
     raise refusal("compressor", compressor, f"an instance of a Compressor, or one of {names}")
+
+
+def check_no_clipping(compressor: Compressor, where: str) -> None:
+    """Raises ValueError if `clip_norm` is set where nothing clips by it, or it would clip the update of many steps."""
+    if isinstance(compressor, LossyCompressor) and compressor.clip_norm is not None:
+        allowed = "None; to clip each step, Trainer(gradient_clip_val=...), or p.grad before the step"
+        raise refusal(f"{type(compressor).__name__}.clip_norm {where}", compressor.clip_norm, allowed)

@@ -26,13 +26,13 @@ from lightning_gradcomp.averaging.faults import TIMEOUT, explained
 from lightning_gradcomp.averaging.replicas import broadcast, broadcast_unless_identical, initial_tensors
 from lightning_gradcomp.averaging.stats import Stats
 from lightning_gradcomp.averaging.trainable import check_none_ignored, parameters_of
-from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build, check_no_clipping
 from lightning_gradcomp.compressors.schedules import dense_start
 from lightning_gradcomp.errors import check_share, refusal
 from lightning_gradcomp.local_sgd.anchor import Anchor
 from lightning_gradcomp.local_sgd.background import BackgroundExchange
 from lightning_gradcomp.local_sgd.optimizer_state import zero_nonfinite_state
-from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds, check_compressor
+from lightning_gradcomp.local_sgd.rounds import PLAIN_AVERAGING, Nesterov, RoundReport, Rounds
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.local_sgd.sync import Buffers, sync_buffers_and_moments, sync_copies, tensors_of, untrained
 
@@ -129,7 +129,7 @@ class DelayedAverager:
             allowed = "only the model's, whose steps are averaged"
             raise refusal("the optimizer's parameters in DelayedAverager", f"{foreign} outside the model", allowed)
         self.compressor: Compressor = build(compressor)
-        check_compressor(self.compressor)
+        check_no_clipping(self.compressor, "in rounds of local steps")
         self.outer, self.error_decay = outer or PLAIN_AVERAGING, error_decay
         self.steps_per_epoch, self.epoch = steps_per_epoch, epoch
         self.spent = RoundStats()
@@ -352,7 +352,7 @@ class DelayedAverager:
         if self.outer != PLAIN_AVERAGING and not self.spent.rounds and self.ranks.rank == 0:
             warnings.warn(
                 f"the outer optimizer has made no step: no round of {self.period} steps ended before this drain, which "
-                "closes the open round without it. Choose a period shorter than the steps between drains (an epoch).",
+                "closes the open round without it. Choose a period no longer than the steps between drains (an epoch).",
                 stacklevel=2,
             )
         self.round_schedule.set_delay()

@@ -49,14 +49,6 @@ class Nesterov:
             raise refusal("Nesterov.momentum", self.momentum, "0 <= momentum < 1")
 
 
-def check_compressor(compressor: Compressor) -> None:
-    """Raises ValueError if the compressor clips: in rounds it would cut the update of many steps."""
-    if isinstance(compressor, LossyCompressor) and compressor.clip_norm is not None:
-        what = f"{type(compressor).__name__}.clip_norm in rounds of local steps"
-        allowed = "None; to clip each step, Trainer(gradient_clip_val=...), or p.grad before the optimizer's step"
-        raise refusal(what, compressor.clip_norm, allowed)
-
-
 PLAIN_AVERAGING = Nesterov(lr=1.0, momentum=0.0)
 """No outer optimizer: the mean update is added to the anchor."""
 

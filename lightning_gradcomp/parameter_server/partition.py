@@ -254,10 +254,9 @@ class ServerPartition:
             for name, weight in self.weights.items():
                 self.optimizer.state.pop(weight, None)
                 if name in state:
-                    values = deepcopy(dict(state[name]))
                     self.optimizer.state[weight] = {
-                        kind: _in_fp32(v.to(weight.device)) if isinstance(v, torch.Tensor) else v
-                        for kind, v in values.items()
+                        kind: _in_fp32(v.to(weight.device)) if isinstance(v, torch.Tensor) else deepcopy(v)
+                        for kind, v in state[name].items()
                     }
 
     @torch.no_grad()

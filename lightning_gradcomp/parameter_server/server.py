@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.averaging.gradients import Gradients
-from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build
+from lightning_gradcomp.compressors.base import Compressor, LossyCompressor, build, check_no_clipping
 from lightning_gradcomp.errors import is_number, refusal
 from lightning_gradcomp.parameter_server.clocks import Clocks
 from lightning_gradcomp.parameter_server.connection import Connection, ConnectionLost, Listener
@@ -47,9 +47,7 @@ def check_compressor(compressor: Compressor) -> None:
     for option in ("warmup_steps", "warmup_epochs", "dense_epochs"):
         if length := getattr(compressor, option, 0):
             raise refusal(f"{name}.{option} with dist_async", length, "0: every push is compressed")
-    if isinstance(compressor, LossyCompressor) and compressor.clip_norm is not None:
-        allowed = "None; to clip, Trainer(gradient_clip_val=...), or p.grad before the averager's step"
-        raise refusal(f"{name}.clip_norm with dist_async", compressor.clip_norm, allowed)
+    check_no_clipping(compressor, "with dist_async")
     start = getattr(compressor, "start_sparsity", None)
     if isinstance(compressor, LossyCompressor) and start is not None and start < (final := compressor.final_sparsity):
         raise refusal(f"{name}.start_sparsity with dist_async", start, f"None: every push is at sparsity {final:g}")

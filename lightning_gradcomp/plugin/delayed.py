@@ -21,10 +21,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gradcomp.averaging.faults import TIMEOUT
 from lightning_gradcomp.compressors import Compressor
-from lightning_gradcomp.compressors.base import build
+from lightning_gradcomp.compressors.base import build, check_no_clipping
 from lightning_gradcomp.errors import check_share, refusal
 from lightning_gradcomp.local_sgd.averager import DelayedAverager
-from lightning_gradcomp.local_sgd.rounds import Nesterov, check_compressor
+from lightning_gradcomp.local_sgd.rounds import Nesterov
 from lightning_gradcomp.local_sgd.schedule import Participants, RoundSchedule
 from lightning_gradcomp.plugin import sigterm
 from lightning_gradcomp.plugin.base_strategy import UnwrappedStrategy, averages_of
@@ -81,7 +81,7 @@ class DelayedStrategy(UnwrappedStrategy):
         super().__init__(timeout=timeout, **options)
         self._check_ddp_options(options)
         self.compressor = build(compressor)
-        check_compressor(self.compressor)
+        check_no_clipping(self.compressor, "in rounds of local steps")
         RoundSchedule(period, delay)  # checks them
         check_share("pending_share", pending_share)
         Participants(participation)  # checks it

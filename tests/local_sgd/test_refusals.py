@@ -19,7 +19,7 @@ from tests.local_sgd.training import run_ranks, set_up
         ({"compressor": lgc.OneBit(warmup_epochs=1)}, r"steps_per_epoch.*"),
         (
             {"compressor": lgc.OneBit(clip_norm=1.0)},
-            r"OneBit.clip_norm in rounds of local steps: got 1.0, allowed: N",
+            r"OneBit.clip_norm in rounds of local steps: got 1.0, allowed: None",
         ),
     ],
     ids=str,

@@ -284,7 +284,7 @@ REFUSED = {
     "clipping": (
         {"compressor": lgc.DGC(clip_norm=1.0)},
         {},
-        "DGC.clip_norm with dist_async: got 1.0, allowed: N",
+        "DGC.clip_norm with dist_async: got 1.0, allowed: None",
     ),
     "dense steps": ({"compressor": lgc.OneBit(warmup_steps=5)}, {}, "OneBit.warmup_steps with dist_async: got 5, a"),
     "SparsityWarmup": (
